@@ -1,0 +1,96 @@
+"""pulse-rl: the weight channel of RL post-training.
+
+    import pulse_rl as pulse
+
+    patch = pulse.diff(old, new, base=3, target=4)     # the bits that changed, as one small file
+    pulse.apply(weights, patch)                        # in place, bit-identical, all or nothing
+
+    publisher = pulse.Publisher(pulse.open_store("file:///runs/a"))
+    publisher.publish(model, version=step)             # on the trainer's side
+    subscriber = pulse.Subscriber(pulse.open_store("file:///runs/a"))
+    subscriber.sync(model)                             # on the rollout workers' side
+
+Everything public is listed in `__all__`; it is imported when first used, so `import pulse_rl` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pulse_rl.digests import digest
+    from pulse_rl.errors import (
+        BaseMismatchError,
+        IntegrityError,
+        MissingExtraError,
+        PatchFormatError,
+        PulseError,
+        StoreError,
+        VersionNotFoundError,
+    )
+    from pulse_rl.history import History
+    from pulse_rl.patch import PatchInfo, apply, diff, inspect
+    from pulse_rl.patchfile import TensorInfo
+    from pulse_rl.store.base import Store
+    from pulse_rl.store.objects import open_store
+    from pulse_rl.sync.publisher import Publisher, PublishReport
+    from pulse_rl.sync.subscriber import Subscriber, SyncReport
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BaseMismatchError": "errors",
+    "History": "history",
+    "IntegrityError": "errors",
+    "MissingExtraError": "errors",
+    "PatchFormatError": "errors",
+    "PatchInfo": "patch",
+    "PublishReport": "sync.publisher",
+    "Publisher": "sync.publisher",
+    "PulseError": "errors",
+    "Store": "store.base",
+    "StoreError": "errors",
+    "Subscriber": "sync.subscriber",
+    "SyncReport": "sync.subscriber",
+    "TensorInfo": "patchfile",
+    "VersionNotFoundError": "errors",
+    "apply": "patch",
+    "diff": "patch",
+    "digest": "digests",
+    "inspect": "patch",
+    "open_store": "store.objects",
+}
+
+__all__ = [
+    "BaseMismatchError",
+    "History",
+    "IntegrityError",
+    "MissingExtraError",
+    "PatchFormatError",
+    "PatchInfo",
+    "PublishReport",
+    "Publisher",
+    "PulseError",
+    "Store",
+    "StoreError",
+    "Subscriber",
+    "SyncReport",
+    "TensorInfo",
+    "VersionNotFoundError",
+    "apply",
+    "diff",
+    "digest",
+    "inspect",
+    "open_store",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pulse_rl' has no attribute {name!r}")
+    value = getattr(import_module(f"pulse_rl.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

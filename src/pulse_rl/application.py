@@ -1,0 +1,196 @@
+"""From a patch to changed weights: everything is checked before the first element is written.
+
+`Application.prove` decodes every block against the live weights and computes what the digest will be; only
+if that is the target's digest may `write` run. Between the two, decoded changes are kept up to a fixed budget
+and the rest is decoded again, so that a receiver holds the patch and little more. A write that is interrupted
+is carried through before the interruption is let out: an overwrite can be repeated without harm.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from pulse_rl import digests
+from pulse_rl.bits import Bits, Layout, compare_layouts
+from pulse_rl.changes import Changes
+from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.kernels import cpu
+from pulse_rl.parallel import ordered_map
+from pulse_rl.patchfile import Block, Patch, decoded_nbytes
+
+KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
+
+
+class HasLayout(Protocol):
+    """Anything that says a tensor's dtype and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def resolve(tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout) -> dict[str, list[Bits]]:
+    """Find the live tensors behind each name: the first stands for the name, the others are tied copies.
+
+    tensors: what is expected, by name. tied: further names → the name that stands for them.
+    Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
+    live tensor that cannot be written.
+    """
+    live = weights.all_names()
+    # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
+    expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
+    compare_layouts(expected, live, "these weights are not what was expected")
+    targets: dict[str, list[Bits]] = {name: [live[name]] for name in tensors}
+    for alias, owner in tied.items():
+        if alias in live and live[alias].storage != live[owner].storage:
+            targets[owner].append(live[alias])
+    for name, copies in targets.items():
+        if not all(bits.writable for bits in copies):
+            raise ValueError(
+                f"tensor {name!r} is read-only, or its elements share memory (an expanded view): "
+                "expected weights that can be written"
+            )
+    return targets
+
+
+def live_digest(targets: Mapping[str, Sequence[Bits]]) -> int:
+    """Digest the live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
+    for name, (first, *copies) in targets.items():
+        for copy in copies:
+            if digests.tensor_digest(name, copy) != digests.tensor_digest(name, first):
+                raise BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
+    return digests.state_digest({name: live[0] for name, live in targets.items()})
+
+
+def carry_through(write: Callable[[], object]) -> None:
+    """Run a write that does no harm if repeated; if it is interrupted, run it once more before that is let out.
+
+    So a KeyboardInterrupt in the middle leaves the target version, not something in between.
+    """
+    try:
+        write()
+    except BaseException:
+        write()
+        raise
+
+
+class Application:
+    """A patch, proved applicable to these live weights. See `prove`."""
+
+    def __init__(self, patch: Patch, targets: Mapping[str, Sequence[Bits]]) -> None:
+        self._patch = patch
+        self._live = [targets[tensor.name] for tensor in patch.tensors]
+        self._kept: dict[int, list[Changes]] = {}
+        self._shared = _shared_memory(self._live)
+        self.decode_s = 0.0  # seconds of decoding, summed over threads
+        self.prove_s = 0.0  # seconds of checking what was decoded, likewise
+
+    def prove(self, base_digest: int) -> None:
+        """Check that base_digest is the patch's base and that writing it will give the target's digest.
+
+        Raises BaseMismatchError or IntegrityError; nothing is written.
+        """
+        header = self._patch.header
+        if digests.to_hex(base_digest) != header.base_digest:
+            raise BaseMismatchError(
+                f"the patch goes from version {header.base} (digest {header.base_digest}) to {header.target}; "
+                f"these weights have digest {digests.to_hex(base_digest)}"
+            )
+        seeds = [digests.seed(t.name, t.dtype, t.shape) for t in self._patch.tensors]
+        budget = KEEP_NBYTES
+        keep = []
+        for number, block in enumerate(self._patch.blocks):
+            budget -= decoded_nbytes(block.segments)
+            if budget >= 0:
+                keep.append(number)
+        kept = frozenset(keep)
+        # What the patch does to each tensor that shares its memory with another, as one number.
+        sums = {tensor: 0 for pair in self._shared for tensor in pair}
+
+        def check(item: tuple[int, Block]) -> tuple[int, dict[int, int], float, float]:
+            number, block = item
+            parts: dict[int, int] = {}
+            start_s = time.perf_counter()
+            changes = self._decode(block)
+            decoded_s = time.perf_counter()
+            if number in kept:
+                self._kept[number] = changes
+            delta = 0
+            for segment, (indices, values) in zip(block.segments, changes, strict=True):
+                if not len(indices):
+                    continue
+                seed, start = seeds[segment.tensor], segment.start
+                first, *copies = self._live[segment.tensor]
+                before = first.gather(start, indices)
+                for copy in copies:
+                    if (copy.gather(start, indices) != before).any():
+                        name = self._patch.tensors[segment.tensor].name
+                        raise BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
+                delta += cpu.digest_delta(seed, start, indices, before, values)
+                if segment.tensor in sums:
+                    share = cpu.digest_delta(0, start, indices, before, values)
+                    parts[segment.tensor] = parts.get(segment.tensor, 0) + share
+            return delta, parts, decoded_s - start_s, time.perf_counter() - decoded_s
+
+        total = base_digest
+        for delta, parts, decode_s, prove_s in ordered_map(check, enumerate(self._patch.blocks)):
+            total += delta
+            for tensor, share in parts.items():
+                sums[tensor] += share
+            self.decode_s += decode_s
+            self.prove_s += prove_s
+        reached = digests.to_hex(total)
+        if reached != header.target_digest:
+            raise IntegrityError(
+                f"version {header.target} should have digest {header.target_digest}, applying the patch would "
+                f"give {reached}: the live weights are not those of version {header.base}; nothing was written"
+            )
+        for pair in self._shared:
+            if (sums[pair[0]] - sums[pair[1]]) & digests.MASK:
+                names = [self._patch.tensors[tensor].name for tensor in pair]
+                raise BaseMismatchError(
+                    f"tensors {names[0]!r} and {names[1]!r} share memory in these weights, but the patch gives "
+                    "them different bits: expected weights in which they are not tied"
+                )
+
+    def write(self) -> None:
+        """Overwrite the changed elements and read every one of them back. Call only after `prove`.
+
+        Raises IntegrityError if an element does not read back as written (faulty memory, or a concurrent
+        writer). A KeyboardInterrupt in the middle is raised after the last element is written.
+        """
+        numbers = range(len(self._patch.blocks))
+        carry_through(lambda: deque(ordered_map(self._write_block, numbers), maxlen=0))
+
+    def _decode(self, block: Block) -> list[Changes]:
+        return self._patch.codec.decode(block.payload, [segment.spec for segment in block.segments])
+
+    def _write_block(self, number: int) -> None:
+        block = self._patch.blocks[number]
+        changes = self._kept.get(number) or self._decode(block)
+        for segment, (indices, values) in zip(block.segments, changes, strict=True):
+            if not len(indices):
+                continue
+            for bits in self._live[segment.tensor]:
+                bits.scatter(segment.start, indices, values)
+                if (bits.gather(segment.start, indices) != values).any():
+                    name = self._patch.tensors[segment.tensor].name
+                    raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written")
+
+
+def _shared_memory(live: Sequence[Sequence[Bits]]) -> list[tuple[int, int]]:
+    """Pairs of a patch's tensors that are one piece of memory in the live weights, though it holds them apart.
+
+    live: the live tensors behind each tensor of the patch. Empty in the ordinary case.
+    """
+    first: dict[object, int] = {}
+    pairs = []
+    for tensor, copies in enumerate(live):
+        for bits in copies:
+            owner = first.setdefault(bits.storage, tensor) if bits.size else tensor
+            if owner != tensor:
+                pairs.append((owner, tensor))
+    return pairs

@@ -1,0 +1,328 @@
+"""Tensors and arrays as unsigned integers: what the rest of the library works on.
+
+A `Bits` names one tensor's dtype (as safetensors spells it) and shape, and reads and writes its elements as
+unsigned integers of the same width, addressed by their flat row-major index. Nothing here ever looks at a
+float: −0 and +0 differ, and a NaN keeps its payload.
+
+Host tensors (NumPy arrays, CPU torch tensors, memory-mapped files) are views: no copy is made, and a write
+goes to the live tensor. Tensors on other devices move through the host in the pieces that are asked for.
+torch is imported only when a torch tensor is met.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.errors import BaseMismatchError
+from pulse_rl.kernels import cpu
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Bits(Protocol):
+    """One tensor as unsigned integers, addressed by flat row-major index."""
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors name, as "BF16"."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element: 1, 2, 4 or 8."""
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        """The elements [start, stop), shape (stop − start,), contiguous; a view where that is possible."""
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        """The elements at start + indices, shape (k,), a copy."""
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        """Overwrite the elements at start + indices with values (k,); the indices are in range already."""
+
+    def write(self, start: int, values: UIntArray) -> None:
+        """Overwrite the elements [start, start + len(values))."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether every element can be written, and on its own."""
+
+    @property
+    def storage(self) -> object:
+        """Equal for two views of exactly the same memory (tied weights), different otherwise."""
+
+
+class HostBits:
+    """Bits over an array in host memory, of any strides."""
+
+    __slots__ = ("array", "dtype", "flat", "itemsize", "shape", "size")
+
+    def __init__(self, dtype: str, array: UIntArray) -> None:
+        self.dtype = dtype
+        self.array = array
+        self.shape: tuple[int, ...] = array.shape
+        self.size = int(array.size)
+        self.itemsize = int(array.itemsize)
+        # None where the elements do not lie in row-major order: then they are reached one by one.
+        self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return self.flat[start:stop] if self.flat is not None else self.array.flat[start:stop]
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        if self.flat is not None:
+            values = np.empty(len(indices), UINTS[self.itemsize])
+            cpu.gather(self.flat[start:], indices, values)
+            return values
+        return self.array.flat[start + indices.astype(np.int64)]
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        if self.flat is not None:
+            cpu.scatter(self.flat[start:], indices, values)
+        else:
+            self.array.flat[start + indices.astype(np.int64)] = values
+
+    def write(self, start: int, values: UIntArray) -> None:
+        stop = start + len(values)
+        if self.flat is not None:
+            self.flat[start:stop] = values
+        else:
+            self.array.flat[start:stop] = values
+
+    @property
+    def writable(self) -> bool:
+        return bool(self.array.flags.writeable) and not _expanded(self.shape, self.array.strides)
+
+    @property
+    def storage(self) -> object:
+        interface = self.array.__array_interface__
+        return ("host", interface["data"][0], self.shape, self.array.strides, self.dtype)
+
+
+class TorchBits:
+    """Bits over a torch tensor that is not in host memory, or that is cast as it is read.
+
+    tensor: any device, any strides. cast: read the elements as this torch dtype instead (then it is not
+    writable); the cast is done piece by piece, so no second copy of the tensor exists.
+    """
+
+    __slots__ = ("_cast", "_flat", "_tensor", "_uint", "dtype", "itemsize", "shape", "size")
+
+    def __init__(self, tensor: torch.Tensor, cast: torch.dtype | None = None) -> None:
+        import torch
+
+        self._cast = cast
+        self.dtype, self.itemsize = _torch_dtype(cast or tensor.dtype)
+        self._uint = getattr(torch, f"uint{8 * self.itemsize}")
+        self._tensor = tensor.detach()
+        if cast is None:
+            # As integers that torch can index on every device (it cannot index wider unsigned ones, nor some FP8).
+            name = "uint8" if self.itemsize == 1 else f"int{8 * self.itemsize}"
+            self._tensor = self._tensor.view(getattr(torch, name))
+        self.shape = tuple(tensor.shape)
+        self.size = tensor.numel()
+        # None where the strides allow no flat view: then elements are reached by their coordinates, because a
+        # flat copy would be a second tensor, and writing it back would race with other threads' segments.
+        self._flat: torch.Tensor | None = self._tensor.view(-1) if self._tensor.is_contiguous() else None
+
+    def _bits(self, piece: torch.Tensor) -> UIntArray:
+        if self._cast is not None:
+            piece = piece.to(self._cast)
+        array: UIntArray = piece.contiguous().view(self._uint).cpu().numpy()
+        return array
+
+    def _at(self, index: torch.Tensor) -> torch.Tensor:
+        """The elements at flat indices on the tensor's device."""
+        import torch
+
+        if self._flat is not None:
+            return self._flat[index]
+        return self._tensor[torch.unravel_index(index, self.shape)]
+
+    def _index(self, start: int, indices: NDArray[np.uint32]) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(start + indices.astype(np.int64)).to(self._tensor.device)
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        import torch
+
+        if self._flat is not None:
+            return self._bits(self._flat[start:stop])
+        return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        return self._bits(self._at(self._index(start, indices)))
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        self._put(self._index(start, indices), values)
+
+    def write(self, start: int, values: UIntArray) -> None:
+        import torch
+
+        stop = start + len(values)
+        if self._flat is not None:
+            self._put(slice(start, stop), values)
+        else:
+            self._put(torch.arange(start, stop, device=self._tensor.device), values)
+
+    def _put(self, where: Any, values: UIntArray) -> None:
+        import torch
+
+        if self._cast is not None:
+            raise TypeError("a tensor that is cast while it is read cannot be written")
+        # torch warns of arrays that it could write to and must not: decoded values are read-only, so copy them.
+        values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
+        source = torch.from_numpy(values).view(self._tensor.dtype).to(self._tensor.device)
+        with torch.no_grad():
+            if self._flat is not None:
+                self._flat[where] = source
+            else:
+                self._tensor[torch.unravel_index(where, self.shape)] = source
+
+    @property
+    def writable(self) -> bool:
+        return self._cast is None and not _expanded(self.shape, self._tensor.stride())
+
+    @property
+    def storage(self) -> object:
+        tensor = self._tensor
+        return (str(tensor.device), tensor.data_ptr(), self.shape, tensor.stride(), self.dtype)
+
+
+def _expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether one piece of memory serves several elements, as in torch's expand and NumPy's broadcast_to."""
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+
+
+def _torch_dtype(dtype: torch.dtype) -> tuple[str, int]:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"dtype {dtype} is not supported: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def as_bits(tensor: Any, cast: str | None = None) -> Bits:
+    """View a torch tensor, a NumPy array or a Bits as Bits, without a copy where it lies in host memory.
+
+    cast: a torch dtype's name ("bfloat16"): floating-point tensors are read as if cast to it (round to
+    nearest even, as torch does), others as they are. Only torch tensors can be cast.
+    Raises TypeError for anything else, and for dtypes that safetensors gives no 1, 2, 4 or 8 bytes.
+    """
+    if isinstance(tensor, HostBits | TorchBits):
+        return tensor
+    if isinstance(tensor, np.ndarray | np.generic):
+        array = np.asarray(tensor)
+        name = array.dtype.name
+        if name not in DTYPES or array.dtype.byteorder == ">":
+            raise TypeError(f"dtype {array.dtype!r} is not supported: expected one of {', '.join(DTYPES)}")
+        dtype, itemsize = DTYPES[name]
+        if cast is not None and np.issubdtype(array.dtype, np.floating):
+            raise TypeError(f"cast={cast!r} needs torch tensors, found a NumPy array of {name}")
+        view = array.view(UINTS[itemsize])
+        if isinstance(tensor, np.generic):
+            view.flags.writeable = False  # a scalar is a value: what is written would go to a copy and be lost
+        return HostBits(dtype, view)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch tensor or a NumPy array, found {type(tensor).__name__}")
+    if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+        raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")
+    if tensor.device.type == "meta":
+        raise TypeError("expected a tensor that holds data, found one on the meta device")
+    if cast is not None and tensor.is_floating_point():
+        target = getattr(torch, cast, None)
+        if not isinstance(target, torch.dtype):
+            raise ValueError(f"cast: expected the name of a torch dtype, as 'bfloat16', found {cast!r}")
+        if target != tensor.dtype:
+            return TorchBits(tensor, target)
+    if tensor.device.type != "cpu":
+        return TorchBits(tensor)
+    dtype, itemsize = _torch_dtype(tensor.dtype)
+    array = tensor.detach().view(getattr(torch, f"uint{8 * itemsize}")).numpy()
+    return HostBits(dtype, array)
+
+
+class Layout(dict[str, Bits]):
+    """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
+
+    tied: further names of a tensor that is already there → the name that stands for it. The first name in
+    the mapping's own order stands, as Transformers keeps `model.embed_tokens.weight` for a tied `lm_head`.
+    """
+
+    tied: dict[str, str]
+
+    def all_names(self) -> dict[str, Bits]:
+        """Every name, tied ones too, → the Bits that stand for it."""
+        return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
+
+
+def layout(weights: Any, cast: str | None = None) -> Layout:
+    """View all weights as Bits.
+
+    weights: a torch module (its parameters and persistent buffers) or a mapping of name → tensor or array.
+    Raises TypeError for anything else.
+    """
+    if isinstance(weights, Layout) and cast is None:
+        return weights
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(weights, torch.nn.Module):
+        weights = weights.state_dict(keep_vars=True)
+    if not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights: expected a torch module or a mapping of name → tensor, found {type(weights).__name__}"
+        )
+    found: dict[str, Bits] = {}
+    owners: dict[object, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in weights.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensor names: expected str, found {name!r}")
+        try:
+            bits = as_bits(tensor, cast)
+        except TypeError as error:
+            raise TypeError(f"tensor {name!r}: {error}") from None
+        owner = owners.setdefault(bits.storage, name) if bits.size else name
+        if owner == name:
+            found[name] = bits
+        else:
+            tied[name] = owner
+    result = Layout(sorted(found.items()))
+    result.tied = tied
+    return result
+
+
+def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
+    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped.
+
+    expected, found: anything with .dtype and .shape by tensor name. what: what is compared, for the message.
+    """
+    removed = sorted(expected.keys() - found.keys())
+    added = sorted(found.keys() - expected.keys())
+    changed = [
+        f"{name} ({expected[name].dtype} {list(expected[name].shape)} → {found[name].dtype} {list(found[name].shape)})"
+        for name in sorted(expected.keys() & found.keys())
+        if (expected[name].dtype, tuple(expected[name].shape)) != (found[name].dtype, tuple(found[name].shape))
+    ]
+    parts = [
+        f"{len(names)} {verb}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+        for verb, names in (("missing", removed), ("unexpected", added), ("reshaped or retyped", changed))
+        if names
+    ]
+    if parts:
+        raise BaseMismatchError(f"{what}: the tensors differ: {'; '.join(parts)}")

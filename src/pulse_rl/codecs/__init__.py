@@ -1,0 +1,1 @@
+"""Codecs: how the changes of a block of segments become bytes and back. One file each."""

@@ -1,0 +1,88 @@
+"""The paper's codec: gaps between changes, absolute new values, zstd level 1.
+
+A block is `u32 n | zstd frame of n bytes: gap words | zstd frame: values`. The two streams are compressed
+apart, because interleaving them costs 0.4 bits a change. Source: arXiv 2602.03839, with flat 16-bit gaps in
+place of row and column gaps (as small on real patches, and they need no row loop).
+"""
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import zstandard
+
+from pulse_rl.changes import Changes
+from pulse_rl.codecs.base import SegmentSpec, every_index, split_values
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.kernels import cpu
+
+LEVEL = 1
+GAP_NBYTES = 2
+
+
+class GapCodec:
+    """Flat u16 gaps with an escape, absolute values, zstd-1."""
+
+    name = "gap"
+
+    def is_dense(self, spec: SegmentSpec) -> bool:
+        return spec.changed * (GAP_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
+
+    def encode(self, specs: Sequence[SegmentSpec], changes: Sequence[Changes]) -> bytes:
+        sparse = [c.indices for spec, c in zip(specs, changes, strict=True) if not self.is_dense(spec)]
+        words = np.empty(3 * sum(map(len, sparse)), np.uint16)
+        used = 0
+        for indices in sparse:
+            used += cpu.gap_encode(indices, words[used:])
+        compress = zstandard.ZstdCompressor(level=LEVEL).compress
+        gaps = compress(words[:used].tobytes())
+        values = compress(b"".join(c.values.tobytes() for c in changes))
+        return struct.pack("<I", len(gaps)) + gaps + values
+
+    def decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
+        if len(payload) < 4:
+            raise PatchFormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")
+        (split,) = struct.unpack_from("<I", payload)
+        sparse = [spec for spec in specs if not self.is_dense(spec)]
+        limit = 3 * GAP_NBYTES * sum(spec.changed for spec in sparse)
+        coded = decompress(payload[4 : 4 + split], limit, "gaps")
+        if len(coded) % GAP_NBYTES:
+            raise PatchFormatError(f"gaps: expected whole words of {GAP_NBYTES} bytes, found {len(coded)} bytes")
+        words = np.frombuffer(coded, np.uint16)
+        limit = sum(spec.itemsize * (spec.size if self.is_dense(spec) else spec.changed) for spec in specs)
+        values = split_values(memoryview(decompress(payload[4 + split :], limit, "values")), self, specs)
+        changes, at = [], 0
+        for spec, new in zip(specs, values, strict=True):
+            if self.is_dense(spec):
+                changes.append(Changes(every_index(spec.size), new))
+                continue
+            indices = np.empty(spec.changed, np.uint32)
+            used = cpu.gap_decode(words[at:], spec.size, indices)
+            if used < 0:
+                raise PatchFormatError(
+                    f"gaps: a segment of {spec.size} elements with {spec.changed} changes runs out of range"
+                )
+            changes.append(Changes(indices, new))
+            at += used
+        if at != len(words):
+            raise PatchFormatError(f"gaps: expected {at} words, found {len(words)}")
+        return changes
+
+
+def decompress(frame: memoryview, limit: int, what: str) -> bytes:
+    """Decompress one zstd frame of at most `limit` bytes.
+
+    The declared size is checked before anything is allocated. Raises PatchFormatError if it is missing or
+    over the limit, or if the frame is broken or followed by anything.
+    """
+    try:
+        size = zstandard.get_frame_parameters(frame).content_size
+        if size == zstandard.CONTENTSIZE_UNKNOWN or size > limit:
+            raise PatchFormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        data = decompressor.decompress(frame)
+    except zstandard.ZstdError as error:
+        raise PatchFormatError(f"{what}: broken zstd frame: {error}") from None
+    if not decompressor.eof or decompressor.unused_data or len(data) != size:
+        raise PatchFormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}")
+    return data

@@ -1,0 +1,47 @@
+"""The plain codec: u32 indices and the values as they are, no compression.
+
+A block is all sparse segments' indices (relative to their segment), then all values. For links faster than
+a compressor, and for readers in a hurry.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pulse_rl.changes import Changes
+from pulse_rl.codecs.base import SegmentSpec, every_index, split_values
+from pulse_rl.errors import PatchFormatError
+
+INDEX_NBYTES = 4
+
+
+class RawCodec:
+    """Indices and values as they are."""
+
+    name = "raw"
+
+    def is_dense(self, spec: SegmentSpec) -> bool:
+        return spec.changed * (INDEX_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
+
+    def encode(self, specs: Sequence[SegmentSpec], changes: Sequence[Changes]) -> bytes:
+        pairs = list(zip(specs, changes, strict=True))
+        indices = [c.indices.tobytes() for spec, c in pairs if not self.is_dense(spec)]
+        return b"".join(indices + [c.values.tobytes() for _, c in pairs])
+
+    def decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
+        split = INDEX_NBYTES * sum(spec.changed for spec in specs if not self.is_dense(spec))
+        if len(payload) < split:
+            raise PatchFormatError(f"raw indices: expected {split} bytes, found {len(payload)}")
+        indices = np.frombuffer(payload[:split], np.uint8).copy().view(np.uint32)
+        values = split_values(payload[split:], self, specs)
+        changes, at = [], 0
+        for spec, new in zip(specs, values, strict=True):
+            if self.is_dense(spec):
+                changes.append(Changes(every_index(spec.size), new))
+                continue
+            mine = indices[at : at + spec.changed]
+            if spec.changed and (int(mine[-1]) >= spec.size or not np.all(mine[1:] > mine[:-1])):
+                raise PatchFormatError(f"raw indices: expected ascending indices below {spec.size}, found others")
+            changes.append(Changes(mine, new))
+            at += spec.changed
+        return changes

@@ -1,0 +1,33 @@
+"""Which dtypes there are, by whose name, and the unsigned integers that stand for their bits."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+UIntArray: TypeAlias = NDArray[Any]  # unsigned, 1 to 8 bytes an element
+
+# Names of NumPy (and ml_dtypes) and torch dtypes → (safetensors name, bytes an element).
+DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+ITEMSIZES: dict[str, int] = dict(DTYPES.values())  # safetensors name → bytes an element
+UINTS: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}

@@ -1,0 +1,1 @@
+"""The hot loops: `reference` is naive Python for the tests, `cpu` is Numba."""

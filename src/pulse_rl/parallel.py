@@ -1,0 +1,52 @@
+"""Segments in parallel: an ordered map over a thread pool that never holds more than a few results.
+
+The work is in kernels that release the GIL, so threads are enough. PULSE_THREADS sets how many; the default
+is the number of processors this process may use.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@cache
+def threads() -> int:
+    """How many threads the kernels run on. Raises ValueError if PULSE_THREADS is no positive number."""
+    setting = os.environ.get("PULSE_THREADS")
+    if setting is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not setting.isdigit() or int(setting) < 1:
+        raise ValueError(f"PULSE_THREADS: expected a positive whole number, found {setting!r}")
+    return int(setting)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads(), thread_name_prefix="pulse")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads of its parent's
+
+
+def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield function(item) in the items' order, at most two results a thread ahead of the consumer."""
+    if threads() == 1:
+        yield from map(function, items)
+        return
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(_pool().submit(function, item))
+            if len(pending) > 2 * threads():
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()

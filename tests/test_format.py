@@ -1,0 +1,330 @@
+"""Golden bytes: the patch format, the digest and the gap words, pinned. A change here is a new format version.
+
+zstd frames may differ between versions of zstd, so what the writer makes is pinned after decompression, and what
+the reader must go on reading is pinned as one whole file. docs/format.md shows the same values.
+"""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+from patch_tools import changed, random_tensor, snapshot, take_apart
+
+import pulse_rl as pulse
+from pulse_rl import digests
+from pulse_rl.codecs.base import SegmentSpec
+from pulse_rl.codecs.choose import CODECS, CodecName
+from pulse_rl.kernels import cpu, reference
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "format.md"
+
+
+def base_weights() -> dict[str, Any]:
+    shared = np.array([1, 2, 3], "<u4")
+    return {
+        "b": np.array([[0, 1, 2], [3, 4, 5]], "<u2"),
+        "a": np.array(-1, "i1"),
+        "empty": np.zeros((0, 3), "<f4"),
+        "c": shared,
+        "c.tied": shared,
+        "d": np.zeros(5, "<u8"),
+    }
+
+
+def target_weights() -> dict[str, Any]:
+    weights = base_weights()
+    weights["b"][0, 1] = 0x8000
+    weights["b"][1, 2] = 0xFFFF
+    weights["a"][...] = 5
+    weights["d"][3] = 0x0123456789ABCDEF
+    return weights
+
+
+TABLE = (
+    b'{"tensors":[["a","I8",[]],["b","U16",[2,3]],["c","U32",[3]],["d","U64",[5]],["empty","F32",[0,3]]],'
+    b'"tied":{"c.tied":"c"}}'
+)
+METADATA = {
+    "format": "pulse-rl/patch",
+    "format_version": "1",
+    "base": "3",
+    "target": "4",
+    "base_digest": "552df3471a92139a",
+    "target_digest": "b133362fa32383d9",
+    "elements": "15",
+    "changes": "4",
+    "full_nbytes": "65",
+    "segment": "1048576",
+    "blocks": "1",
+}
+# d's index | values of a | of b, which is dense | of d
+RAW_PAYLOAD = "030000000500000080020003000400ffffefcdab8967452301"
+RAW_INDEX = [4, 25, 1, 2, 0, 1]  # one block of 4 segments and 25 bytes | changes of a, b, c, d
+# Of the gap codec, decompressed. Sparse: b (2 of 6 elements) and d; a is dense.
+GAP_WORDS = "010003000300"
+GAP_VALUES = "050080ffffefcdab8967452301"
+RAW_PATCH = """
+08020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
+61745f76657273696f6e223a2231222c22636f646563223a22726177222c2262617365223a2233222c22746172676574223a2234222c2262
+6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
+6133323338336439222c22656c656d656e7473223a223135222c226368616e676573223a2234222c2266756c6c5f6e6279746573223a2236
+35222c227365676d656e74223a2231303438353736222c22626c6f636b73223a2231222c22626c616b6533223a2238363063643530343238
+356132393237623632326130306138626263653833653035323432633238376362336632356435313539386534306431623437303765227d
+2c227461626c65223a7b226474797065223a225538222c227368617065223a5b3130315d2c22646174615f6f666673657473223a5b302c31
+30315d7d2c22696e646578223a7b226474797065223a225538222c227368617065223a5b32365d2c22646174615f6f666673657473223a5b
+3130312c3132375d7d2c227061796c6f6164223a7b226474797065223a225538222c227368617065223a5b32355d2c22646174615f6f6666
+73657473223a5b3132372c3135325d7d7d2020202020202028b52ffd2079e502002245111770adc6f05f13a584857173ab3e107ff0c36d9f
+a5ff6f08d3f41b784b6d1897b9bac0588fe6c34462f581c1d5d57a4bd5ea4c40d695579d5bbd38d69377db12726413e75208002df359053b
+ea2468089698890a8ca5daa90728b52ffd20188d000082410307c01d036f9ab414c73fc7770500030000000500000080020003000400ffff
+efcdab8967452301
+"""
+
+
+def test_the_writer_makes_the_pinned_streams() -> None:
+    """diff of fixed arrays against metadata, table, index and payload, byte for byte."""
+    patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="raw")
+    metadata, streams = take_apart(patch)
+    stated = metadata.pop("blake3")
+    assert metadata == {**METADATA, "codec": "raw"}
+    assert list(streams) == ["table", "index", "payload"]
+    assert zstandard.decompress(streams["table"]) == TABLE
+    assert np.frombuffer(zstandard.decompress(streams["index"]), "<u4").tolist() == RAW_INDEX
+    assert streams["payload"].hex() == RAW_PAYLOAD
+    lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
+    assert stated == blake3(lines.encode() + b"".join(streams.values())).hexdigest()
+    (length,) = struct.unpack_from("<Q", patch)
+    assert length % 8 == 0
+    assert len(patch) == 8 + length + sum(map(len, streams.values()))
+
+
+def test_the_gap_codec_makes_the_pinned_streams() -> None:
+    patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="gap")
+    metadata, streams = take_apart(patch)
+    metadata.pop("blake3")
+    assert metadata == {**METADATA, "codec": "gap"}
+    payload = streams["payload"]
+    (length,) = struct.unpack_from("<I", payload)
+    assert zstandard.decompress(payload[4 : 4 + length]).hex() == GAP_WORDS
+    assert zstandard.decompress(payload[4 + length :]).hex() == GAP_VALUES
+    index = np.frombuffer(zstandard.decompress(streams["index"]), "<u4").tolist()
+    assert index == [4, len(payload), *RAW_INDEX[2:]]
+
+
+def test_the_reader_reads_the_pinned_file() -> None:
+    """A patch of format version 1, as it was written when the format was fixed."""
+    weights = base_weights()
+    info = pulse.apply(weights, bytes.fromhex(RAW_PATCH))
+    assert snapshot(weights) == snapshot(target_weights())
+    assert info == pulse.inspect(bytes.fromhex(RAW_PATCH))
+    assert (info.base, info.target, info.codec, info.elements, info.changes) == (3, 4, "raw", 15, 4)
+    assert [(t.name, t.dtype, t.shape, t.changes) for t in info.tensors] == [
+        ("a", "I8", (), 1),
+        ("b", "U16", (2, 3), 2),
+        ("c", "U32", (3,), 0),
+        ("d", "U64", (5,), 1),
+        ("empty", "F32", (0, 3), 0),
+    ]
+    assert info.tied == {"c.tied": "c"}
+
+
+# The digest
+
+# name, safetensors dtype, array, seed, digest of a state of this tensor alone
+DIGESTS: list[tuple[str, str, Any, str, str]] = [
+    ("a", "I8", np.array(-1, "i1"), "503cbd1b9661cb4e", "b34e93a9153449d0"),
+    ("b", "U16", np.array([[0, 1, 2], [3, 4, 5]], "<u2"), "0c46aa1d692d0a5d", "46f2ceb864bf3463"),
+    ("c", "U32", np.array([1, 2, 3], "<u4"), "dd11918b8d0583c9", "e752d191f1eb28fa"),
+    ("d", "U64", np.zeros(5, "<u8"), "43faf4ce3962185f", "86c50ce42ba84be6"),
+    ("empty", "F32", np.zeros((0, 3), "<f4"), "d50323c1c8cd2a7f", "ecd4b26f830b2087"),
+]
+MIX = [
+    (0x0000000000000000, 0x0000000000000000),
+    (0x0000000000000001, 0xB456BCFC34C2CB2C),
+    (0xFFFFFFFFFFFFFFFF, 0x64B5720B4B825F21),
+]
+
+
+def independent_digest(name: str, dtype: str, array: Any) -> int:
+    """The digest as docs/format.md words it, written once more from scratch."""
+    shape = ",".join(str(n) for n in array.shape)
+    seed = int.from_bytes(blake3(b"\0".join([dtype.encode(), shape.encode(), name.encode()])).digest()[:8], "little")
+
+    def mix(x: int) -> int:
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = (x ^ (x >> 33)) * factor % 2**64
+        return x ^ (x >> 33)
+
+    data, width = array.tobytes(), array.itemsize
+    elements = [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
+    terms = [mix((seed + i * 0x9E3779B97F4A7C15 + x * 0x87C37B91114253D5) % 2**64) for i, x in enumerate(elements)]
+    return (sum(terms) if elements else mix(seed)) % 2**64
+
+
+@pytest.mark.parametrize(("name", "dtype", "array", "seed", "digest"), DIGESTS)
+def test_digest_vectors(name: str, dtype: str, array: Any, seed: str, digest: str) -> None:
+    """The library, the naive twin and a third implementation against the pinned value."""
+    root = digests.seed(name, dtype, array.shape)
+    assert f"{root:016x}" == seed
+    assert pulse.digest({name: array}) == digest
+    assert f"{independent_digest(name, dtype, array):016x}" == digest
+    bits = array.reshape(-1).view(f"<u{array.itemsize}")
+    twin = reference.digest_range(root, 0, bits) if array.size else reference.mix(root)
+    assert f"{twin:016x}" == digest
+
+
+@pytest.mark.parametrize(("x", "expected"), MIX)
+def test_mix_vectors(x: int, expected: int) -> None:
+    assert reference.mix(x) == expected
+
+
+def test_the_digest_of_a_state_is_the_sum_over_its_tensors() -> None:
+    """Tied names count once; no tensors give 0; the order of names does not matter."""
+    total = sum(int(digest, 16) for *_, digest in DIGESTS) % 2**64
+    assert f"{total:016x}" == METADATA["base_digest"] == pulse.digest(base_weights())
+    assert pulse.digest(target_weights()) == METADATA["target_digest"]
+    assert pulse.digest({}) == "0" * 16
+    backwards = {name: base_weights()[name] for name in ("empty", "d", "c", "b", "a")}
+    assert pulse.digest(backwards) == METADATA["base_digest"]
+
+
+def test_the_digest_sees_names_dtypes_shapes_and_places() -> None:
+    array = np.array([1, 2, 3, 4], "<u2")
+    variants: list[dict[str, Any]] = [
+        {"w": array},
+        {"v": array},
+        {"w": array.view("<i2")},
+        {"w": array.view("<f2")},
+        {"w": array.reshape(2, 2)},
+        {"w": array.reshape(4, 1)},
+        {"w": array[::-1]},
+        {"w": array, "e": np.zeros(0, "<u2")},
+    ]
+    assert len({pulse.digest(weights) for weights in variants}) == len(variants)
+
+
+def test_a_digest_over_several_segments_is_the_digest_of_the_whole() -> None:
+    """Flat indices run through the tensor, not through the segment."""
+    array = np.random.default_rng(0).integers(0, 1 << 16, (1 << 20) + 3, np.uint16)
+    root = digests.seed("w", "U16", array.shape)
+    assert int(pulse.digest({"w": array}), 16) == cpu.digest_range(root, 0, array)
+
+
+# The codecs
+
+GAPS = [
+    ([0], "0000"),
+    ([5, 6, 9], "050000000200"),
+    ([65534], "feff"),  # the longest gap in one word
+    ([65535], "ffffffff0000"),  # the shortest gap in three
+    ([3, 65540], "0300ffff00000100"),  # a gap of 65536: low word 0, high word 1
+    ([(1 << 20) - 1], "ffffffff0f00"),  # the longest gap of a segment
+]
+
+
+@pytest.mark.parametrize(("indices", "words"), GAPS)
+def test_gap_words(indices: list[int], words: str) -> None:
+    found = np.zeros(3 * len(indices), "<u2")
+    used = cpu.gap_encode(np.array(indices, np.uint32), found)
+    assert found[:used].tobytes().hex() == words
+    decoded = np.zeros(len(indices), np.uint32)
+    assert cpu.gap_decode(found[:used], 1 << 20, decoded) == used
+    assert decoded.tolist() == indices
+
+
+# codec, bytes an element, size, the least count of changes that is written dense
+DENSE: list[tuple[CodecName, int, int, int]] = [
+    ("gap", 1, 300, 100),
+    ("gap", 2, 300, 150),
+    ("gap", 4, 300, 200),
+    ("gap", 8, 300, 240),
+    ("raw", 1, 300, 60),
+    ("raw", 2, 300, 100),
+    ("raw", 4, 300, 150),
+    ("raw", 8, 300, 200),
+]
+
+
+@pytest.mark.parametrize(("codec", "itemsize", "size", "least"), DENSE)
+def test_where_a_segment_becomes_dense(codec: str, itemsize: int, size: int, least: int) -> None:
+    assert not CODECS[codec].is_dense(SegmentSpec(size, itemsize, least - 1))
+    assert CODECS[codec].is_dense(SegmentSpec(size, itemsize, least))
+    assert not CODECS[codec].is_dense(SegmentSpec(size, itemsize, 0))
+
+
+# A reader written from docs/format.md alone, with nothing of the library
+
+
+def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, bytes]:
+    """The target's bytes by name, from the base's: plain Python, one element at a time."""
+    metadata, streams = take_apart(patch)
+    table = json.loads(zstandard.decompress(streams["table"]))
+    index = [n for (n,) in struct.iter_unpack("<I", zstandard.decompress(streams["index"]))]
+    widths = {"U8": 1, "I8": 1, "BOOL": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4, "U64": 8, "I64": 8}
+    target = {name: bytearray(base[name]) for name, _, _ in table["tensors"]}
+    segments = [
+        (name, start, min(1 << 20, math.prod(shape) - start), widths[dtype])
+        for name, dtype, shape in table["tensors"]
+        for start in range(0, math.prod(shape), 1 << 20)
+    ]
+    blocks = int(metadata["blocks"])
+    counts = iter(index[2 * blocks :])
+    overhead = {"gap": 2, "raw": 4}[metadata["codec"]]
+    at = taken = 0
+    for number, nbytes in zip(index[: 2 * blocks : 2], index[1 : 2 * blocks : 2], strict=True):
+        payload = streams["payload"][at : at + nbytes]
+        specs = [(*segment, next(counts)) for segment in segments[taken : taken + number]]
+        at, taken = at + nbytes, taken + number
+        sparse = [n * (overhead + width) < size * width for _, _, size, width, n in specs]
+        if metadata["codec"] == "raw":
+            split = 4 * sum(n for (*_, n), is_sparse in zip(specs, sparse, strict=True) if is_sparse)
+            words, values = [n for (n,) in struct.iter_unpack("<I", payload[:split])], payload[split:]
+        else:
+            split = 4 + int.from_bytes(payload[:4], "little")
+            words = [n for (n,) in struct.iter_unpack("<H", zstandard.decompress(payload[4:split]))]
+            values = zstandard.decompress(payload[split:])
+        for (name, start, size, width, n), is_sparse in zip(specs, sparse, strict=True):
+            previous = -1
+            for j in range(n if is_sparse else size):
+                if not is_sparse:
+                    previous = j
+                elif metadata["codec"] == "raw":
+                    previous = words.pop(0)
+                else:
+                    gap = words.pop(0)
+                    previous += 1 + (gap if gap < 65535 else words.pop(0) | words.pop(0) << 16)
+                place = (start + previous) * width
+                target[name][place : place + width], values = values[:width], values[width:]
+        assert (words, values) == ([], b"")
+    assert (at, taken) == (len(streams["payload"]), len(segments))
+    return {name: bytes(data) for name, data in target.items()}
+
+
+@pytest.mark.parametrize("codec", ["gap", "raw"])
+def test_a_reader_written_from_the_document_reads_our_patches(codec: CodecName) -> None:
+    """Several segments, blocks, widths and densities: its result against the target's bytes."""
+    rng = np.random.default_rng(9)
+    sizes = {"uint8": 2000, "bool": 77, "bfloat16": (1 << 20) + 900, "float16": 3, "float32": 501, "int64": 40}
+    old = {f"{i}.{dtype}": random_tensor("torch", dtype, (n,), rng) for i, (dtype, n) in enumerate(sizes.items())}
+    counts = dict(zip(old, (1300, 0, 700, 3, 100, 39), strict=True))
+    new = {name: changed(tensor, counts[name], rng) for name, tensor in old.items()}
+    patch = pulse.diff(old, new, codec=codec)
+    assert read_by_the_document(patch, snapshot(old)) == snapshot(new)
+    assert read_by_the_document(bytes.fromhex(RAW_PATCH), snapshot(base_weights()))["a"] == b"\x05"
+
+
+def test_the_document_shows_the_pinned_values() -> None:
+    """docs/format.md against this file: whoever writes a reader from it tests against the same numbers."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    pinned = [TABLE.decode(), RAW_PAYLOAD, GAP_WORDS, GAP_VALUES, "".join(RAW_PATCH.split())]
+    pinned += [f"{key}={value}" for key, value in METADATA.items()]
+    pinned += [value for *_, seed, digest in DIGESTS for value in (seed, digest)]
+    pinned += [f"{value:016x}" for pair in MIX for value in pair]
+    pinned += [words for _, words in GAPS]
+    squeezed = "".join(text.split())
+    assert [value for value in pinned if "".join(value.split()) not in squeezed] == []

@@ -1,0 +1,163 @@
+"""Every compiled kernel against its naive twin, over widths, densities and sizes that do not divide evenly."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pulse_rl.changes import find_changes
+from pulse_rl.dtypes import UINTS
+from pulse_rl.kernels import cpu, reference
+
+WIDTHS = st.sampled_from([1, 2, 4, 8])
+SIZES = st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193]) | st.integers(0, 700)
+DENSITIES = st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0])
+SEEDS = st.integers(0, 2**32)
+WORDS64 = st.integers(0, 2**64 - 1)
+
+
+def random_bits(width: int, n: int, seed: int) -> Any:
+    data = np.random.default_rng(seed).integers(0, 256, n * width, np.uint8)
+    return data.view(UINTS[width])
+
+
+def with_changes(old: Any, density: float, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    new = old.copy()
+    where = rng.random(len(old)) < density
+    # One bit of each changed element, the highest and the lowest among them: no lane may ignore a bit.
+    new[where] ^= (np.uint64(1) << rng.integers(0, 8 * old.itemsize, where.sum()).astype(np.uint64)).astype(old.dtype)
+    return new
+
+
+@settings(deadline=None, max_examples=200)
+@given(WIDTHS, SIZES, DENSITIES, SEEDS)
+def test_find_changes_equals_its_twin(width: int, n: int, density: float, seed: int) -> None:
+    old = random_bits(width, n, seed)
+    new = with_changes(old, density, seed + 1)
+    before = old.tobytes(), new.tobytes()
+    indices, values = cpu.scratch(n, width)
+    naive_indices, naive_values = cpu.scratch(n, width)
+    k = cpu.find_changes(old, new, indices, values)
+    assert k == reference.find_changes(old, new, naive_indices, naive_values)
+    assert indices[:k].tolist() == naive_indices[:k].tolist()
+    assert values[:k].tolist() == naive_values[:k].tolist()
+    assert (old.tobytes(), new.tobytes()) == before
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 200])
+def test_find_changes_reads_arrays_at_odd_addresses(width: int, n: int) -> None:
+    """Tensors of a mapped file may start at any byte."""
+    old = random_bits(width, n, 1)
+    new = with_changes(old, 0.3, 2)
+    odd = np.frombuffer(b"x" + old.tobytes(), np.uint8)[1:].view(old.dtype)
+    expected, found = find_changes(old, new), find_changes(odd, new)
+    assert found.indices.tolist() == expected.indices.tolist() == np.flatnonzero(old != new).tolist()
+    assert found.values.tolist() == expected.values.tolist() == new[old != new].tolist()
+
+
+def test_find_changes_results_outlive_the_scratch() -> None:
+    """The scratch of a thread is reused: results of one call stay as they were after the next."""
+    old = np.zeros(300, np.uint16)
+    first = find_changes(old, np.arange(300, dtype=np.uint16))
+    kept = first.indices.tolist(), first.values.tolist()
+    find_changes(old, old + np.uint16(7))
+    assert (first.indices.tolist(), first.values.tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (np.zeros(3, np.uint16), np.zeros(4, np.uint16)),
+        (np.zeros(3, np.uint16), np.zeros(3, np.uint32)),
+        (np.zeros((1, 3), np.uint16), np.zeros((1, 3), np.uint16)),
+    ],
+)
+def test_find_changes_refuses_arrays_that_do_not_match(old: Any, new: Any) -> None:
+    with pytest.raises(ValueError, match="expected two flat arrays of one shape and dtype, found uint16"):
+        find_changes(old, new)
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, SIZES, DENSITIES, SEEDS)
+def test_scatter_equals_its_twin(width: int, n: int, density: float, seed: int) -> None:
+    target = random_bits(width, n, seed)
+    naive = target.copy()
+    new = with_changes(target, density, seed + 1)
+    indices = np.flatnonzero(target != new).astype(np.uint32)
+    cpu.scatter(target, indices, new[indices])
+    reference.scatter(naive, indices, new[indices])
+    assert target.tolist() == naive.tolist() == new.tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, SIZES, DENSITIES, SEEDS)
+def test_gather_equals_its_twin(width: int, n: int, density: float, seed: int) -> None:
+    source = random_bits(width, n, seed)
+    indices = np.flatnonzero(np.random.default_rng(seed).random(n) < density).astype(np.uint32)
+    found, naive = np.empty(len(indices), source.dtype), np.empty(len(indices), source.dtype)
+    cpu.gather(source, indices, found)
+    reference.gather(source, indices, naive)
+    assert found.tolist() == naive.tolist() == source[indices].tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, SIZES, WORDS64, st.integers(0, 2**41), SEEDS)
+def test_digest_range_equals_its_twin(width: int, n: int, root: int, start: int, seed: int) -> None:
+    bits = random_bits(width, n, seed)
+    assert cpu.digest_range(root, start, bits) == reference.digest_range(root, start, bits)
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, SIZES, DENSITIES, WORDS64, SEEDS)
+def test_a_digest_moves_by_its_changes_alone(width: int, n: int, density: float, root: int, seed: int) -> None:
+    """digest(new) = digest(old) + terms of the new bits − terms of the old bits, at the changes."""
+    old = random_bits(width, n, seed)
+    new = with_changes(old, density, seed + 1)
+    indices, values = find_changes(old, new)
+    delta = cpu.digest_delta(root, 5, indices, old[indices], values)
+    assert delta == reference.digest_delta(root, 5, indices, old[indices], values)
+    assert (cpu.digest_range(root, 5, old) + delta) % 2**64 == cpu.digest_range(root, 5, new)
+
+
+ASCENDING = st.lists(
+    st.integers(1, 40) | st.sampled_from([65534, 65535, 65536, 65537, 131072, 300_000]), max_size=20
+).map(lambda steps: (np.cumsum([0, *steps])[1:] - 1).astype(np.uint32))
+
+
+@settings(deadline=None, max_examples=200)
+@given(ASCENDING)
+def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
+    words, naive = np.zeros(3 * len(indices), np.uint16), np.zeros(3 * len(indices), np.uint16)
+    used = cpu.gap_encode(indices, words)
+    assert used == reference.gap_encode(indices, naive)
+    assert words[:used].tolist() == naive[:used].tolist()
+    n = int(indices[-1]) + 1 if len(indices) else 0
+    decoded = np.empty_like(indices)
+    assert cpu.gap_decode(words[:used], n, decoded) == used
+    assert decoded.tolist() == indices.tolist()
+    if n:
+        assert cpu.gap_decode(words[:used], n - 1, decoded) == -1  # the last index is out of range
+        assert cpu.gap_decode(words[: used - 1], n, decoded) == -1  # the words run out
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.sampled_from([0, 1, 5, 15, 16, 0xFFFE, 0xFFFF]), max_size=24),
+    st.integers(0, 12),
+    st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20]),
+)
+def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], k: int, n: int) -> None:
+    """Hostile words: the same verdict as the twin, the same indices, and none of them out of range."""
+    words = np.array(stream, np.uint16)
+    indices, naive = np.zeros(k, np.uint32), np.zeros(k, np.uint32)
+    used = cpu.gap_decode(words, n, indices)
+    assert used == reference.gap_decode(words, n, naive)
+    assert indices.tolist() == naive.tolist()
+    if used >= 0:
+        assert all(index < n for index in indices)
+        again = np.zeros(3 * k, np.uint16)
+        assert again[: cpu.gap_encode(indices, again)].tolist() == stream[:used]  # one way to write a gap
