@@ -1,0 +1,1 @@
+"""Stores: where a history lives. `base` is the protocol, `objects` every store that obstore can open."""

@@ -1,0 +1,77 @@
+"""An anchor: a full checkpoint, streamed into a store as ordinary sharded safetensors.
+
+The digest is taken of the very bytes that are sent, so an anchor that is committed holds what its manifest
+says, even if the weights were changed behind the publisher's back.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from blake3 import blake3
+
+from pulse_rl import digests
+from pulse_rl.bits import Bits
+from pulse_rl.checkpoint import INDEX, plan_shards, stream_shard
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.errors import IntegrityError
+from pulse_rl.history import ObjectRef
+from pulse_rl.kernels import cpu
+from pulse_rl.store.base import Store
+
+
+def put_anchor(
+    store: Store, directory: str, tensors: Mapping[str, Bits], digest: str, assets: Mapping[str, bytes]
+) -> tuple[ObjectRef, ...]:
+    """Write the tensors and the assets (small files: config.json, a tokenizer) under a directory of a store.
+
+    digest: what the tensors' digest must be. Holds one part of a file in memory.
+    Raises IntegrityError if other bits were sent, StoreError if the store fails; then nothing refers to what
+    was written.
+    """
+    seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
+    total = digests.state_digest({name: bits for name, bits in tensors.items() if bits.size == 0})
+    refs = []
+
+    def count(name: str, start: int, bits: UIntArray) -> None:
+        nonlocal total
+        total += cpu.digest_range(seeds[name], start, bits)
+
+    def put(name: str, parts: Iterable[bytes]) -> None:
+        hasher = blake3()
+        nbytes = 0
+
+        def hashed() -> Iterator[bytes]:
+            nonlocal nbytes
+            for part in parts:
+                hasher.update(part)
+                nbytes += len(part)
+                yield part
+
+        store.put(f"{directory}/{name}", hashed())
+        refs.append(ObjectRef(f"{directory}/{name}", nbytes, hasher.hexdigest()))
+
+    shards, index = plan_shards(tensors)
+    for shard in shards:
+        put(shard.name, stream_shard(tensors, shard.tensors, count))
+    if digests.to_hex(total) != digest:
+        raise IntegrityError(
+            f"the anchor would have digest {digests.to_hex(total)}, expected {digest}: the weights changed "
+            "while they were being published"
+        )
+    files = dict(assets) | ({INDEX: index} if index else {})
+    for name, data in sorted(files.items()):
+        put(name, [data])
+    return tuple(refs)
+
+
+def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
+    """config.json of a Transformers model, so that its anchors load as they are; nothing for other weights."""
+    config = getattr(weights, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
+        return {}
+    document = json.loads(config.to_json_string())
+    document["architectures"] = [type(weights).__name__]
+    if cast is not None:
+        document["dtype"] = cast
+    return {"config.json": json.dumps(document, indent=2, sort_keys=True).encode()}

@@ -1,0 +1,51 @@
+"""What several tests share."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from pulse_rl.store.base import Store
+from pulse_rl.store.objects import open_store
+
+# Times mean nothing on a shared machine; CI tries the same examples every time.
+hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("pulse-rl")
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """Every store in turn, empty."""
+    return open_store("memory://" if request.param == "memory" else (tmp_path / "store").as_uri())
+
+
+class Trainee:
+    """FP32 masters that drift like an RL run's: most steps leave most BF16 bits as they were."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self.weights = {
+            "a": torch.from_numpy(self._random.normal(0, 0.02, (300, 257)).astype(np.float32)),
+            "b.scale": torch.from_numpy(self._random.normal(1, 0.1, 77).astype(np.float32)),
+            "c": torch.tensor(0.5),
+            "empty": torch.zeros(0, 3),
+            "ids": torch.arange(5),
+        }
+
+    def step(self) -> dict[str, torch.Tensor]:
+        for weight in self.weights.values():
+            if weight.is_floating_point():
+                weight += torch.from_numpy(self._random.normal(0, 1e-5, tuple(weight.shape)).astype(np.float32))
+        return self.weights
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """Weights of the published dtypes, with nothing in them."""
+        return {n: torch.zeros_like(w.bfloat16() if w.is_floating_point() else w) for n, w in self.weights.items()}
+
+
+@pytest.fixture
+def trainee() -> Trainee:
+    return Trainee()

@@ -1,0 +1,78 @@
+"""The store protocol, the same tests over every store."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.store.base import ObjectInfo, Store
+
+
+def test_put_get_list_delete(store: Store) -> None:
+    assert store.list("x") == []
+    store.put("x/b", b"hello")
+    store.put("x/a", b"", mode="create")
+    store.put("xy/c", b"other prefix")
+    assert bytes(store.get("x/b")) == b"hello"
+    assert bytes(store.get_range("x/b", 1, 3)) == b"ell"
+    assert store.list("x") == [ObjectInfo("x/a", 0), ObjectInfo("x/b", 5)]
+    store.delete("x/b")
+    store.delete("x/b")
+    assert store.list("x") == [ObjectInfo("x/a", 0)]
+
+
+def test_create_is_put_if_absent(store: Store) -> None:
+    store.put("m", b"first", mode="create")
+    with pytest.raises(FileExistsError):
+        store.put("m", b"second", mode="create")
+    assert bytes(store.get("m")) == b"first"
+
+
+def test_streams_are_written_and_read_in_parts(store: Store) -> None:
+    parts = [bytes([i]) * (1 << 20) for i in range(20)]
+    store.put("big", iter(parts))
+    assert b"".join(store.stream("big")) == b"".join(parts)
+
+
+def test_a_stream_that_fails_leaves_no_object(store: Store) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"x" * (1 << 20)
+        raise RuntimeError("source failed")
+
+    with pytest.raises((RuntimeError, pulse.StoreError)):
+        store.put("half", broken())
+    assert store.list("half") == []
+    with pytest.raises(FileNotFoundError):
+        store.get("half")
+
+
+@pytest.mark.parametrize("read", ["get", "stream", "get_range"])
+def test_missing_objects(store: Store, read: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        if read == "stream":
+            list(store.stream("none"))
+        elif read == "get":
+            store.get("none")
+        else:
+            store.get_range("none", 0, 1)
+
+
+def test_reading_makes_no_directory(tmp_path: Path) -> None:
+    store = pulse.open_store(tmp_path / "typo")
+    assert store.list("manifests") == []
+    with pytest.raises(FileNotFoundError):
+        store.get("x")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_unwritable_store_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(pulse.StoreError, match="cannot write x in file://.*file/store"):
+        pulse.open_store(tmp_path / "file" / "store").put("x", b"")
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x"])
+def test_unknown_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="expected file:///path, a path or memory://"):
+        pulse.open_store(url)

@@ -1,0 +1,459 @@
+"""Publisher and subscriber over a real store: same bits, the truth about versions, and recovery."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Trainee
+from safetensors.torch import load_file
+
+import pulse_rl as pulse
+from pulse_rl.application import Application
+from pulse_rl.store.base import Store
+
+
+def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What should arrive: PyTorch's own cast, all at once."""
+    return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and a[n].numpy(force=True).tobytes() == b[n].numpy(force=True).tobytes()
+        if a[n].dtype != torch.bfloat16
+        else torch.equal(a[n].view(torch.int16), b[n].view(torch.int16))
+        for n in a
+    )
+
+
+def test_every_version_arrives_bit_for_bit(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, anchor_every=3, cast="bfloat16")
+    subscriber = pulse.Subscriber(store)
+    live = trainee.empty()
+    memory = {name: tensor.data_ptr() for name, tensor in live.items()}
+    for version in range(8):
+        published = publisher.publish(trainee.step(), version=version)
+        synced = subscriber.sync(live)
+        assert same_bits(live, cast(trainee.weights))
+        assert (subscriber.version, subscriber.digest) == (version, published.digest)
+        assert published.digest == pulse.digest(live) == subscriber.verify(live)
+        assert synced.route == ("anchor" if version == 0 else "patches")
+        assert (synced.changes, synced.previous) == (published.changes, version - 1 if version else None)
+        if version:
+            assert synced.fetched_nbytes == published.patch_nbytes < published.full_nbytes
+            assert published.density == published.changes / published.elements
+    assert memory == {name: tensor.data_ptr() for name, tensor in live.items()}
+    assert subscriber.sync(live).route == "none"
+
+
+def test_anchors_stand_where_they_should_and_load_anywhere(tmp_path: Path, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(tmp_path, anchor_every=3, cast="bfloat16")
+    for version in range(7):
+        publisher.publish(trainee.step(), version=10 * version)
+    anchors = [m.version for m in publisher.history.manifests() if m.anchor]
+    assert anchors == [0, 30, 60]
+    newest = publisher.history.manifests()[-1].anchor[0]
+    assert same_bits(load_file(tmp_path / newest.name), cast(trainee.weights))
+
+
+def test_a_late_subscriber_starts_from_the_nearest_anchor(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, anchor_every=3, cast="bfloat16")
+    states = []
+    for version in range(6):
+        publisher.publish(trainee.step(), version=version)
+        states.append(cast(trainee.weights))
+    live = trainee.empty()
+    subscriber = pulse.Subscriber(store)
+    report = subscriber.sync(live, version=4)
+    assert (report.route, report.patches, report.version) == ("anchor", 1, 4)
+    assert same_bits(live, states[4])
+    back = subscriber.sync(live, version=2)
+    assert (back.route, back.patches, subscriber.version) == ("anchor", 2, 2)
+    assert same_bits(live, states[2])
+
+
+def test_weights_that_hold_a_version_already_are_recognised(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    publisher.publish(trainee.step(), version=1)
+    live = cast(trainee.weights)
+    publisher.publish(trainee.step(), version=2)
+    report = pulse.Subscriber(store).sync(live)
+    assert (report.route, report.patches) == ("patches", 1)
+    assert same_bits(live, cast(trainee.weights))
+
+
+def test_module_with_tied_weights(store: Store) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(50, 8)
+            self.head = torch.nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("cache", torch.ones(3), persistent=False)
+
+    source, target = Model(), Model()
+    publisher, subscriber = pulse.Publisher(store), pulse.Subscriber(store)
+    for version in range(3):
+        with torch.no_grad():
+            source.embed.weight[version] += 1
+            source.get_buffer("steps").add_(1)
+        report = publisher.publish(source, version=version)
+        subscriber.sync(target)
+        assert target.head.weight is target.embed.weight
+        assert torch.equal(target.embed.weight, source.embed.weight)
+        assert target.steps == source.steps
+    assert report.elements == 50 * 8 + 1
+    assert report.changes == 8 + 1
+    # A receiver that holds the tied tensor twice gets both written.
+    untied = {name: torch.zeros_like(tensor) for name, tensor in source.state_dict().items()}
+    assert "head.weight" in untied
+    other = pulse.Subscriber(store)
+    other.sync(untied, version=1)
+    other.sync(untied)
+    assert torch.equal(untied["head.weight"], source.head.weight)
+    assert torch.equal(untied["embed.weight"], source.embed.weight)
+
+
+def test_restarted_publisher_goes_on(store: Store, trainee: Trainee) -> None:
+    first = pulse.Publisher(store, anchor_every=4, cast="bfloat16")
+    for version in range(6):
+        first.publish(trainee.step(), version=version)
+    second = pulse.Publisher(store, anchor_every=4, cast="bfloat16")
+    with pytest.raises(ValueError, match="expected more than 5, the newest one, found 5"):
+        second.publish(trainee.step(), version=5)
+    report = second.publish(trainee.step(), version=6)
+    assert report.base == 5
+    live = trainee.empty()
+    pulse.Subscriber(store).sync(live)
+    assert same_bits(live, cast(trainee.weights))
+
+
+def test_second_publisher_gets_a_clear_error(store: Store, trainee: Trainee) -> None:
+    first = pulse.Publisher(store, cast="bfloat16")
+    first.publish(trainee.step(), version=0)
+    second = pulse.Publisher(store, cast="bfloat16")
+    second.publish(trainee.step(), version=1)
+    with pytest.raises(pulse.StoreError, match="another publisher .* has changed"):
+        first.publish(trainee.step(), version=2)
+    assert [m.version for m in second.history.manifests()] == [0, 1]
+
+
+def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other commits after this one has looked, before this one commits: put-if-absent decides."""
+    first = pulse.Publisher(store, cast="bfloat16")
+    first.publish(trainee.step(), version=0)
+    second = pulse.Publisher(store, cast="bfloat16")
+    put = first._put
+
+    def overtaken(*arguments: Any) -> Any:
+        second.publish(trainee.weights, version=1)
+        return put(*arguments)
+
+    monkeypatch.setattr(first, "_put", overtaken)
+    with pytest.raises(pulse.StoreError, match="has committed version 1"):
+        first.publish(trainee.step(), version=2)
+    assert [m.version for m in pulse.History(store).manifests()] == [0, 1]
+
+
+def test_resume_says_why_it_cannot(tmp_path: Path, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(tmp_path, cast="bfloat16")
+    for version in range(3):
+        publisher.publish(trainee.step(), version=version)
+    patch = tmp_path / publisher.history.manifests()[1].patch.name  # type: ignore[union-attr]
+    patch.write_bytes(patch.read_bytes()[:-1])
+    with pytest.raises(pulse.IntegrityError, match="is corrupt: expected"):
+        pulse.Publisher(tmp_path, cast="bfloat16").publish(trainee.step(), version=3)
+
+
+def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    other = {**trainee.weights, "a": torch.zeros(2, 2), "new": torch.zeros(1)}
+    with pytest.raises(pulse.BaseMismatchError, match=r"1 unexpected: new; 1 reshaped or retyped: a \(BF16"):
+        publisher.publish(other, version=1)
+    assert publisher.publish(trainee.step(), version=1).base == 0
+
+
+class Flaky:
+    """A store whose writes fail when told to, before or after they take effect."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.fail: Callable[[str], str | None] = lambda name: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+        when = self.fail(name)
+        if when == "before":
+            raise pulse.StoreError(f"cannot write {name}")
+        self._inner.put(name, data, mode=mode)
+        if when == "after":
+            raise pulse.StoreError(f"no answer for {name}")
+
+
+@pytest.mark.parametrize("prefix", ["patches/", "anchors/", "manifests/"])
+def test_failed_publish_changes_nothing_and_can_be_repeated(trainee: Trainee, prefix: str) -> None:
+    flaky = Flaky(pulse.open_store("memory://"))
+    publisher = pulse.Publisher(flaky, anchor_every=1, cast="bfloat16")
+    live, subscriber = trainee.empty(), pulse.Subscriber(flaky)
+    publisher.publish(trainee.step(), version=0)
+    subscriber.sync(live)
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    flaky.fail = lambda name: "before" if name.startswith(prefix) else None
+    with pytest.raises(pulse.StoreError):
+        publisher.publish(trainee.step(), version=1)
+    assert subscriber.sync(live).route == "none"
+    assert same_bits(live, before)
+    flaky.fail = lambda name: None
+    publisher.publish(trainee.step(), version=1)
+    subscriber.sync(live)
+    assert same_bits(live, cast(trainee.weights))
+
+
+def test_commit_whose_answer_is_lost_counts(trainee: Trainee) -> None:
+    flaky = Flaky(pulse.open_store("memory://"))
+    publisher = pulse.Publisher(flaky, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    flaky.fail = lambda name: "after" if name.startswith("manifests/") else None
+    assert publisher.publish(trainee.step(), version=1).version == 1
+    assert publisher.publish(trainee.step(), version=2).base == 1
+
+
+def _history(path: Path, trainee: Trainee, versions: int, **options: Any) -> pulse.Publisher:
+    publisher = pulse.Publisher(path, cast="bfloat16", **options)
+    for version in range(versions):
+        publisher.publish(trainee.step(), version=version)
+    return publisher
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damaged_patch_is_routed_around_over_an_anchor(tmp_path: Path, trainee: Trainee, damage: str) -> None:
+    publisher = _history(tmp_path, trainee, 1, anchor_every=3)
+    subscriber, live = pulse.Subscriber(tmp_path), trainee.empty()
+    subscriber.sync(live)
+    for version in range(1, 5):
+        publisher.publish(trainee.step(), version=version)
+    patch = tmp_path / publisher.history.read(2).patch.name  # type: ignore[union-attr]
+    data = bytearray(patch.read_bytes())
+    data[-3] ^= 1
+    patch.unlink() if damage == "remove" else patch.write_bytes(data if damage == "flip" else data[:100])
+    report = subscriber.sync(live)
+    assert (report.route, report.version) == ("anchor", 4)
+    assert report.recovered
+    assert patch.name in report.recovered
+    assert same_bits(live, cast(trainee.weights))
+
+
+def test_no_way_left_keeps_the_old_version(tmp_path: Path, trainee: Trainee) -> None:
+    publisher = _history(tmp_path, trainee, 1)
+    subscriber, live = pulse.Subscriber(tmp_path), trainee.empty()
+    subscriber.sync(live)
+    old = {name: tensor.clone() for name, tensor in live.items()}
+    publisher.publish(trainee.step(), version=1)
+    (tmp_path / publisher.history.read(1).patch.name).unlink()  # type: ignore[union-attr]
+    with pytest.raises(pulse.StoreError, match="is missing"):
+        subscriber.sync(live)
+    assert subscriber.version == 0
+    assert same_bits(live, old)
+
+
+def test_damaged_anchor_touches_nothing(tmp_path: Path, trainee: Trainee) -> None:
+    publisher = _history(tmp_path, trainee, 1)
+    anchor = tmp_path / publisher.history.read(0).anchor[0].name
+    data = bytearray(anchor.read_bytes())
+    data[-1] ^= 1
+    anchor.write_bytes(data)
+    live = trainee.empty()
+    subscriber = pulse.Subscriber(tmp_path)
+    with pytest.raises(pulse.IntegrityError, match="is corrupt"):
+        subscriber.sync(live)
+    assert subscriber.version is None
+    assert same_bits(live, trainee.empty())
+
+
+def test_weights_changed_behind_its_back(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    subscriber, live = pulse.Subscriber(store), trainee.empty()
+    subscriber.sync(live)
+    live["b.scale"][3] = 7
+    with pytest.raises(pulse.IntegrityError, match="something other than this subscriber"):
+        subscriber.verify(live)
+    assert subscriber.version is None
+    assert subscriber.sync(live).route == "anchor"
+    assert same_bits(live, cast(trainee.weights))
+    # Without asking: a patch whose elements were touched does not fit, and the anchor repairs them.
+    live["a"].view(torch.int16).bitwise_xor_(1)
+    publisher.publish(trainee.step(), version=1)
+    report = subscriber.sync(live)
+    assert report.recovered
+    assert same_bits(live, cast(trainee.weights))
+
+
+def test_interrupted_write_ends_in_the_new_version(
+    store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    subscriber, live = pulse.Subscriber(store), trainee.empty()
+    subscriber.sync(live)
+    publisher.publish(trainee.step(), version=1)
+    write, calls = Application._write_block, []
+
+    def interrupted(self: Application, number: int) -> None:
+        calls.append(number)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write(self, number)
+
+    monkeypatch.setattr(Application, "_write_block", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        subscriber.sync(live)
+    assert same_bits(live, cast(trainee.weights))
+    assert subscriber.version is None
+    assert subscriber.sync(live).route == "none"  # recognised by its digest
+    assert subscriber.version == 1
+
+
+def test_model_of_another_shape_is_refused(store: Store, trainee: Trainee) -> None:
+    pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=0)
+    other = trainee.empty()
+    other["a"] = torch.zeros(3, 3, dtype=torch.bfloat16)
+    with pytest.raises(pulse.BaseMismatchError, match=r"a \(BF16 \[300, 257\] → BF16 \[3, 3\]\)"):
+        pulse.Subscriber(store).sync(other)
+    assert not other["a"].any()
+
+
+def test_weights_that_share_memory_do_not_take_a_version_that_holds_them_apart(store: Store) -> None:
+    published = {"a": torch.arange(5), "b": torch.arange(5) + 1}
+    pulse.Publisher(store).publish(published, version=0)
+    one = torch.zeros(5, dtype=torch.int64)
+    with pytest.raises(pulse.BaseMismatchError, match="'a' and 'b' share memory"):
+        pulse.Subscriber(store).sync({"a": one, "b": one})
+    assert not one.any()
+
+
+def test_wait_and_missing_versions(store: Store, trainee: Trainee) -> None:
+    subscriber = pulse.Subscriber(store)
+    with pytest.raises(pulse.VersionNotFoundError, match="holds no version yet"):
+        subscriber.sync(trainee.empty())
+    with pytest.raises(TimeoutError, match="the newest is none yet"):
+        subscriber.wait(0, timeout=0.1)
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    publisher.publish(trainee.step(), version=4)
+    assert subscriber.wait(3, timeout=0) == 4
+    with pytest.raises(TimeoutError, match="the newest is 4"):
+        subscriber.wait(5, timeout=0.1)
+    with pytest.raises(pulse.VersionNotFoundError, match="no version 3 .* holds versions 4 to 4"):
+        subscriber.sync(trainee.empty(), version=3)
+
+
+def test_retention_keeps_every_listed_version_reachable(store: Store, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(store, anchor_every=3, retain=2, cast="bfloat16")
+    sleeper, live = pulse.Subscriber(store), trainee.empty()
+    states = {}
+    for version in range(11):
+        publisher.publish(trainee.step(), version=version)
+        states[version] = cast(trainee.weights)
+        if version == 0:
+            sleeper.sync(live)
+        for manifest in pulse.History(store).manifests():
+            held = trainee.empty()
+            pulse.Subscriber(store).sync(held, version=manifest.version)
+            assert same_bits(held, states[manifest.version])
+    assert [m.version for m in pulse.History(store).manifests()] == [9, 10]
+    assert len(store.list("patches")) == 2
+    assert len(store.list("anchors")) == 1
+    assert sleeper.sync(live).route == "anchor"  # what it held has been pruned meanwhile
+    assert same_bits(live, states[10])
+
+
+def test_route_takes_the_fewest_bytes(store: Store) -> None:
+    """Patches that are together larger than an anchor are not walked."""
+    random = np.random.default_rng(0)
+    publisher = pulse.Publisher(store, anchor_every=4)
+    live = {"w": np.zeros(10_000, np.uint16)}
+    subscriber = pulse.Subscriber(store)
+    publisher.publish({"w": random.integers(0, 1 << 16, 10_000, np.uint16)}, version=0)
+    subscriber.sync(live)
+    for version in range(1, 5):
+        weights = {"w": random.integers(0, 1 << 16, 10_000, np.uint16)}
+        publisher.publish(weights, version=version)
+    report = subscriber.sync(live)
+    assert (report.route, report.patches, report.recovered) == ("anchor", 0, None)
+    assert (live["w"] == weights["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "expected pulse-rl/history version 1"),
+        ({"format_version": 2}, "found pulse-rl/history version 2"),
+        ({"sequence": 7}, "it says it is number 7"),
+        ({"digest": "xyz"}, "is no manifest"),
+        ({"version": -1}, "is no manifest"),
+        ({"anchor_sequence": 5}, "it says it is number 0"),
+        ({"anchor": []}, "contradict"),
+        ({"anchor": [{"name": "anchors/../../etc/passwd", "nbytes": 1, "blake3": "0" * 64}]}, "impossible object"),
+    ],
+)
+def test_hostile_manifests(store: Store, trainee: Trainee, change: dict[str, Any], message: str) -> None:
+    pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=0)
+    name = "manifests/000000000000.json"
+    document = json.loads(bytes(store.get(name))) | change
+    store.put(name, json.dumps(document).encode())
+    with pytest.raises(pulse.IntegrityError, match=message):
+        pulse.Subscriber(store).sync(trainee.empty())
+
+
+PUBLISH_FOR_EVER = """
+import sys, torch, pulse_rl as pulse
+sys.path.insert(0, sys.argv[2])
+from conftest import Trainee
+trainee = Trainee(int(sys.argv[3]))
+publisher = pulse.Publisher(sys.argv[1], anchor_every=3, cast="bfloat16")
+version = (publisher.resume() or 0) + 1
+while True:
+    print(publisher.publish(trainee.step(), version=version).version, flush=True)
+    version += 1
+"""
+
+
+def test_publisher_killed_at_random_leaves_a_whole_history(tmp_path: Path) -> None:
+    """SIGKILL at random moments: what is listed is complete, and the next publisher goes on."""
+    random = np.random.default_rng(0)
+    reached = 0
+    for attempt in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path), str(Path(__file__).parent), str(attempt)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout
+        process.stdout.readline()  # it has published once: kernels are compiled
+        time.sleep(float(random.uniform(0, 0.1)))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        live = Trainee().empty()
+        subscriber = pulse.Subscriber(tmp_path)
+        for manifest in subscriber.history.manifests():
+            subscriber.sync(live, version=manifest.version)
+            assert subscriber.verify(live) == manifest.digest
+        assert subscriber.version is not None
+        assert subscriber.version > reached
+        reached = subscriber.version
+    shutil.rmtree(tmp_path)
