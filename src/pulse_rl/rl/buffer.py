@@ -1,0 +1,142 @@
+"""The data buffer: hands out work, decides what is fresh enough, and what the trainer sees next.
+
+A piece of work is a chunk of prompts that one worker samples at one version of the weights. Work is leased:
+when a worker starts again after a crash, what it held is handed out anew.
+
+Work is handed out as long as it can still be fresh when its turn comes; chunks that are older than `max_staleness`
+versions all the same when they are pulled (a slow worker's) are dropped, and counted. With a staleness of 0 a step's
+work is handed out when the trainer has published the version that the step starts from. Deterministic: so too, and
+it is sampled at exactly that version and pulled in order, so neither timing nor the number of workers matters.
+
+A plain object without an engine; `run` makes an actor of it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Work(NamedTuple):
+    """A chunk of prompts to sample."""
+
+    number: int  # of the chunk, from 0, for ever ascending: with the run's seed it fixes prompts and sampling
+    version: int | None  # to be sampled at exactly this version; None: at the newest
+
+
+class Chunk(NamedTuple):
+    """A sampled chunk: P prompts, G completions each, B = P·G rows, T tokens."""
+
+    number: int
+    worker: str
+    prompt_ids: Any  # (P, L) int64
+    prompt_mask: Any  # (P, L) int64
+    tokens: Any  # (B, T) int64
+    mask: Any  # (B, T) bool
+    logprobs: Any  # (B, T) float32
+    versions: Any  # (B, T) int64: the version that made each token
+    rewards: Any  # (P, G) float32
+
+    @property
+    def version(self) -> int:
+        """The oldest version that made any of its tokens."""
+        return int(np.min(self.versions))
+
+
+class DataBuffer:
+    """Work out, trajectories in, batches out; and the board on which workers and trainer report."""
+
+    def __init__(self, *, chunks: int, max_staleness: int, deterministic: bool) -> None:
+        self._chunks = chunks  # a batch
+        self._staleness = 0 if deterministic else max_staleness
+        self._deterministic = deterministic
+        self._step = 0
+        self._version: int | None = None  # newest version of the trainer
+        self._next = 0
+        self._leases: dict[int, str] = {}
+        self._returned: list[int] = []  # numbers whose worker went away
+        self._ready: dict[int, Chunk] = {}
+        self._stopping = False
+        self._board: dict[str, dict[str, Any]] = {}
+        self._records: list[dict[str, Any]] = []
+        self._assets: dict[str, bytes] | None = None
+        self.dropped = 0
+
+    def begin_step(self, step: int, version: int) -> None:
+        """The trainer is about to do this step (from 0) with weights of this version."""
+        self._step, self._version = step, version
+        if self._next < step * self._chunks:  # a resumed run goes on with the prompts where it stopped
+            self._next = step * self._chunks
+
+    def join(self, worker: str) -> None:
+        """A worker starts, or starts again: whatever it held before is handed out anew."""
+        lost = sorted(number for number, holder in self._leases.items() if holder == worker)
+        for number in lost:
+            del self._leases[number]
+        self._returned += lost
+
+    def take(self, worker: str) -> Work | None:
+        """The next work for a worker, or None if there is nothing to do just now."""
+        if self._stopping or self._version is None:
+            return None
+        # A chunk of batch b that is sampled during step s will be b − s versions old when it is pulled.
+        limit = (self._step + 1 + self._staleness) * self._chunks + self.dropped
+        if self._returned:
+            number = self._returned.pop(0)
+        elif self._next < limit:
+            number = self._next
+            self._next += 1
+        else:
+            return None
+        self._leases[number] = worker
+        return Work(number, self._version if self._deterministic else None)
+
+    def push(self, chunk: Chunk) -> None:
+        """A worker delivers; a chunk that it no longer holds the lease of is ignored."""
+        if self._leases.get(chunk.number) == chunk.worker:
+            del self._leases[chunk.number]
+            self._ready[chunk.number] = chunk
+
+    def pull(self) -> list[Chunk] | None:
+        """The chunks of the next batch, in order, or None while they are not there."""
+        assert self._version is not None
+        stale = [n for n, chunk in self._ready.items() if self._version - chunk.version > self._staleness]
+        for number in stale:
+            del self._ready[number]
+        self.dropped += len(stale)
+        if len(self._ready) < self._chunks:
+            return None
+        return [self._ready.pop(number) for number in sorted(self._ready)[: self._chunks]]
+
+    def stop(self) -> None:
+        """No more work: workers catch up with the last version and leave, the trainer ends after its step."""
+        self._stopping = True
+
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def report(self, who: str, facts: Mapping[str, Any]) -> None:
+        """Put facts about an actor on the board."""
+        self._board.setdefault(who, {}).update(facts)
+
+    def board(self) -> dict[str, dict[str, Any]]:
+        return {who: dict(facts) for who, facts in self._board.items()}
+
+    def offer_assets(self, files: dict[str, bytes]) -> None:
+        """What workers need to build the model: its configuration and tokenizer, not its weights."""
+        self._assets = files
+
+    def assets(self) -> dict[str, bytes] | None:
+        return self._assets
+
+    def log(self, record: dict[str, Any]) -> None:
+        """The trainer's account of one step."""
+        self._records.append(record)
+
+    def records(self, start: int) -> list[dict[str, Any]]:
+        """All accounts from number `start` on."""
+        return self._records[start:]
+
+    def dropped_chunks(self) -> int:
+        """Chunks that were too old when they were pulled."""
+        return self.dropped

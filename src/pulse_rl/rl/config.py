@@ -1,0 +1,106 @@
+"""The settings of a run: one flat record, written to `config.toml` in the run's directory."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pulse_rl.errors import require
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that decides what a run does. The defaults are the main job."""
+
+    out: str = "runs/main"  # the run's directory
+    store: str | None = None  # URL of the history; None: `store` in the run's directory
+    model: str = "smollm2"  # "smollm2", "tiny", or a path or hub id that Transformers loads
+    dither: int | None = None  # seed: spread dequantised weights within their quantisation step
+    task: str = "chain_sum"  # a reasoning-gym dataset, with settings: "chain_sum:max_terms=3"
+    steps: int = 40  # optimizer steps
+    workers: int = 2  # rollout workers
+    prompts: int = 8  # a step
+    group_size: int = 8  # completions a prompt
+    chunk: int = 4  # prompts that one worker samples at a time
+    max_new_tokens: int = 8
+    temperature: float = 1.0
+    lr: float = 3e-6  # as the paper trains
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    clip: float = 0.2  # of the probability ratio, both sides
+    grad_clip: float = 1.0  # norm
+    max_staleness: int = 1  # versions that a trajectory may lag behind the trainer
+    deterministic: bool = False  # synchronous: same seed, same bits, whatever the timing
+    seed: int = 0
+    sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint each version
+    codec: str = "auto"
+    anchor_every: int = 50  # versions
+    checkpoint_every: int = 100  # steps; one is also written at the end and on Ctrl-C
+    threads: int = 1  # torch threads of the trainer and of each worker
+    address: str | None = None  # a Ray cluster's address; None: this machine
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.out).absolute()
+
+    @property
+    def store_url(self) -> str:
+        return self.store or (self.directory / "store").as_uri()
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of work in one step."""
+        return self.prompts // self.chunk
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Return the settings if they make sense; raise ValueError saying which does not and what is expected."""
+    positive = ("steps", "workers", "prompts", "group_size", "chunk", "max_new_tokens", "anchor_every")
+    for name in (*positive, "checkpoint_every", "threads"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, found {getattr(config, name)}")
+    for name in ("lr", "temperature", "clip", "grad_clip"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name}: expected more than 0, found {getattr(config, name)}")
+    if config.prompts % config.chunk:
+        raise ValueError(f"prompts: expected a multiple of chunk ({config.chunk}), found {config.prompts}")
+    if config.group_size < 2:
+        raise ValueError("group_size: expected at least 2, or no advantage can be computed, found 1")
+    if config.max_staleness < 0:
+        raise ValueError(f"max_staleness: expected at least 0, found {config.max_staleness}")
+    if config.sync not in ("patch", "full"):
+        raise ValueError(f"sync: expected patch or full, found {config.sync!r}")
+    return config
+
+
+def save(config: RunConfig) -> None:
+    """Write config.toml; TOML has no null, so settings that are None are left out."""
+    tomli_w = require("tomli_w", "run")
+    document = {k: v for k, v in msgspec.to_builtins(config).items() if v is not None}
+    (config.directory / "config.toml").write_text(tomli_w.dumps(document))
+
+
+def load(directory: Path) -> RunConfig:
+    """Read a run's config.toml. Raises FileNotFoundError if there is no run, ValueError if it is broken."""
+    path = directory / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {directory}: expected a config.toml there")
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=RunConfig)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def resumed(directory: Path, given: dict[str, object]) -> RunConfig:
+    """A run's settings, to go on with it: its own, but for the number of steps and the engine if given.
+
+    Raises ValueError for any other setting, which would make it another run.
+    """
+    config = load(directory)
+    free = {"steps", "workers", "threads", "address", "checkpoint_every"}
+    if fixed := sorted(given.keys() - free - {"out"}):
+        raise ValueError(
+            f"resume: expected only {', '.join(sorted(free))} beside it, found {', '.join(fixed)}: the run in "
+            f"{directory} has settings of its own"
+        )
+    changes = {name: value for name, value in given.items() if name in free} | {"out": str(directory)}
+    return check(msgspec.structs.replace(config, **changes))

@@ -1,0 +1,110 @@
+"""What a person sees of a run: one live table on a terminal, a line a step elsewhere; always on stderr."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pulse_rl.units import nbytes
+
+ROWS = 12  # steps kept in view
+
+
+class Display:
+    """Shows the steps and the board as they change. A context manager."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self._console = Console(stderr=True)
+        self._title = title
+        self._steps = steps
+        self._records: list[dict[str, Any]] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Display":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*exception)
+
+    def say(self, message: str) -> None:
+        self._console.print(message, highlight=False, soft_wrap=True)
+
+    def update(self, records: list[dict[str, Any]], board: Mapping[str, Mapping[str, Any]]) -> None:
+        """records: new ones since the last call. board: all actors' facts."""
+        self._records += records
+        if self._live is not None:
+            self._live.update(Group(self._step_table(), self._worker_table(board)))
+            return
+        for record in records:
+            self.say(
+                f"step {record['step']}/{self._steps}  reward {record['reward']:.3f}  loss {record['loss']:+.4f}  "
+                f"density {record['density']:.3%}  patch {nbytes(record['patch_nbytes'])} of "
+                f"{nbytes(record['full_nbytes'])}  {record['reduction']:.0f}×  publish {record['publish_s']:.2f} s  "
+                + "  ".join(self._worker_line(name, facts) for name, facts in self._workers(board))
+            )
+
+    @staticmethod
+    def _workers(board: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+        return sorted((name, facts) for name, facts in board.items() if name != "trainer")
+
+    @staticmethod
+    def _worker_line(name: str, facts: Mapping[str, Any]) -> str:
+        return f"{name} at {facts.get('version')} {'proved' if facts.get('verified') else 'not proved'}"
+
+    def _step_table(self) -> Table:
+        table = Table(title=self._title, title_justify="left", expand=False)
+        for column in (
+            "step",
+            "reward",
+            "solved",
+            "loss",
+            "density",
+            "patch",
+            "of",
+            "reduction",
+            "publish",
+            "step s",
+        ):
+            table.add_column(column, justify="right")
+        for record in self._records[-ROWS:]:
+            table.add_row(
+                f"{record['step']}/{self._steps}",
+                f"{record['reward']:.3f}",
+                f"{record['solved']:.0%}",
+                f"{record['loss']:+.4f}",
+                f"{record['density']:.3%}",
+                nbytes(record["patch_nbytes"]),
+                nbytes(record["full_nbytes"]),
+                f"{record['reduction']:.0f}×",
+                f"{record['publish_s']:.2f} s",
+                f"{record['total_s']:.1f}",
+            )
+        return table
+
+    def _worker_table(self, board: Mapping[str, Mapping[str, Any]]) -> Table:
+        newest = board.get("trainer", {}).get("version")
+        table = Table(expand=False)
+        for column in ("worker", "pid", "version", "lag", "proof", "syncs", "fetched"):
+            table.add_column(column, justify="right")
+        table.add_row("trainer", "", str(newest), "", str(board.get("trainer", {}).get("digest", "")), "", "")
+        for name, facts in self._workers(board):
+            version = facts.get("version")
+            lag = "" if version is None or newest is None else str(newest - version)
+            proof = Text("✓ " + facts["digest"], "green") if facts.get("verified") else Text("…", "yellow")
+            table.add_row(
+                name,
+                str(facts.get("pid", "")),
+                str(version),
+                lag,
+                proof,
+                str(facts.get("syncs", 0)),
+                nbytes(facts.get("fetched_nbytes", 0)),
+            )
+        return table

@@ -1,0 +1,36 @@
+"""GRPO: group-normalised advantages and the clipped ratio (arXiv 2402.03300), without a critic or a KL term."""
+
+from typing import NamedTuple
+
+import torch
+
+EPSILON = 1e-4  # keeps a group without variance at advantage 0
+
+
+def advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Each completion's reward against its group: (P, G) float32 → (P, G), mean 0 and deviation 1 a group."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return centred / (rewards.std(1, keepdim=True, correction=0) + EPSILON)
+
+
+class Loss(NamedTuple):
+    """The loss of some completions, summed over tokens, and what it was made of."""
+
+    total: torch.Tensor  # scalar, differentiable: divide by the tokens of the whole batch
+    clipped: float  # tokens whose ratio was clipped
+    tokens: int
+
+
+def loss(
+    logprobs: torch.Tensor,  # (B, T) under the weights that are trained
+    behaviour: torch.Tensor,  # (B, T) as the rollout worker recorded them when it sampled
+    mask: torch.Tensor,  # (B, T) bool
+    advantage: torch.Tensor,  # (B,)
+    clip: float,
+) -> Loss:
+    """The clipped policy-gradient loss, token by token: −min(r·A, clip(r, 1 − ε, 1 + ε)·A)."""
+    ratio = torch.exp(logprobs - behaviour)
+    bounded = ratio.clamp(1 - clip, 1 + clip)
+    gain = torch.minimum(ratio * advantage[:, None], bounded * advantage[:, None])
+    clipped = ((ratio != bounded) & mask).sum().item()
+    return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))

