@@ -1,0 +1,93 @@
+"""`pulse-rl bench`: the measurements of bench/README.md, one command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
+from pulse_rl.units import nbytes
+
+bench = typer.Typer(
+    help="Measure this machine: kernels against a plain copy, sync against full checkpoints.",
+    no_args_is_help=True,
+)
+
+
+@bench.command()
+def kernels(
+    elements: Annotated[int, typer.Option(min=1, help="BF16 elements; the default is SmolLM2-135M's.")] = 134_515_008,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, side by side; the median counts.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time find_changes, digest and apply against a plain copy of the same bytes and against NumPy."""
+    from pulse_rl.bench.kernels import run
+
+    with output.progress("kernels") as update:
+        report = run(elements=elements, rounds=rounds, progress=update)
+    if as_json:
+        output.emit(report)
+        return
+    output.facts(report.facts())
+    for columns, rows in report.tables():
+        typer.echo()
+        output.table(columns, rows)
+
+
+@bench.command()
+def sync(
+    versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Time publish and sync of a 135M-parameter model through a file store, with the memory of each side.
+
+    Publisher, subscriber and the plain save-and-load run in processes of their own. Needs the extra torch.
+    """
+    from pulse_rl.bench.sync import run
+
+    with output.progress("sync") as update:
+        report = run(versions=versions, layers=layers, progress=update)
+    if as_json:
+        output.emit(report)
+        return
+    output.facts(report.facts())
+    for columns, rows in report.tables():
+        typer.echo()
+        output.table(columns, rows)
+
+
+@bench.command()
+def identical(
+    out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
+    model: Annotated[str, typer.Option(help="smollm2, tiny, or a path or hub id.")] = "smollm2",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-6,
+    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train once over patches and once over full weights: the same bits and rewards must come out.
+
+    Exits with 1 if they differ. Needs the extra run.
+    """
+    from pulse_rl.bench.identical import compare
+
+    report = compare(out, model=model, steps=steps, lr=lr, seed=seed)
+    if as_json:
+        output.emit(report)
+    else:
+        output.facts(
+            {
+                "identical": "yes" if report["identical"] else "NO",
+                "digest over patches": report["digests"]["patch"],
+                "digest over full weights": report["digests"]["full"],
+                "bytes over patches": nbytes(report["nbytes"]["patch"]),
+                "bytes over full weights": nbytes(report["nbytes"]["full"]),
+                "rewards": ", ".join(f"{reward:.3f}" for reward in report["rewards"]["patch"]),
+            }
+        )
+    if not report["identical"]:
+        raise typer.Exit(1)

@@ -1,0 +1,236 @@
+"""diff, apply, inspect and verify: the verbs on files and stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
+from pulse_rl.units import nbytes
+
+if TYPE_CHECKING:
+    from pulse_rl.contents import CheckpointInfo, StoreInfo
+    from pulse_rl.patch import PatchInfo
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE|STORE",
+        help="A patch, a safetensors file, a directory of shards, a store (directory or URL), or a run directory.",
+        show_default=False,
+    ),
+]
+
+
+def diff(
+    old: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OLD",
+            help="The base: a safetensors file or a directory of shards, as Transformers writes them.",
+            show_default=False,
+        ),
+    ],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The target, with the same tensors.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="PATCH", help="Where to write the patch.", show_default=False),
+    ],
+    base: Annotated[int, typer.Option(min=0, help="The version number of OLD.")] = 0,
+    target: Annotated[int, typer.Option(min=0, help="The version number of NEW.")] = 1,
+    codec: Annotated[str, typer.Option(metavar="auto|gap|raw", help="How the changes are coded.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Write the bits in which NEW differs from OLD as one small patch.
+
+    Checkpoints are mapped, not loaded: they may be larger than memory.
+    """
+    from typing import cast
+
+    from pulse_rl.checkpoint import files_of, open_checkpoint
+    from pulse_rl.codecs.choose import CodecName, choose
+    from pulse_rl.files import write_diff
+
+    choose(codec)
+    if out.exists() and any(out.samefile(file) for file in (*files_of(old), *files_of(new))):
+        raise ValueError(f"{out}: the patch would replace the checkpoint it is made from; name another file")
+    with output.watching("diff") as watch:
+        info = write_diff(
+            out,
+            open_checkpoint(old),
+            watch(open_checkpoint(new)),
+            base=base,
+            target=target,
+            codec=cast(CodecName, codec),
+        )
+    _print_patch(info, as_json)
+
+
+def apply(
+    base: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BASE",
+            help="The checkpoint that the patch starts from, a file or a directory; not modified.",
+            show_default=False,
+        ),
+    ],
+    patch: Annotated[Path, typer.Argument(metavar="PATCH", help="A patch file.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="OUT",
+            help="The new checkpoint: a file or a directory, as BASE is. A file is replaced.",
+            show_default=False,
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write the checkpoint that PATCH leads to from BASE, bit for bit.
+
+    OUT appears whole and proved, or not at all.
+    """
+    from pulse_rl.files import apply_to_copy
+
+    with output.watching("apply") as watch:
+        info = apply_to_copy(base, patch, out, watch=watch)
+    _print_patch(info, as_json)
+
+
+def inspect(target: Target, as_json: AsJson = False) -> None:
+    """Say what a patch, a checkpoint or a store holds."""
+    from pulse_rl.checkpoint import open_checkpoint
+    from pulse_rl.contents import checkpoint_info, kind_of, store_info
+    from pulse_rl.files import read_patch
+    from pulse_rl.history import History
+    from pulse_rl.patch import info
+    from pulse_rl.store.objects import open_store
+
+    kind, place = kind_of(target)
+    if kind == "patch":
+        _print_patch(info(read_patch(Path(place))), as_json)
+    elif kind == "store":
+        _print_store(store_info(History(open_store(place))), as_json)
+    else:
+        with output.watching("digest") as watch:
+            described = checkpoint_info(place, watch(open_checkpoint(place)))
+        _print_checkpoint(described, as_json)
+
+
+def verify(target: Target, as_json: AsJson = False) -> None:
+    """Prove a patch, a checkpoint or a whole store, and say what is wrong where.
+
+    A store is walked from its oldest version to its newest: every manifest, every object's size and hash,
+    every patch applied to a copy in temporary files, every anchor against the patches that lead to it.
+    Exit code 1 if anything is wrong.
+    """
+    from pulse_rl.verify import verify as prove
+
+    with output.progress("verify") as update:
+        report = prove(target, progress=update)
+    if as_json:
+        output.emit(report)
+    else:
+        lines = {"target": report.target, "kind": report.kind, "read": nbytes(report.nbytes)}
+        if report.digest:
+            lines["digest"] = report.digest
+        if report.kind == "store":
+            lines["good"] = _versions(report.good_versions)
+            lines["bad"] = _versions(report.bad_versions)
+        if report.leftovers:
+            lines["leftovers"] = f"{len(report.leftovers)} objects that no version names; harmless"
+        output.facts(lines | {"result": "all proved" if report.ok else f"{len(report.problems)} wrong:"})
+        for problem in report.problems:
+            typer.echo(f"  {problem}")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _versions(versions: tuple[int, ...]) -> str:
+    if not versions:
+        return "none"
+    if len(versions) <= 8:
+        return f"versions {', '.join(map(str, versions))}"
+    return f"{len(versions)} versions, {versions[0]} … {versions[-1]}"
+
+
+def _print_patch(info: PatchInfo, as_json: bool) -> None:
+    if as_json:
+        output.emit(info)
+        return
+    output.facts(
+        {
+            "patch": f"version {info.base} → {info.target}",
+            "codec": info.codec,
+            "size": f"{nbytes(info.nbytes)} for {nbytes(info.full_nbytes)}, {info.reduction:,.1f} times less",
+            "changes": f"{info.changes:,} of {info.elements:,} elements ({info.density:.4%})",
+            "base": info.digests["base"],
+            "target": info.digests["target"],
+            "tensors": f"{len(info.tensors)}, {sum(tensor.changes > 0 for tensor in info.tensors)} of them changed",
+        }
+    )
+    busiest = sorted((t for t in info.tensors if t.changes), key=lambda t: -t.changes)[:5]
+    if busiest:
+        typer.echo()
+        output.table(
+            ["most changes in", "dtype", "shape", "changes"],
+            [(t.name, t.dtype, "×".join(map(str, t.shape)) or "scalar", f"{t.changes:,}") for t in busiest],
+        )
+
+
+def _print_checkpoint(info: CheckpointInfo, as_json: bool) -> None:
+    if as_json:
+        output.emit(info)
+        return
+    output.facts(
+        {
+            "checkpoint": info.path,
+            "tensors": f"{len(info.tensors):,} of {', '.join(sorted({t.dtype for t in info.tensors})) or 'nothing'}",
+            "elements": f"{info.elements:,}",
+            "size": nbytes(info.full_nbytes),
+            "digest": info.digest,
+        }
+    )
+
+
+def _print_store(info: StoreInfo, as_json: bool) -> None:
+    if as_json:
+        output.emit(info)
+        return
+    anchors = [version.version for version in info.versions if version.anchor_nbytes]
+    patches = sorted(version.patch_nbytes for version in info.versions if version.patch_nbytes)
+    lines = {
+        "store": info.url,
+        "versions": f"{len(info.versions)}, {info.versions[0].version} to {info.newest}",
+        "anchors": ", ".join(map(str, anchors)) or "none",
+        "model": f"{info.elements:,} elements, {nbytes(info.full_nbytes)}",
+    }
+    if patches:
+        middle = patches[len(patches) // 2]
+        lines["patches"] = (
+            f"{nbytes(sum(patches))} in all, {nbytes(middle)} the median, "
+            f"{info.full_nbytes / middle:,.1f} times less than the model"
+        )
+    output.facts(lines)
+    typer.echo()
+    output.table(
+        ["version", "digest", "changes", "density", "patch", "reduction", "codec", "anchor"],
+        [
+            (
+                v.version,
+                v.digest,
+                f"{v.changes:,}",
+                f"{v.density:.4%}",
+                nbytes(v.patch_nbytes) if v.patch_nbytes else "–",
+                f"{v.reduction:,.1f}" if v.patch_nbytes else "–",
+                v.codec or "–",
+                nbytes(v.anchor_nbytes) if v.anchor_nbytes else "–",
+            )
+            for v in info.versions
+        ],
+    )

@@ -1,0 +1,72 @@
+"""`pulse-rl`: the commands put together, and the one place where errors become sentences.
+
+Exit codes: 0 done; 1 it could not be done, or `verify` found a fault; 2 the command line was not understood.
+Only Typer, Rich and the standard library are imported here: `pulse-rl --help` answers at once.
+"""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from pulse_rl import __version__
+from pulse_rl.cli.bench import bench
+from pulse_rl.cli.files import apply, diff, inspect, verify
+from pulse_rl.cli.train import rollout, train
+from pulse_rl.errors import PulseError
+
+app = typer.Typer(
+    name="pulse-rl",
+    help="The weight channel of RL post-training: lossless sparse patches from trainers to rollout workers.",
+    epilog="Every command takes --help, and --json for machines: one JSON document on stdout, the rest on stderr.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(rollout)
+app.command()(diff)
+app.command()(apply)
+app.command()(inspect)
+app.command()(verify)
+app.add_typer(bench, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pulse-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def sentence(error: BaseException) -> str:
+    """An error as one line: what an operating system's error means instead of how Python shows it."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        name = error.filename2 or error.filename
+        text = f"{os.fsdecode(name)}: {error.strerror}" if name is not None else error.strerror
+    return " ".join("; ".join([text or type(error).__name__, *getattr(error, "__notes__", [])]).split())
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run the command line: sys.argv, or args. Always raises SystemExit.
+
+    With PULSE_TRACEBACK set, errors come with their traceback.
+    """
+    try:
+        app(args, prog_name="pulse-rl")
+    except (PulseError, ValueError, TypeError, OSError) as error:  # FileNotFoundError and TimeoutError are OSErrors
+        if os.environ.get("PULSE_TRACEBACK"):
+            raise
+        print(f"error: {sentence(error)}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0)

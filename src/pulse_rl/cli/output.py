@@ -1,0 +1,117 @@
+"""What commands print: results on stdout, progress on stderr, and only there where a person looks at it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from pulse_rl.bits import Bits, Layout
+    from pulse_rl.dtypes import UIntArray
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+def emit(document: object) -> None:
+    """One JSON document on stdout. Infinite numbers become null, as JSON has none."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+
+
+def facts(pairs: Mapping[str, object]) -> None:
+    """Names and values, one a line, on stdout."""
+    width = max(map(len, pairs))
+    for name, value in pairs.items():
+        sys.stdout.write(f"{name:<{width}}  {value}\n")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; columns of numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for place, column in enumerate(columns):
+        words = any(str(row[place])[:1].isalpha() for row in rows)
+        drawn.add_column(column, justify="left" if words else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(str, row))
+    # Where no terminal sets a width, a line is as long as it needs to be.
+    Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False).print(drawn)
+
+
+@contextmanager
+def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, if that is a terminal. Yields update(done: int, total: int, what: str)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total=None, what=None: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+
+        def update(done: int, total: int | None = None, what: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield update
+
+
+@contextmanager
+def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
+    """Progress over tensors that a verb reads once: yields a function that wraps them to count what is read."""
+    from pulse_rl.bits import Layout
+
+    with progress(what) as update:
+
+        def watch(tensors: Layout) -> Layout:
+            total = sum(bits.size for bits in tensors.values())
+            done = 0
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                update(done, total)
+
+            wrapped = Layout((name, _Watched(bits, advance)) for name, bits in tensors.items())
+            wrapped.tied = tensors.tied
+            return wrapped
+
+        yield watch
+
+
+class _Watched:
+    """A tensor that tells how many elements were read of it."""
+
+    def __init__(self, bits: Bits, advance: Callable[[int], None]) -> None:
+        self._bits = bits
+        self._advance = advance
+        self.dtype, self.shape = bits.dtype, bits.shape
+        self.size, self.itemsize = bits.size, bits.itemsize
+        self.writable = bits.writable
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        self._advance(stop - start)
+        return self._bits.read(start, stop)
+
+    def gather(self, start: int, indices: NDArray[Any]) -> UIntArray:
+        return self._bits.gather(start, indices)
+
+    def scatter(self, start: int, indices: NDArray[Any], values: UIntArray) -> None:
+        self._bits.scatter(start, indices, values)
+
+    def write(self, start: int, values: UIntArray) -> None:
+        self._bits.write(start, values)
+
+    @property
+    def storage(self) -> object:
+        return self._bits.storage

@@ -1,0 +1,127 @@
+"""`pulse-rl train` and `pulse-rl rollout`: do a run, or add rollout workers to one that is going on."""
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pulse_rl.rl.config import RunConfig
+
+_D = RunConfig()
+_RUN, _GRPO, _SYNC, _ENGINE = "Run", "GRPO", "Weights", "Engine"
+
+
+def _option(text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+def train(
+    context: typer.Context,
+    out: Annotated[
+        str, _option("Directory for config.toml, metrics.jsonl, summary.json and the store; numbered if taken.", _RUN)
+    ] = _D.out,
+    resume: Annotated[
+        Path | None, _option("Go on with the run in this directory, with its own settings.", _RUN)
+    ] = None,
+    model: Annotated[str, _option("smollm2, tiny, or a path or hub id for Transformers.", _RUN)] = _D.model,
+    dither: Annotated[
+        int | None, _option("Seed: spread dequantised weights within their quantisation step.", _RUN)
+    ] = _D.dither,
+    task: Annotated[str, _option("A reasoning-gym dataset, with settings: chain_sum:max_terms=3.", _RUN)] = _D.task,
+    steps: Annotated[int, _option("Optimizer steps in all.", _RUN)] = _D.steps,
+    seed: Annotated[int, _option("Of prompts, sampling and random weights.", _RUN)] = _D.seed,
+    deterministic: Annotated[
+        bool, _option("Synchronous: the same seed gives the same bits.", _RUN, "--deterministic")
+    ] = _D.deterministic,
+    checkpoint_every: Annotated[
+        int, _option("Steps between the trainer's checkpoints; one is always written at the end.", _RUN)
+    ] = _D.checkpoint_every,
+    prompts: Annotated[int, _option("Prompts a step.", _GRPO)] = _D.prompts,
+    group_size: Annotated[int, _option("Completions a prompt.", _GRPO)] = _D.group_size,
+    chunk: Annotated[int, _option("Prompts that a worker samples at a time.", _GRPO)] = _D.chunk,
+    max_new_tokens: Annotated[int, _option("Of a completion.", _GRPO)] = _D.max_new_tokens,
+    temperature: Annotated[float, _option("Of sampling.", _GRPO)] = _D.temperature,
+    lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = _D.lr,
+    clip: Annotated[float, _option("Of the probability ratio, both sides.", _GRPO)] = _D.clip,
+    grad_clip: Annotated[float, _option("Norm of the gradient.", _GRPO)] = _D.grad_clip,
+    max_staleness: Annotated[
+        int, _option("Versions that a trajectory may lag behind the trainer.", _GRPO)
+    ] = _D.max_staleness,
+    sync: Annotated[str, _option("What workers read: patch, or full checkpoints.", _SYNC)] = _D.sync,
+    codec: Annotated[str, _option("auto, gap or raw.", _SYNC)] = _D.codec,
+    store: Annotated[
+        str | None, _option("URL or path of the history; otherwise store, in the run's directory.", _SYNC)
+    ] = _D.store,
+    anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = _D.anchor_every,
+    workers: Annotated[int, _option("Rollout workers.", _ENGINE)] = _D.workers,
+    threads: Annotated[int, _option("Torch threads of the trainer and of each worker.", _ENGINE)] = _D.threads,
+    address: Annotated[str | None, _option("A Ray cluster's address; otherwise this machine.", _ENGINE)] = _D.address,
+    as_json: Annotated[bool, _option("Print the summary as JSON on stdout.", _RUN, "--json")] = False,
+) -> None:
+    """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
+
+    Workers are separate processes that read weights from the run's store alone; every version they take is
+    proved bit-identical. Ctrl-C ends the run in order; go on with --resume.
+    """
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
+    }
+    from pulse_rl.rl import config as settings
+    from pulse_rl.rl import run
+    from pulse_rl.rl.display import Display
+
+    if resume is not None:
+        config = settings.resumed(resume, given)
+    else:
+        config = run.prepare(RunConfig(**{"out": _free(_D.out)} | given))
+    with Display(f"{config.model} · {config.task} · {config.sync} · {config.out}", config.steps) as display:
+        summary = run.train(config, display, resume=resume is not None)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print_summary(summary)
+
+
+def _free(name: str) -> str:
+    """The first of name, name-2, name-3, … where no run is yet."""
+    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(out for out in numbered if not (Path(out) / "config.toml").exists())
+
+
+def rollout(
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.")],
+    add: Annotated[int, typer.Option(help="How many rollout workers to add.")] = 1,
+) -> None:
+    """Add rollout workers to a run while it goes on."""
+    from pulse_rl.rl import run
+
+    run.add_workers(directory, add)
+    typer.echo(f"asked the run in {directory} for {add} more", err=True)
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pulse_rl.units import nbytes
+
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    steps = summary["steps"]
+    if steps:
+        head, tail = summary["reward"][: max(1, steps // 4)], summary["reward"][-max(1, steps // 4) :]
+        table.add_row("steps", f"{steps} in {summary['seconds']:.0f} s")
+        table.add_row("reward", f"{sum(head) / len(head):.3f} (first quarter) → {sum(tail) / len(tail):.3f} (last)")
+        sent = summary["patch_nbytes"]
+        table.add_row("density", f"{sum(summary['density']) / steps:.3%} of {summary['elements']:,} weights a step")
+        table.add_row("bytes a version", f"{nbytes(sum(sent) / steps)} instead of {nbytes(summary['full_nbytes'])}")
+        table.add_row("reduction", f"{summary['reduction']:.0f}×")
+    table.add_row("trainer", f"version {summary['trainer_version']}, digest {summary['trainer_digest']}")
+    for worker in summary["workers"]:
+        proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
+        table.add_row(worker["id"], f"version {worker['version']}, digest {worker['digest']}: {proof}")
+    table.add_row("run", summary["run"])
+    Console().print(table)

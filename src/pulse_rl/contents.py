@@ -1,0 +1,124 @@
+"""What stands in a file, a directory or a store: told apart and described, without changing anything.
+
+A patch describes itself (`patch.inspect`); here are the descriptions of checkpoints and stores, for people
+and for `--json`. Nothing is proved here beyond what reading takes: that is the business of `verify`.
+"""
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from pulse_rl import container, digests, patchfile
+from pulse_rl.bits import Layout
+from pulse_rl.checkpoint import map_file
+from pulse_rl.errors import PatchFormatError, VersionNotFoundError
+from pulse_rl.history import History, Manifest
+
+Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of a checkpoint."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """What a checkpoint holds."""
+
+    path: str
+    elements: int
+    full_nbytes: int  # of the tensors' bits, without headers
+    digest: str  # 16 hex digits; of an anchor: what its manifest says
+    tensors: tuple[TensorEntry, ...]  # in canonical order
+
+
+class VersionInfo(msgspec.Struct, frozen=True):
+    """One version of a history."""
+
+    version: int
+    sequence: int  # its place in the history: 0, 1, 2, …
+    digest: str
+    patch_nbytes: int  # 0 for the first version
+    anchor_nbytes: int  # 0 where this version has no anchor
+    changes: int  # against the version before; 0 for the first
+    density: float  # changes / elements
+    reduction: float  # full_nbytes / patch_nbytes; 1 for the first version
+    codec: str | None  # None for the first version
+
+
+class StoreInfo(msgspec.Struct, frozen=True):
+    """What a store's manifests say."""
+
+    url: str
+    versions: tuple[VersionInfo, ...]  # oldest first
+    newest: int
+    elements: int  # of the newest version
+    full_nbytes: int  # of the newest version's bits
+
+
+def kind_of(target: str) -> tuple[Kind, str]:
+    """Tell what a path or URL names; a run directory stands for the store in it.
+
+    Returns the kind, and the path or URL to go on with. Raises FileNotFoundError, or PatchFormatError for a
+    file that is neither patch nor checkpoint.
+    """
+    if "://" in target:
+        return "store", target
+    path = Path(target)
+    if path.is_dir():
+        if (path / "manifests").is_dir():
+            return "store", target
+        if (path / "store").is_dir():
+            return "store", str(path / "store")
+        return "checkpoint", target
+    if not path.exists():
+        raise FileNotFoundError(f"no such file or directory: {target}")
+    try:
+        metadata = container.parse(map_file(path)).metadata
+    except PatchFormatError as error:
+        raise PatchFormatError(f"{target}: {error}") from None
+    return ("patch" if metadata.get("format") == patchfile.FORMAT else "checkpoint"), target
+
+
+def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
+    """Describe an opened checkpoint. Reads every element once, for the digest."""
+    return CheckpointInfo(
+        path=path,
+        elements=sum(bits.size for bits in tensors.values()),
+        full_nbytes=sum(bits.size * bits.itemsize for bits in tensors.values()),
+        digest=digests.to_hex(digests.state_digest(tensors)),
+        tensors=tuple(TensorEntry(name, bits.dtype, bits.shape) for name, bits in tensors.items()),
+    )
+
+
+def store_info(history: History) -> StoreInfo:
+    """Describe a history from its manifests. Raises VersionNotFoundError for an empty one."""
+    manifests = history.manifests()
+    if not manifests:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet")
+    return StoreInfo(
+        url=history.store.url,
+        versions=tuple(map(_version_info, manifests)),
+        newest=manifests[-1].version,
+        elements=manifests[-1].elements,
+        full_nbytes=manifests[-1].full_nbytes,
+    )
+
+
+def _version_info(manifest: Manifest) -> VersionInfo:
+    patch = manifest.patch
+    return VersionInfo(
+        version=manifest.version,
+        sequence=manifest.sequence,
+        digest=manifest.digest,
+        patch_nbytes=patch.nbytes if patch else 0,
+        anchor_nbytes=manifest.anchor_nbytes,
+        changes=patch.changes if patch else 0,
+        density=patch.changes / manifest.elements if patch and manifest.elements else 0.0,
+        reduction=manifest.full_nbytes / patch.nbytes if patch and patch.nbytes else 1.0,
+        codec=patch.codec if patch else None,
+    )

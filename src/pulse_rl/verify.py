@@ -1,0 +1,250 @@
+"""verify: prove a patch, a checkpoint or a whole history, and say what is wrong where.
+
+A history is walked once, from its oldest version to its newest. One copy of the model in scratch files follows
+it: it starts from an anchor and takes every patch, each proved as a subscriber would prove it; at every anchor
+and at the end, its digest is counted anew over all bits. A fault does not end the walk: it goes on from the
+next anchor. Needs room for two models in the directory for temporary files; memory holds one patch.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pulse_rl import digests, patchfile
+from pulse_rl.bits import Layout
+from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
+from pulse_rl.contents import kind_of
+from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
+from pulse_rl.history import History, Manifest, Route
+from pulse_rl.parallel import ordered_map
+from pulse_rl.store.base import Store
+from pulse_rl.store.objects import open_store
+from pulse_rl.sync.restore import Work, prepare, restore
+
+Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
+
+FAULTS = (PulseError, ValueError, FileNotFoundError)  # of what is verified; other OSErrors are this machine's
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What was proved and what is wrong."""
+
+    ok: bool  # no problems
+    kind: Literal["patch", "checkpoint", "store", "file"]  # "file": neither patch nor checkpoint
+    target: str  # the path or URL that was verified
+    problems: tuple[str, ...]  # one sentence each; empty if all is well
+    nbytes: int  # read and proved
+    digest: str | None = None  # of the checkpoint, the patch's target, or the newest good version
+    good_versions: tuple[int, ...] = ()  # of a store: those that a new subscriber can load, bit for bit
+    bad_versions: tuple[int, ...] = ()  # the others that have a manifest
+    leftovers: tuple[str, ...] = ()  # objects that no manifest names (of failed attempts); harmless
+
+
+def verify(target: str | Path | Store, *, progress: Progress | None = None) -> VerifyReport:
+    """Prove everything that can be proved about a patch, a checkpoint, a store or a run directory.
+
+    target: a path, a store's URL, or an open Store. progress: called before every step.
+    Patch: its hash, header and index, and every block decoded with all indices in range. Checkpoint: its
+    layout, and its digest counted. Store: see the module.
+    Returns a report; problems are listed in it, not raised. Raises FileNotFoundError if there is nothing at
+    target, VersionNotFoundError for a store without versions, StoreError if it cannot be listed.
+    """
+    tell = progress or (lambda done, total, what: None)
+    if not isinstance(target, str | Path):
+        return verify_history(History(target), tell)
+    try:
+        kind, place = kind_of(str(target))
+    except PatchFormatError as error:
+        return VerifyReport(False, "file", str(target), (str(error),), 0)
+    if kind == "store":
+        return verify_history(History(open_store(place)), tell)
+    tell(0, 1, place)
+    if kind == "patch":
+        return _verify_patch(Path(place))
+    return _verify_checkpoint(Path(place))
+
+
+def _verify_patch(path: Path) -> VerifyReport:
+    data = map_file(path)
+    try:
+        patch = patchfile.unpack(data)
+        _decode_all(patch)
+    except PatchFormatError as error:
+        return VerifyReport(False, "patch", str(path), (f"{path}: {error}",), len(data))
+    return VerifyReport(True, "patch", str(path), (), len(data), patch.header.target_digest)
+
+
+def _verify_checkpoint(path: Path) -> VerifyReport:
+    files = files_of(path)
+    try:
+        digest = digests.to_hex(digests.state_digest(open_checkpoint(path)))
+        nbytes = sum(file.stat().st_size for file in files)
+    except FAULTS as error:
+        return VerifyReport(False, "checkpoint", str(path), (_sentence(error),), 0)
+    return VerifyReport(True, "checkpoint", str(path), (), nbytes, digest)
+
+
+def _decode_all(patch: patchfile.Patch) -> None:
+    """Decode every block, which proves every index. Raises PatchFormatError."""
+    for _ in ordered_map(lambda b: patch.codec.decode(b.payload, [s.spec for s in b.segments]), patch.blocks):
+        pass
+
+
+def verify_history(history: History, tell: Progress) -> VerifyReport:
+    """Walk a whole history. See `verify`."""
+    sequences = history.sequences()
+    if not sequences:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet")
+    with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
+        walk = _Walk(history, Path(scratch))
+        for done, sequence in enumerate(sequences):
+            tell(done, len(sequences) + 1, f"manifest {sequence}")
+            walk.step(sequence)
+        tell(len(sequences), len(sequences) + 1, "the newest version, all bits")
+        walk.finish()
+    named = walk.named
+    leftovers = [o.name for prefix in ("patches", "anchors") for o in history.store.list(prefix)]
+    good = walk.good
+    return VerifyReport(
+        ok=not walk.problems,
+        kind="store",
+        target=history.store.url,
+        problems=tuple(walk.problems),
+        nbytes=walk.work.nbytes,
+        digest=good[-1].digest if good else None,
+        good_versions=tuple(manifest.version for manifest in good),
+        bad_versions=tuple(manifest.version for manifest in walk.bad),
+        leftovers=tuple(name for name in leftovers if name not in named),
+    )
+
+
+class _Walk:
+    """One way through a history: the copy that follows it, and what was found."""
+
+    def __init__(self, history: History, scratch: Path) -> None:
+        self.history = history
+        self.work = Work()
+        self.problems: list[str] = []
+        self.good: list[Manifest] = []
+        self.bad: list[Manifest] = []
+        self.named: set[str] = set()
+        self._scratch = scratch
+        self._copy: Layout | None = None  # holds the version of self._held, proved
+        self._files: Path | None = None  # the directory that it is mapped from
+        self._held: Manifest | None = None
+        self._anchor: int | None = None  # sequence of the newest anchor, where that is sound
+        self._last: Manifest | None = None  # the newest manifest read so far
+        self._listed: int | None = None  # the number of the newest manifest looked at, broken or not
+
+    def step(self, sequence: int) -> None:
+        """Prove one version: its manifest, its patch on the copy, its anchor against the copy."""
+        before, self._listed = self._listed, sequence
+        if before is not None and sequence != before + 1:
+            self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
+        try:
+            manifest = self.history.read(sequence)
+        except FAULTS as error:
+            self.problems.append(_sentence(error))
+            return
+        self.named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch])))
+        self._order(manifest)
+        if manifest.patch:
+            self._patch(manifest)
+        if manifest.anchor:
+            self._recount()
+            self._anchor = sequence if self._restore(manifest) else None
+        loadable = self._anchor is not None and self._anchor == manifest.anchor_sequence
+        (self.good if loadable and self._held == manifest else self.bad).append(manifest)
+        self._last = manifest
+
+    def finish(self) -> None:
+        """Count the digest of the version at the end over all bits."""
+        held = self._held
+        if held is not None and not self._recount() and held in self.good:
+            self.good.remove(held)
+            self.bad.append(held)
+
+    def _recount(self) -> bool:
+        """Count the copy's digest over all bits; if it is not what it should be, give the copy up."""
+        if self._copy is None or self._held is None:
+            return False
+        found = digests.to_hex(digests.state_digest(self._copy))
+        if found == self._held.digest:
+            return True
+        self._fault(self._held, f"patches lead to digest {found}, its manifest says {self._held.digest}")
+        self._drop()
+        return False
+
+    def _order(self, manifest: Manifest) -> None:
+        """What a manifest can say wrong about its place among the others."""
+        last = self._last
+        if last is None:
+            if not manifest.anchor:
+                self._fault(manifest, "it is the oldest one and has no anchor to start from")
+            return
+        contiguous = manifest.sequence == last.sequence + 1
+        if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
+            expected, found = last.anchor_sequence, manifest.anchor_sequence
+            self._fault(manifest, f"its newest anchor should be number {expected}, its manifest says {found}")
+        if contiguous and manifest.patch is None:
+            self._fault(manifest, f"it has no patch from version {last.version}")
+        if manifest.version <= last.version:
+            self._fault(manifest, f"it comes after version {last.version}")
+
+    def _patch(self, manifest: Manifest) -> None:
+        """Bring the copy from the version before to this one, or only decode the patch where there is no copy."""
+        ref = manifest.patch
+        assert ref is not None  # the caller has looked
+        try:
+            if self._copy is None or self._held is None or self._held.sequence != manifest.sequence - 1:
+                self._drop()
+                data = self.history.fetch(ref)
+                self.work.nbytes += len(data)
+                _decode_all(patchfile.unpack(data))
+                return
+            application = prepare(self.history, manifest, self._copy, self._held.digest, self.work)
+            application.write()
+            self._held = manifest
+        except FAULTS as error:
+            self._fault(manifest, _sentence(error))
+            self._drop()
+
+    def _restore(self, manifest: Manifest) -> bool:
+        """Load and prove an anchor; the walk goes on from it. A faulty one leaves the copy as it was."""
+        files = self._scratch / str(manifest.sequence)
+        files.mkdir()
+        try:
+            tensors = restore(self.history, Route(manifest, []), files, self.work)
+            counts = (
+                sum(bits.size for bits in tensors.values()),
+                sum(bits.size * bits.itemsize for bits in tensors.values()),
+            )
+            if counts != (manifest.elements, manifest.full_nbytes):
+                raise IntegrityError(
+                    f"its manifest promises (elements, bytes) {(manifest.elements, manifest.full_nbytes)}, "
+                    f"its anchor holds {counts}"
+                )
+        except FAULTS as error:
+            shutil.rmtree(files)
+            reach = "; only subscribers that hold the version before can follow" if self._copy else ""
+            self._fault(manifest, f"{_sentence(error)}{reach}")
+            return False
+        self._drop()
+        self._copy, self._files, self._held = tensors, files, manifest
+        return True
+
+    def _drop(self) -> None:
+        if self._files is not None:
+            shutil.rmtree(self._files)
+        self._copy = self._files = self._held = None
+
+    def _fault(self, manifest: Manifest, what: str) -> None:
+        self.problems.append(f"version {manifest.version}: {what}")
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,196 @@
+"""verify: a fault anywhere in a history is found, named, and does not hide what is still good."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.history import History, Manifest, manifest_name
+from pulse_rl.store.objects import open_store
+from pulse_rl.verify import VerifyReport, verify
+
+VERSIONS = (0, 5, 10, 15, 20, 25, 30)  # anchors at 0, 15 and 30
+
+
+def publish(path: Path, versions: tuple[int, ...] = VERSIONS, **options: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {"w": torch.randn(3000, generator=generator).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(1)}
+    publisher = pulse.Publisher(path, anchor_every=3, retain=options.get("retain"))
+    for version in versions:
+        publisher.publish(weights, version=version)
+        weights["w"][version : version + 9] += 1
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    publish(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def rewrite(path: Path, sequence: int, **changes: object) -> None:
+    """Change a committed manifest behind everybody's back."""
+    file = path / manifest_name(sequence)
+    manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, **changes)))
+
+
+def patch_file(path: Path, sequence: int) -> Path:
+    return next((path / "patches").glob(f"{sequence:012d}-*"))
+
+
+def anchor_file(path: Path, sequence: int) -> Path:
+    return next((path / "anchors").glob(f"{sequence:012d}-*")) / "model.safetensors"
+
+
+def flip(file: Path, at: int = -1) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def bad(report: VerifyReport) -> tuple[int, ...]:
+    """The bad versions of a report that must have found something and lost track of nothing."""
+    assert not report.ok
+    assert report.problems
+    assert not {*report.good_versions} & {*report.bad_versions}
+    return report.bad_versions
+
+
+def test_a_sound_history(path: Path) -> None:
+    steps: list[tuple[int, int, str]] = []
+    report = verify(path, progress=lambda *step: steps.append(step))
+    assert (report.ok, report.kind, report.problems, report.leftovers) == (True, "store", (), ())
+    assert report.good_versions == VERSIONS
+    assert report.digest == History(open_store(path)).find(30).digest
+    assert report.nbytes == sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    assert [done for done, _, _ in steps] == list(range(len(VERSIONS) + 1))
+    assert report == verify(open_store(path)) == verify(path.as_uri())
+
+
+def test_a_pruned_history_is_sound(tmp_path: Path) -> None:
+    publish(tmp_path / "store", retain=2)
+    report = verify(tmp_path / "store")
+    assert report.ok
+    assert report.good_versions == (15, 20, 25, 30)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_patch(path: Path, damage: str) -> None:
+    file = patch_file(path, 4)
+    if damage == "flip":
+        flip(file)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    report = verify(path)
+    assert bad(report) == (20, 25)
+    assert report.good_versions == (0, 5, 10, 15, 30)
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("version 20: patches/000000000004-")
+
+
+def test_damaged_anchor_in_the_middle(path: Path) -> None:
+    flip(anchor_file(path, 3))
+    report = verify(path)
+    assert bad(report) == (15, 20, 25)
+    assert len(report.problems) == 1
+    assert "is corrupt" in report.problems[0]
+    assert "only subscribers that hold the version before can follow" in report.problems[0]
+
+
+def test_damaged_first_anchor(path: Path) -> None:
+    anchor_file(path, 0).unlink()
+    report = verify(path)
+    assert bad(report) == (0, 5, 10)
+    assert report.good_versions == (15, 20, 25, 30)
+
+
+def test_an_anchor_that_is_sound_in_itself_and_another_model(path: Path) -> None:
+    """Its hash is right, its manifest's digest is not that of its bits."""
+    history = History(open_store(path))
+    rewrite(path, 3, anchor=(*(_as_of(ref.name, 3, history, path) for ref in history.read(0).anchor),))
+    report = verify(path)
+    assert bad(report) == (15, 20, 25)
+    assert "should have digest" in report.problems[0]
+    assert len(report.leftovers) == 1  # the anchor that should stand there
+
+
+def _as_of(name: str, sequence: int, history: History, path: Path) -> object:
+    ref = next(ref for ref in history.read(0).anchor if ref.name == name)
+    target = f"anchors/{sequence:012d}-{'0' * 16}/model.safetensors"
+    (path / target).parent.mkdir()
+    (path / target).write_bytes((path / name).read_bytes())
+    return msgspec.structs.replace(ref, name=target)
+
+
+def test_a_digest_that_the_patch_does_not_give(path: Path) -> None:
+    rewrite(path, 4, digest="0123456789abcdef")
+    report = verify(path)
+    assert bad(report) == (20, 25)
+    assert "its manifest promises" in report.problems[0]
+
+
+def test_manifest_missing_in_the_middle(path: Path) -> None:
+    (path / manifest_name(4)).unlink()
+    report = verify(path)
+    assert bad(report) == (25,)
+    assert report.problems == ("manifests 4 to 4 are missing",)
+    assert len(report.leftovers) == 1
+
+
+def test_broken_manifest(path: Path) -> None:
+    (path / manifest_name(1)).write_text("{")
+    report = verify(path)
+    assert bad(report) == (10,)
+    assert len(report.problems) == 1
+    assert "is no manifest" in report.problems[0]
+
+
+def test_versions_out_of_order_and_wrong_counts(path: Path) -> None:
+    rewrite(path, 3, elements=7)
+    rewrite(path, 6, version=1)
+    report = verify(path)
+    assert any("its manifest promises (elements, bytes) (7," in problem for problem in report.problems)
+    assert any("version 1: it comes after version 25" in problem for problem in report.problems)
+
+
+def test_leftovers_are_told_and_harmless(path: Path) -> None:
+    (path / "patches" / "000000000009-0123456789abcdef.safetensors").write_bytes(b"half")
+    report = verify(path)
+    assert report.ok
+    assert report.leftovers == ("patches/000000000009-0123456789abcdef.safetensors",)
+
+
+def test_a_patch_is_decoded_and_proved(tmp_path: Path) -> None:
+    patch = pulse.diff({"w": torch.zeros(100)}, {"w": torch.arange(100.0)})
+    file = tmp_path / "patch"
+    file.write_bytes(patch)
+    report = verify(file)
+    assert (report.ok, report.kind, report.nbytes) == (True, "patch", len(patch))
+    assert report.digest == pulse.inspect(patch).digests["target"]
+    flip(file)
+    report = verify(file)
+    assert not report.ok
+    assert "BLAKE3" in report.problems[0]
+    file.write_bytes(b"short")
+    assert (verify(file).kind, verify(file).ok) == ("file", False)
+
+
+def test_a_checkpoint_is_read_whole(tmp_path: Path, path: Path) -> None:
+    anchor = anchor_file(path, 0)
+    report = verify(anchor)
+    assert (report.ok, report.kind) == (True, "checkpoint")
+    assert report.digest == History(open_store(path)).find(0).digest
+    assert verify(anchor.parent).digest == report.digest
+    anchor.write_bytes(anchor.read_bytes()[:-1])
+    assert not verify(anchor.parent).ok
+
+
+def test_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        verify(tmp_path / "nothing")
+    with pytest.raises(pulse.VersionNotFoundError, match="no version yet"):
+        verify("memory://")
