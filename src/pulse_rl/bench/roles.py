@@ -1,0 +1,198 @@
+"""The processes of `bench sync`: `python -m pulse_rl.bench.roles publisher|subscriber|plain SETTINGS`.
+
+Each prints one JSON document. See `sync` for what is measured and how.
+"""
+
+import ctypes
+import gc
+import json
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.bench.report import Rounds
+
+LEARNING_RATE = 1e-6
+WEIGHT_STD = 0.16  # of the synthetic weights: with it, about 0.15 % of the BF16 bits change a step
+MOVE_STD = 0.23  # of |m| / √v for noisy gradients at Adam's β₁ = 0.9: √((1 − β₁) / (1 + β₁))
+PIECE = 1 << 20  # elements perturbed at a time
+SAMPLE_S = 0.002
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """SmolLM2-135M's tensors, from its Llama configuration; the head is tied to the embedding."""
+    vocab, hidden, intermediate, heads, kv_heads = 49152, 576, 1536, 9, 3
+    kv = hidden // heads * kv_heads
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers):
+        root = f"model.layers.{layer}"
+        found |= {
+            f"{root}.self_attn.q_proj.weight": (hidden, hidden),
+            f"{root}.self_attn.k_proj.weight": (kv, hidden),
+            f"{root}.self_attn.v_proj.weight": (kv, hidden),
+            f"{root}.self_attn.o_proj.weight": (hidden, hidden),
+            f"{root}.mlp.gate_proj.weight": (intermediate, hidden),
+            f"{root}.mlp.up_proj.weight": (intermediate, hidden),
+            f"{root}.mlp.down_proj.weight": (hidden, intermediate),
+            f"{root}.input_layernorm.weight": (hidden,),
+            f"{root}.post_attention_layernorm.weight": (hidden,),
+        }
+    found["model.norm.weight"] = (hidden,)
+    return found
+
+
+def masters(layers: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """FP32 weights, off the BF16 grid as masters are."""
+    return {
+        name: torch.empty(shape).normal_(0.0, WEIGHT_STD, generator=generator) for name, shape in shapes(layers).items()
+    }
+
+
+def step(weights: dict[str, torch.Tensor], generator: torch.Generator) -> None:
+    """Move the weights as Adam does: each by about a quarter of the learning rate, whatever its size."""
+    for tensor in weights.values():
+        flat = tensor.view(-1)
+        for start in range(0, len(flat), PIECE):
+            piece = flat[start : start + PIECE]
+            move = torch.empty_like(piece).normal_(0.0, MOVE_STD, generator=generator).clamp_(-1.0, 1.0)
+            piece.sub_(move, alpha=LEARNING_RATE)
+
+
+class Peak:
+    """The highest RssAnon between entering and leaving, above what it was at the start of the process's work."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        with suppress(OSError, AttributeError):  # glibc's: give back what the warm-up has freed
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self._floor = rss_anon()
+        self._stop = threading.Event()
+        self.nbytes = 0
+
+    def __enter__(self) -> "Peak":
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while True:
+            self.nbytes = max(self.nbytes, rss_anon() - self._floor)
+            if self._stop.wait(SAMPLE_S):
+                return
+
+
+def rss_anon() -> int:
+    """This process's private memory in bytes. Linux only."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def warm() -> None:
+    """Load every module and compiled kernel that the measured code uses, on all threads."""
+    generator = torch.Generator().manual_seed(1)
+    small = {"w": torch.empty(1 << 22).normal_(0.0, WEIGHT_STD, generator=generator)}
+    store = pulse.open_store("memory://")
+    publisher, subscriber = pulse.Publisher(store, cast="bfloat16"), pulse.Subscriber(store)
+    live = {"w": torch.zeros(1 << 22, dtype=torch.bfloat16)}
+    for version in range(3):
+        publisher.publish(small, version=version)
+        subscriber.sync(live)
+        step(small, generator)
+
+
+def publisher(directory: Path, versions: int, layers: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    weights = masters(layers, generator)
+    warm()
+    peak = Peak()
+    publisher = pulse.Publisher(pulse.open_store(directory / "store"), cast="bfloat16", anchor_every=10**9)
+    reports = []
+    for version in range(versions + 1):
+        if version:
+            step(weights, generator)
+        with peak:
+            reports.append(publisher.publish(weights, version=version))
+    return {
+        "elements": reports[0].elements,
+        "full_nbytes": reports[0].full_nbytes,
+        "seconds": [report.total_s for report in reports],
+        "patch_nbytes": [report.patch_nbytes for report in reports[1:]],
+        "density": [report.density for report in reports[1:]],
+        "digests": [report.digest for report in reports],
+        "peak_nbytes": peak.nbytes,
+    }
+
+
+def live_weights(layers: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes(layers).items()}
+
+
+def subscriber(directory: Path, versions: int, layers: int) -> dict[str, Any]:
+    live = live_weights(layers)
+    warm()
+    peak = Peak()
+    subscriber = pulse.Subscriber(pulse.open_store(directory / "store"))
+    reports = []
+    for version in range(versions + 1):
+        with peak:
+            reports.append(subscriber.sync(live, version=version))
+    subscriber.verify(live)
+    return {
+        "seconds": [report.total_s for report in reports],
+        "digests": [report.digest for report in reports],
+        "peak_nbytes": peak.nbytes,
+    }
+
+
+def plain(directory: Path, versions: int, layers: int) -> dict[str, Any]:
+    """Full checkpoints: torch.save and safetensors in turns."""
+    from safetensors.torch import load_file, save_file
+
+    weights = masters(layers, torch.Generator().manual_seed(0))
+    live = live_weights(layers)
+    files = {"torch": directory / "full.pt", "safetensors": directory / "full.safetensors"}
+
+    def cast() -> dict[str, torch.Tensor]:
+        return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+    def fill(source: dict[str, torch.Tensor]) -> None:
+        for name, tensor in source.items():
+            live[name].copy_(tensor)
+
+    clock = Rounds()
+    for _ in range(versions):
+        clock.time("torch save", lambda: torch.save(cast(), files["torch"]))
+        clock.time("torch load", lambda: fill(torch.load(files["torch"], weights_only=True)))
+        clock.time("safetensors save", lambda: save_file(cast(), files["safetensors"]))
+        clock.time("safetensors load", lambda: fill(load_file(files["safetensors"])))
+    return {
+        name: {
+            "save_s": clock.median(f"{name} save"),
+            "load_s": clock.median(f"{name} load"),
+            "nbytes": path.stat().st_size,
+        }
+        for name, path in files.items()
+    }
+
+
+ROLES = {"publisher": publisher, "subscriber": subscriber, "plain": plain}
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[2])
+    settings["directory"] = Path(settings["directory"])
+    print(json.dumps(ROLES[sys.argv[1]](**settings)))
