@@ -1,0 +1,109 @@
+"""The public surface: what is exported, what importing it costs, and which module may know which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl import errors
+
+SOURCE = Path(pulse.__file__).parent
+
+# Lower rows may not import higher ones. Modules of one row may import each other.
+LAYERS = [
+    {"errors", "units"},
+    {"parallel", "dtypes"},
+    {"kernels", "container"},
+    {"bits"},
+    {"digests", "changes"},
+    {"codecs"},
+    {"patchfile", "checkpoint", "store"},
+    {"encode", "application"},
+    {"patch", "history"},
+    {"sync"},
+    {"verify", "contents", "files"},
+    {"rl"},
+    {"bench"},
+    {"cli"},
+]
+
+
+def test_all_is_complete_and_resolves() -> None:
+    assert sorted(pulse.__all__) == sorted(pulse._HOME)
+    for name in pulse.__all__:
+        assert getattr(pulse, name).__name__ == name
+
+
+def test_digest_is_the_function_after_everything_is_imported() -> None:
+    """A submodule of the same name would shadow it."""
+    code = "import pulse_rl as p; p.diff({}, {}); p.Publisher; p.Subscriber; assert callable(p.digest)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pulse.nothing
+
+
+def test_every_error_hangs_below_the_root() -> None:
+    for name in pulse.__all__:
+        value = getattr(pulse, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, pulse.PulseError)
+
+
+def test_missing_extra_names_it() -> None:
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[run\]'"):
+        errors.require("no_such_module_here", "run")
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["diff", "--help"]])
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    code = (
+        "import sys; from pulse_rl.cli.main import app\n"
+        f"try: app({command!r})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'numba', 'ray', 'obstore', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_patch_verbs_work_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np, pulse_rl as p\n"
+        "old = {'a': np.arange(9, dtype=np.float32)}; new = {'a': old['a'] + (np.arange(9) == 3)}\n"
+        "p.apply(old, p.diff(old, new)); assert p.digest(old) == p.digest(new)\n"
+        "pub = p.Publisher(p.open_store('memory://')); pub.publish(new, version=1)\n"
+        "sub = p.Subscriber(pub.history.store); w = {'a': np.zeros(9, np.float32)}; sub.sync(w)\n"
+        "assert (w['a'] == new['a']).all()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _imports(file: Path) -> set[str]:
+    """The pulse_rl modules that a file imports anywhere, by their first name below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pulse_rl":
+            parts = node.module.split(".")[1:]
+            found |= {parts[0]} if parts else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {n.name.split(".")[1] for n in node.names if n.name.startswith("pulse_rl.")}
+    return found
+
+
+def test_lower_layers_do_not_import_higher_ones() -> None:
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    for file in sorted(SOURCE.rglob("*.py")):
+        module = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        assert module in rank, f"{module} has no layer: give it one"
+        for imported in _imports(file):
+            if imported == "__version__":
+                continue
+            assert rank[imported] <= rank[module], f"{file.name} ({module}) imports {imported}"

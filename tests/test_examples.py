@@ -1,0 +1,15 @@
+"""The examples run, and stay short enough to be read at a glance."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(example.read_text().splitlines()) < 65
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out
