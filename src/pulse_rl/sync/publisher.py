@@ -151,6 +151,8 @@ class Publisher:
         Raises ValueError (version not newer), BaseMismatchError (other tensors than the version before),
         StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
         while they were read). After any of them the history is as it was and `publish` can be called again.
+        One exception: if deleting what `retain` no longer keeps fails, the StoreError comes after the commit, and
+        `version` says that the new version stands.
         """
         start = time.perf_counter()
         patchfile.check_version("version", version)
