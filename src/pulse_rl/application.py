@@ -97,7 +97,7 @@ class Application:
         if digests.to_hex(base_digest) != header.base_digest:
             raise BaseMismatchError(
                 f"the patch goes from version {header.base} (digest {header.base_digest}) to {header.target}; "
-                f"these weights have digest {digests.to_hex(base_digest)}"
+                f"these weights have digest {digests.to_hex(base_digest)}: apply it to those of version {header.base}"
             )
         seeds = [digests.seed(t.name, t.dtype, t.shape) for t in self._patch.tensors]
         budget = KEEP_NBYTES
