@@ -350,6 +350,10 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
         before = steps()
         _wait_for(lambda: [pid for pid in _children("ray::RolloutProcess", process.pid) if pid not in victims])
         _wait_for(lambda: steps() > before + 5)
+        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert "is going on: stop it first" in second.stderr
+        # The refused one has left the run as it was: it can still be reached.
         subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
         _wait_for(lambda: '"worker-1"' in metrics.read_text().splitlines()[-1])
         process.send_signal(signal.SIGINT)
@@ -399,6 +403,7 @@ def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
     assert "expected only" in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
     assert "steps: expected at least 1" in failing("--out", str(tmp_path / "a"), "--steps", "0")
     assert "datasets, found 'no_task'" in failing("--out", str(tmp_path / "b"), "--task", "no_task", "--model", "tiny")
+    assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")
     assert "codec" in failing("--out", str(tmp_path / "c"), "--codec", "zip", "--model", "tiny")
     (tmp_path / "file").write_text("")
     assert "cannot write" in failing(

@@ -19,7 +19,7 @@ from pulse_rl.errors import PulseError
 app = typer.Typer(
     name="pulse-rl",
     help="The weight channel of RL post-training: lossless sparse patches from trainers to rollout workers.",
-    epilog="Every command takes --help, and --json for machines: one JSON document on stdout, the rest on stderr.",
+    epilog="Every command takes --help; those with a result take --json: one document on stdout, the rest on stderr.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -20,7 +20,11 @@ def _option(text: str, panel: str, *names: str) -> Any:
 def train(
     context: typer.Context,
     out: Annotated[
-        str, _option("Directory for config.toml, metrics.jsonl, summary.json and the store; numbered if taken.", _RUN)
+        str,
+        _option(
+            "Directory of the run and its store; the default is numbered if taken.",
+            _RUN,
+        ),
     ] = _D.out,
     resume: Annotated[
         Path | None, _option("Go on with the run in this directory, with its own settings.", _RUN)

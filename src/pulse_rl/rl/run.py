@@ -4,6 +4,7 @@ On this machine by default, on a cluster with an address: the same code. The dri
 `metrics.jsonl`, feeds the display, starts workers that were asked for, and writes `summary.json` at the end.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ from pulse_rl.store.objects import open_store
 POLL_S = 0.25  # between the driver's looks at the board
 FINISH_S = 300  # for workers to catch up with the last version
 BUFFER = "buffer"  # the actor's name in the run's namespace
-RUNNING = "running"  # holds the driver's process number while a run goes on
+RUNNING = "running"  # locked by the driver while a run goes on
 REQUEST = "add-workers-"  # files that ask the driver for more workers
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
@@ -73,6 +74,8 @@ def prepare(config: RunConfig) -> RunConfig:
     """
     settings.check(config)
     choose(config.codec)
+    if config.store_url.startswith("memory:"):
+        raise ValueError("store: expected a directory that every process reaches; memory:// lives in one process only")
     open_store(config.store_url)
     Task(config.task, config.seed)
     directory = config.directory
@@ -89,11 +92,11 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     """Do a run, in its prepared directory; return its summary, which is also written to summary.json.
 
     A first SIGINT or SIGTERM ends it in order: the step under way is finished, published and checkpointed.
-    Raises what the trainer or a worker raised.
+    Raises FileExistsError if the run is going on already, else what the trainer or a worker raised.
     """
     ray = require("ray", "run")
     started = time.time()
-    with _engine(config):
+    with _only_driver(config.directory), _engine(config):
         # The actor lives as long as this handle.
         _board = (
             ray.remote(num_cpus=0)(DataBuffer)
@@ -101,24 +104,19 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
             .remote(chunks=config.chunks, max_staleness=config.max_staleness, deterministic=config.deterministic)
         )
         buffer = cast(DataBuffer, Remote(BUFFER))
-        display.say(f"starting {config.model}, {config.workers} rollout workers …")
+        display.say(f"starting {config.model}, {config.workers} rollout workers, in {config.out} …")
         trainer = _start_trainer(config, buffer, resume)
-        running = config.directory / RUNNING
-        running.write_text(str(os.getpid()))
         workers: dict[Any, str] = {}
 
         def add_worker() -> None:
             name = f"worker-{len(workers)}"
             workers[_start_worker(name, config, buffer)] = name
 
-        try:
-            for _ in range(config.workers):
-                add_worker()
-            with _own_errors():
-                final = _watch(trainer, buffer, workers, add_worker, config, display)
-                held = ray.get(list(workers), timeout=FINISH_S)
-        finally:
-            running.unlink(missing_ok=True)
+        for _ in range(config.workers):
+            add_worker()
+        with _own_errors():
+            final = _watch(trainer, buffer, workers, add_worker, config, display)
+            held = ray.get(list(workers), timeout=FINISH_S)
         summary = _summary(config, final, held, buffer.dropped_chunks(), time.time() - started)
     (config.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
@@ -131,7 +129,7 @@ def add_workers(directory: Path, more: int) -> None:
     """
     if more < 1:
         raise ValueError(f"add: expected at least 1 worker, found {more}")
-    if not _alive(directory / RUNNING):
+    if not _going_on(directory):
         raise FileNotFoundError(f"no run is going on in {directory}")
     request = directory / f"{REQUEST}{secrets.token_hex(4)}"
     temporary = directory / f".{request.name}"
@@ -139,13 +137,32 @@ def add_workers(directory: Path, more: int) -> None:
     temporary.replace(request)
 
 
-def _alive(running: Path) -> bool:
-    """Whether the driver that wrote this file is still there."""
+@contextmanager
+def _only_driver(directory: Path) -> Iterator[None]:
+    """Hold the run's lock, which the system lets go when its holder dies, however it dies.
+
+    Raises FileExistsError, before anything is started or touched, if another driver holds it.
+    """
+    with (directory / RUNNING).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(
+                f"the run in {directory} is going on: stop it first (Ctrl-C), or add workers by `pulse-rl rollout`"
+            ) from None
+        yield
+
+
+def _going_on(directory: Path) -> bool:
+    """Whether a driver holds the run's lock."""
     try:
-        os.kill(int(running.read_text()), 0)
-    except (FileNotFoundError, ValueError, ProcessLookupError):
+        with (directory / RUNNING).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
-    return True
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _requested(directory: Path) -> int:

@@ -103,6 +103,9 @@ class Subscriber:
         On a first sync, weights that already hold a version of the history (as after loading an anchor) are
         recognised by their digest and go on from there.
 
+        What is proved: every element that a patch writes, and through the digest kept from version to version
+        the whole, provided that nothing else wrote to the weights since. `verify` recounts all of them.
+
         Raises VersionNotFoundError (empty history, or no such version), StoreError, IntegrityError,
         BaseMismatchError (tensors of another model). After any of them the weights hold a version of the
         history, bit for bit, and `version` says which; if they never were synced, they are as they were.
