@@ -16,7 +16,6 @@ from pulse_rl.bits import Bits
 from pulse_rl.changes import Changes, find_changes
 from pulse_rl.codecs.base import Codec, SegmentSpec, every_index
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.reference import mix
 from pulse_rl.parallel import ordered_map
 
 BLOCK_NBYTES = 1 << 20  # a block is closed once its decoded changes take this much memory
@@ -59,7 +58,7 @@ def encode(
     """
     total = 0 if base_digest is None else base_digest
     if base_digest is None:
-        total = sum(mix(digests.seed(n, b.dtype, b.shape)) for n, b in old.items() if b.size == 0)
+        total = digests.state_digest({name: bits for name, bits in old.items() if bits.size == 0})
     work = [
         (digests.seed(name, bits.dtype, bits.shape), old[name], bits, start, stop)
         for name, bits in new.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,13 +28,7 @@ def kernels(
 
     with output.progress("kernels") as update:
         report = run(elements=elements, rounds=rounds, progress=update)
-    if as_json:
-        output.emit(report)
-        return
-    output.facts(report.facts())
-    for columns, rows in report.tables():
-        typer.echo()
-        output.table(columns, rows)
+    _show(report, as_json)
 
 
 @bench.command()
@@ -51,13 +45,7 @@ def sync(
 
     with output.progress("sync") as update:
         report = run(versions=versions, layers=layers, progress=update)
-    if as_json:
-        output.emit(report)
-        return
-    output.facts(report.facts())
-    for columns, rows in report.tables():
-        typer.echo()
-        output.table(columns, rows)
+    _show(report, as_json)
 
 
 @bench.command()
@@ -91,3 +79,14 @@ def identical(
         )
     if not report["identical"]:
         raise typer.Exit(1)
+
+
+def _show(report: Any, as_json: bool) -> None:
+    """A report of facts and tables, for people or as JSON."""
+    if as_json:
+        output.emit(report)
+        return
+    output.facts(report.facts())
+    for columns, rows in report.tables():
+        typer.echo()
+        output.table(columns, rows)

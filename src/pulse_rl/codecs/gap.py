@@ -12,7 +12,7 @@ import numpy as np
 import zstandard
 
 from pulse_rl.changes import Changes
-from pulse_rl.codecs.base import SegmentSpec, every_index, split_values
+from pulse_rl.codecs.base import SegmentSpec, coded_count, every_index, split_values
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.kernels import cpu
 
@@ -49,7 +49,7 @@ class GapCodec:
         if len(coded) % GAP_NBYTES:
             raise PatchFormatError(f"gaps: expected whole words of {GAP_NBYTES} bytes, found {len(coded)} bytes")
         words = np.frombuffer(coded, np.uint16)
-        limit = sum(spec.itemsize * (spec.size if self.is_dense(spec) else spec.changed) for spec in specs)
+        limit = sum(spec.itemsize * coded_count(self, spec) for spec in specs)
         values = split_values(memoryview(decompress(payload[4 + split :], limit, "values")), self, specs)
         changes, at = [], 0
         for spec, new in zip(specs, values, strict=True):
