@@ -1,13 +1,8 @@
-"""The reference run: its parts against naive twins, and whole runs of a tiny model through the command line."""
+"""The reference run: its parts against naive twins."""
 
 import itertools
-import json
-import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +11,13 @@ import pytest
 import torch
 
 import pulse_rl as pulse
+from pulse_rl.cli.train import _development
 from pulse_rl.rl import config as settings
-from pulse_rl.rl import grpo, model, policy
+from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.tasks import Task
-
-COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
-
+from pulse_rl.rl.rollout import RolloutWorker
+from pulse_rl.rl.tasks import LISTING, Task
 
 # --- policy ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +139,7 @@ def test_what_a_dead_worker_held_is_handed_out_anew_and_late_deliveries_are_igno
     buffer = DataBuffer(chunks=2, max_staleness=0, deterministic=True)
     buffer.begin_step(0, 0)
     assert buffer.take("a") == (0, 0)
-    buffer.join("a")
+    buffer.release("a")
     assert buffer.take("b") == (0, 0)
     buffer.push(_chunk(0, "a", 0))
     assert buffer.take("b") == (1, 0)
@@ -198,10 +192,14 @@ def test_other_tasks_and_bad_ones() -> None:
     problem = task.problem(0)
     assert problem.prompt.endswith("Answer:")
     assert task.reward(problem, " " + problem.entry["answer"]) == 1
-    with pytest.raises(ValueError, match="datasets, found 'chain_sums'; did you mean one of chain_sum"):
-        Task("chain_sums", seed=0)
-    with pytest.raises(ValueError, match="unexpected keyword"):
+    with pytest.raises(ValueError, match="datasets, found 'chainsum'; did you mean chain_sum or .* are listed by"):
+        Task("chainsum", seed=0)
+    listed = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    assert {"chain_sum", "spell_backward"} < set(listed.stdout.split())
+    with pytest.raises(ValueError, match="chain_sum has no setting 'colour'; it has min_terms, max_terms, min_digits"):
         Task("chain_sum:colour=3", seed=0)
+    with pytest.raises(ValueError, match="'chain_sum:min_terms=9': max_terms must be"):
+        Task("chain_sum:min_terms=9", seed=0)
     with pytest.raises(ValueError, match="expected key=value, found 'x'"):
         Task("chain_sum:x", seed=0)
 
@@ -213,6 +211,9 @@ def test_other_tasks_and_bad_ones() -> None:
         ({"group_size": 1}, "group_size: expected at least 2"),
         ({"prompts": 6}, "prompts: expected a multiple of chunk"),
         ({"lr": 0.0}, "lr: expected more than 0"),
+        ({"lr": float("nan")}, "lr: expected more than 0, found nan"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers from 0 to below 1, found 0.9 and 1.0"),
+        ({"weight_decay": -0.1}, "weight_decay: expected at least 0"),
         ({"sync": "carrier pigeon"}, "sync: expected patch or full"),
     ],
 )
@@ -251,161 +252,67 @@ def test_dither_spreads_within_half_a_step() -> None:
         model.load("tiny", seed=0, dither=1)
 
 
-# --- whole runs -----------------------------------------------------------------------------------------------
+def test_a_name_that_can_be_no_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    for name in ("smollm2", "tiny", "someone/some-model", "gpt2"):
+        model.check(name, dither=None)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="directory with a config.json"):
+        model.check(str(tmp_path / "model"), dither=None)
+    (tmp_path / "model" / "config.json").write_text("{")
+    model.check(str(tmp_path / "model"), dither=None)
+    with pytest.raises(OSError, match=f"model: Transformers cannot load {tmp_path}"):
+        model.load(str(tmp_path / "model"), seed=0)
+    for name in ("./missing", str(tmp_path / "missing"), "a/b/c", ""):
+        with pytest.raises(ValueError, match="model: expected .* which does not exist|with a config.json"):
+            model.check(name, dither=None)
 
 
-def _start(out: Path, *options: str) -> "subprocess.Popen[str]":
-    command = [*COMMAND, "train", "--model", "tiny", "--out", str(out), "--lr", "1e-3", "--json", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+# --- what is kept of a run ------------------------------------------------------------------------------------
 
 
-def _run(out: Path, *options: str) -> dict[str, Any]:
-    process = _start(out, *options)
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    summary: dict[str, Any] = json.loads(stdout)
-    return summary
+def test_metrics_are_cut_back_to_a_step_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    assert metrics.read(tmp_path) == []
+    metrics.cut_back(tmp_path, 0)
+    for step in range(1, 6):
+        metrics.append(tmp_path, {"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3, 4, 5]
+    metrics.cut_back(tmp_path, 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def _check(summary: dict[str, Any], out: Path) -> None:
-    """Every worker ended at the trainer's version with the trainer's bits; the history holds them too."""
-    for worker in summary["workers"]:
-        assert worker["verified"]
-        assert (worker["version"], worker["digest"]) == (summary["trainer_version"], summary["trainer_digest"])
-    head = pulse.History(pulse.open_store(out / "store")).head()
-    assert head is not None
-    assert (head.version, head.digest) == (summary["trainer_version"], summary["trainer_digest"])
-    for name in ("patch_nbytes", "density", "reward"):
-        assert len(summary[name]) == summary["steps"]
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([0.5], "0.500"),
+        ([0.1, 0.2, 0.3], "0.100 → 0.200 → 0.300 (each step)"),
+        ([0.0, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 1.0], "0.100 (first quarter) → 0.900 (last)"),
+    ],
+)
+def test_rewards_of_few_steps_are_shown_one_by_one(rewards: list[float], text: str) -> None:
+    assert _development(rewards) == text
 
 
-def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
-    """Bit-identical training dynamics: the same digests and rewards, whatever way the weights take, and with
-    another number of workers."""
-    patch = _run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
-    full = _run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
-    _check(patch, tmp_path / "patch")
-    _check(full, tmp_path / "full")
-    assert patch["trainer_digest"] == full["trainer_digest"]
-    assert patch["reward"] == full["reward"]
-    assert len(set(patch["density"])) > 1  # something was learned, so there was something to differ in
-    assert max(patch["density"]) > 0
-    assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
-    # An anchor of it is an ordinary checkpoint.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    anchor = next((tmp_path / "full" / "store" / "anchors").glob("000000000006-*"))
-    assert pulse.digest(AutoModelForCausalLM.from_pretrained(anchor, dtype="auto")) == full["trainer_digest"]
-    assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
+# --- rollout worker -------------------------------------------------------------------------------------------
 
 
-def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
-    _run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
-    process = subprocess.run(
-        [*COMMAND, "train", "--resume", str(tmp_path / "parts"), "--steps", "6", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
-    parts = json.loads(process.stdout)
-    assert parts["trainer_digest"] == whole["trainer_digest"]
-    assert parts["reward"] == whole["reward"]
-    _check(parts, tmp_path / "parts")
-
-
-def _wait_for(condition: Any, seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found
-
-
-def _children(title: str, below: int) -> list[int]:
-    """Processes below another one that Ray has titled with an actor's class."""
-    import psutil
-
-    found = []
-    for process in psutil.Process(below).children(recursive=True):
-        with suppress(psutil.Error):
-            if any(title in part for part in process.cmdline()):
-                found.append(process.pid)
-    return found
-
-
-def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = _start(out, "--steps", "100000", "--workers", "1", "--anchor-every", "200")
-    metrics = out / "metrics.jsonl"
-
-    def steps() -> int:
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
-
-    try:
-        _wait_for(lambda: steps() >= 3 or process.poll() is not None)
-        victims = _wait_for(lambda: _children("ray::RolloutProcess", process.pid))
-        os.kill(victims[0], signal.SIGKILL)
-        before = steps()
-        _wait_for(lambda: [pid for pid in _children("ray::RolloutProcess", process.pid) if pid not in victims])
-        _wait_for(lambda: steps() > before + 5)
-        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
-        assert second.returncode == 1
-        assert "is going on: stop it first" in second.stderr
-        # The refused one has left the run as it was: it can still be reached.
-        subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
-        _wait_for(lambda: '"worker-1"' in metrics.read_text().splitlines()[-1])
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, stderr
-    summary = json.loads(stdout)
-    assert [worker["id"] for worker in summary["workers"]] == ["worker-0", "worker-1"]
-    _check(summary, out)
-
-
-def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = _start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
-    metrics = out / "metrics.jsonl"
-    try:
-        _wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 7)
-        for pid in _children("ray::TrainerProcess", process.pid):
-            os.kill(pid, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert (process.returncode, stdout) == (1, "")
-    assert stderr.splitlines()[-1].startswith("error: the trainer's process died")
-    done = len(metrics.read_text().splitlines())
-    command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    summary = json.loads(resumed.stdout)
-    _check(summary, out)
-    assert summary["steps"] == done + 3
-    assert summary["trainer_version"] > done + 3  # steps after the last checkpoint were done again, as new versions
-
-
-def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
-    def failing(*options: str) -> str:
-        done = subprocess.run([*COMMAND, "train", *options], capture_output=True, text=True, timeout=120)
-        assert done.returncode in (1, 2)
-        assert done.stdout == ""
-        assert "Traceback" not in done.stderr
-        return " ".join(done.stderr.split())
-
-    assert "no run in" in failing("--resume", str(tmp_path / "none"))
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "config.toml").write_text("steps = 3")
-    assert "--resume" in failing("--out", str(tmp_path / "taken"), "--model", "tiny")
-    assert "expected only" in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
-    assert "steps: expected at least 1" in failing("--out", str(tmp_path / "a"), "--steps", "0")
-    assert "datasets, found 'no_task'" in failing("--out", str(tmp_path / "b"), "--task", "no_task", "--model", "tiny")
-    assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")
-    assert "codec" in failing("--out", str(tmp_path / "c"), "--codec", "zip", "--model", "tiny")
-    (tmp_path / "file").write_text("")
-    assert "cannot write" in failing(
-        "--out", str(tmp_path / "d"), "--model", "tiny", "--store", str(tmp_path / "file" / "store")
-    )
+def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loaded, tmp_path: Path) -> None:
+    config = RunConfig(out=str(tmp_path), model="tiny")
+    buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
+    buffer.offer_assets(model.assets(tiny))
+    threads = torch.get_num_threads()
+    worker = RolloutWorker("worker-0", config, buffer)
+    torch.set_num_threads(threads)
+    store, listings = worker._subscriber.history.store, []
+    listed = store.list
+    store.list = lambda prefix: listings.append(prefix) or listed(prefix)  # type: ignore[method-assign, func-returns-value]
+    publisher = pulse.Publisher(config.store_url, cast="bfloat16")
+    for version in range(3):
+        publisher.publish(tiny.model, version=version)
+        worker._follow(version)
+        worker._follow(version)
+        assert listings == ["manifests"] * (version + 1)
+        facts = buffer.board()["worker-0"]
+        assert (facts["version"], facts["digest"], facts["verified"]) == (version, publisher.digest, True)

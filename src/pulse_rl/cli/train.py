@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pulse_rl.cli import output
 from pulse_rl.rl.config import RunConfig
 
 _D = RunConfig()
@@ -22,19 +23,35 @@ def train(
     out: Annotated[
         str,
         _option(
-            "Directory of the run and its store; the default is numbered if taken.",
+            "Directory of the run and its store; the default is numbered if a run has begun there.",
             _RUN,
         ),
     ] = _D.out,
     resume: Annotated[
         Path | None, _option("Go on with the run in this directory, with its own settings.", _RUN)
     ] = None,
-    model: Annotated[str, _option("smollm2, tiny, or a path or hub id for Transformers.", _RUN)] = _D.model,
+    model: Annotated[
+        str, _option("smollm2, tiny (random, for trying out), or a directory or hub id for Transformers.", _RUN)
+    ] = _D.model,
     dither: Annotated[
-        int | None, _option("Seed: spread dequantised weights within their quantisation step.", _RUN)
+        int | None,
+        _option(
+            "A seed: add noise to smollm2's weights, which sit on the few levels of a quantised file, within half a "
+            "level, so that they are spread as a trained model's are.",
+            _RUN,
+        ),
     ] = _D.dither,
-    task: Annotated[str, _option("A reasoning-gym dataset, with settings: chain_sum:max_terms=3.", _RUN)] = _D.task,
-    steps: Annotated[int, _option("Optimizer steps in all.", _RUN)] = _D.steps,
+    task: Annotated[
+        str,
+        _option(
+            "Where prompts and rewards come from: a dataset of reasoning-gym, with settings of it after a colon, as in "
+            "chain_sum:max_terms=3,max_digits=2. A wrong name or setting is answered with those there are.",
+            _RUN,
+        ),
+    ] = _D.task,
+    steps: Annotated[
+        int, _option("Optimizer steps in all; after --resume too, those done before included.", _RUN)
+    ] = _D.steps,
     seed: Annotated[int, _option("Of prompts, sampling and random weights.", _RUN)] = _D.seed,
     deterministic: Annotated[
         bool, _option("Synchronous: the same seed gives the same bits.", _RUN, "--deterministic")
@@ -44,10 +61,19 @@ def train(
     ] = _D.checkpoint_every,
     prompts: Annotated[int, _option("Prompts a step.", _GRPO)] = _D.prompts,
     group_size: Annotated[int, _option("Completions a prompt.", _GRPO)] = _D.group_size,
-    chunk: Annotated[int, _option("Prompts that a worker samples at a time.", _GRPO)] = _D.chunk,
+    chunk: Annotated[
+        int,
+        _option(
+            "Prompts that a worker samples at a time, each with all its completions; --prompts must be a multiple. "
+            "Smaller ones spread a step over more workers.",
+            _GRPO,
+        ),
+    ] = _D.chunk,
     max_new_tokens: Annotated[int, _option("Of a completion.", _GRPO)] = _D.max_new_tokens,
     temperature: Annotated[float, _option("Of sampling.", _GRPO)] = _D.temperature,
     lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = _D.lr,
+    betas: Annotated[tuple[float, float], _option("AdamW's, two numbers: --betas 0.9 0.95.", _GRPO)] = _D.betas,
+    weight_decay: Annotated[float, _option("AdamW's, decoupled.", _GRPO)] = _D.weight_decay,
     clip: Annotated[float, _option("Of the probability ratio, both sides.", _GRPO)] = _D.clip,
     grad_clip: Annotated[float, _option("Norm of the gradient.", _GRPO)] = _D.grad_clip,
     max_staleness: Annotated[
@@ -61,27 +87,40 @@ def train(
     anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = _D.anchor_every,
     workers: Annotated[int, _option("Rollout workers.", _ENGINE)] = _D.workers,
     threads: Annotated[int, _option("Torch threads of the trainer and of each worker.", _ENGINE)] = _D.threads,
-    address: Annotated[str | None, _option("A Ray cluster's address; otherwise this machine.", _ENGINE)] = _D.address,
+    address: Annotated[
+        str | None,
+        _option(
+            "A Ray cluster to run on, as host:port of its head node, or auto for the one of this machine; with it, "
+            "--store must be reached from every node. Otherwise Ray is started here for this run alone.",
+            _ENGINE,
+        ),
+    ] = _D.address,
     as_json: Annotated[bool, _option("Print the summary as JSON on stdout.", _RUN, "--json")] = False,
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
 
     Workers are separate processes that read weights from the run's store alone; every version they take is
     proved bit-identical. Ctrl-C ends the run in order; go on with --resume.
+
+    Try it out in half a minute: pulse-rl train --model tiny --steps 5 --out runs/try
+
+    A longer sum to learn: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
+
+    Go on with it: pulse-rl train --resume runs/sums --steps 400
     """
     given = {
         name: value
         for name, value in context.params.items()
         if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
     }
-    from pulse_rl.rl import config as settings
     from pulse_rl.rl import run
     from pulse_rl.rl.display import Display
 
-    if resume is not None:
-        config = settings.resumed(resume, given)
-    else:
-        config = run.prepare(RunConfig(**{"out": _free(_D.out)} | given))
+    with output.checking():
+        if resume is not None:
+            config = run.resume(resume, given)
+        else:
+            config = run.prepare(RunConfig(**{"out": _free(_D.out)} | given))
     with Display(f"{config.model} · {config.task} · {config.sync} · {config.out}", config.steps) as display:
         summary = run.train(config, display, resume=resume is not None)
     if as_json:
@@ -92,19 +131,26 @@ def train(
 
 def _free(name: str) -> str:
     """The first of name, name-2, name-3, … where no run is yet."""
+    from pulse_rl.rl.directory import free
+
     numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(out for out in numbered if not (Path(out) / "config.toml").exists())
+    return next(out for out in numbered if free(Path(out)))
 
 
 def rollout(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.")],
-    add: Annotated[int, typer.Option(help="How many rollout workers to add.")] = 1,
+    add: Annotated[int, typer.Option(min=1, help="How many rollout workers to add.")] = 1,
 ) -> None:
-    """Add rollout workers to a run while it goes on."""
-    from pulse_rl.rl import run
+    """Add rollout workers to a run while it goes on, as in: pulse-rl rollout runs/main --add 2"""
+    from pulse_rl.rl.directory import ask_for_workers
 
-    run.add_workers(directory, add)
-    typer.echo(f"asked the run in {directory} for {add} more", err=True)
+    with output.checking():
+        ask_for_workers(directory, add)
+    typer.echo(
+        f"asked the run in {directory} for {add} more rollout worker{'s' if add > 1 else ''}: the terminal of its "
+        "`pulse-rl train` says which join, and shows them at work within about 10 s",
+        err=True,
+    )
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
@@ -116,9 +162,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     table = Table(title="Summary", show_header=False, title_justify="left")
     steps = summary["steps"]
     if steps:
-        head, tail = summary["reward"][: max(1, steps // 4)], summary["reward"][-max(1, steps // 4) :]
-        table.add_row("steps", f"{steps} in {summary['seconds']:.0f} s")
-        table.add_row("reward", f"{sum(head) / len(head):.3f} (first quarter) → {sum(tail) / len(tail):.3f} (last)")
+        table.add_row("steps", f"{steps}, {summary['seconds']:.0f} s in all")
+        table.add_row("reward", _development(summary["reward"]))
         sent = summary["patch_nbytes"]
         table.add_row("density", f"{sum(summary['density']) / steps:.3%} of {summary['elements']:,} weights a step")
         table.add_row("bytes a version", f"{nbytes(sum(sent) / steps)} instead of {nbytes(summary['full_nbytes'])}")
@@ -126,6 +171,16 @@ def _print_summary(summary: dict[str, Any]) -> None:
     table.add_row("trainer", f"version {summary['trainer_version']}, digest {summary['trainer_digest']}")
     for worker in summary["workers"]:
         proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
-        table.add_row(worker["id"], f"version {worker['version']}, digest {worker['digest']}: {proof}")
+        restarts = f", restarted {worker['restarts']} ×" if worker["restarts"] else ""
+        table.add_row(worker["id"], f"version {worker['version']}, digest {worker['digest']}: {proof}{restarts}")
     table.add_row("run", summary["run"])
     Console().print(table)
+
+
+def _development(rewards: list[float]) -> str:
+    """From the mean of the first quarter of the steps to that of the last; of a few steps, each one's own."""
+    if len(rewards) < 4:
+        return " → ".join(f"{reward:.3f}" for reward in rewards) + " (each step)" * (len(rewards) > 1)
+    quarter = len(rewards) // 4
+    head, tail = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
+    return f"{head:.3f} (first quarter) → {tail:.3f} (last)"

@@ -1,7 +1,7 @@
 """The data buffer: hands out work, decides what is fresh enough, and what the trainer sees next.
 
 A piece of work is a chunk of prompts that one worker samples at one version of the weights. Work is leased:
-when a worker starts again after a crash, what it held is handed out anew.
+when a worker dies, what it held is handed out anew.
 
 Work is handed out as long as it can still be fresh when its turn comes; chunks that are older than `max_staleness`
 versions all the same when they are pulled (a slow worker's) are dropped, and counted. With a staleness of 0 a step's
@@ -68,8 +68,8 @@ class DataBuffer:
         if self._next < step * self._chunks:  # a resumed run goes on with the prompts where it stopped
             self._next = step * self._chunks
 
-    def join(self, worker: str) -> None:
-        """A worker starts, or starts again: whatever it held before is handed out anew."""
+    def release(self, worker: str) -> None:
+        """A worker died: whatever it held is handed out anew."""
         lost = sorted(number for number, holder in self._leases.items() if holder == worker)
         for number in lost:
             del self._leases[number]

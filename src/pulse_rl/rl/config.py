@@ -1,11 +1,14 @@
 """The settings of a run: one flat record, written to `config.toml` in the run's directory."""
 
+import math
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from pulse_rl.errors import require
+
+FILE = "config.toml"
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -14,7 +17,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     out: str = "runs/main"  # the run's directory
     store: str | None = None  # URL of the history; None: `store` in the run's directory
     model: str = "smollm2"  # "smollm2", "tiny", or a path or hub id that Transformers loads
-    dither: int | None = None  # seed: spread dequantised weights within their quantisation step
+    dither: int | None = None  # seed of the noise that spreads dequantised weights within their quantisation step
     task: str = "chain_sum"  # a reasoning-gym dataset, with settings: "chain_sum:max_terms=3"
     steps: int = 40  # optimizer steps
     workers: int = 2  # rollout workers
@@ -44,7 +47,10 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def store_url(self) -> str:
-        return self.store or (self.directory / "store").as_uri()
+        if self.store is None:
+            return (self.directory / "store").as_uri()
+        # Processes elsewhere have other working directories.
+        return self.store if "://" in self.store else str(Path(self.store).absolute())
 
     @property
     def chunks(self) -> int:
@@ -59,8 +65,14 @@ def check(config: RunConfig) -> RunConfig:
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, found {getattr(config, name)}")
     for name in ("lr", "temperature", "clip", "grad_clip"):
-        if not getattr(config, name) > 0:
+        if not 0 < getattr(config, name) < math.inf:
             raise ValueError(f"{name}: expected more than 0, found {getattr(config, name)}")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(
+            f"betas: expected two numbers from 0 to below 1, found {config.betas[0]} and {config.betas[1]}"
+        )
+    if not 0 <= config.weight_decay < math.inf:
+        raise ValueError(f"weight_decay: expected at least 0, found {config.weight_decay}")
     if config.prompts % config.chunk:
         raise ValueError(f"prompts: expected a multiple of chunk ({config.chunk}), found {config.prompts}")
     if config.group_size < 2:
@@ -73,17 +85,29 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def save(config: RunConfig) -> None:
-    """Write config.toml; TOML has no null, so settings that are None are left out."""
+    """Write config.toml, whole or not at all; TOML has no null, so settings that are None are left out."""
     tomli_w = require("tomli_w", "run")
     document = {k: v for k, v in msgspec.to_builtins(config).items() if v is not None}
-    (config.directory / "config.toml").write_text(tomli_w.dumps(document))
+    temporary = config.directory / f".{FILE}.part"
+    temporary.write_text(tomli_w.dumps(document))
+    temporary.replace(config.directory / FILE)
+
+
+def remove(config: RunConfig) -> None:
+    """Take config.toml back, for a run that has not begun after all."""
+    (config.directory / FILE).unlink()
+
+
+def begun(directory: Path) -> bool:
+    """Whether a run has begun there: its settings are written when its first version is, and not before."""
+    return (directory / FILE).is_file()
 
 
 def load(directory: Path) -> RunConfig:
     """Read a run's config.toml. Raises FileNotFoundError if there is no run, ValueError if it is broken."""
-    path = directory / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"no run in {directory}: expected a config.toml there")
+    path = directory / FILE
+    if not begun(directory):
+        raise FileNotFoundError(f"no run in {directory}: expected a {FILE} there")
     try:
         return msgspec.toml.decode(path.read_bytes(), type=RunConfig)
     except msgspec.DecodeError as error:

@@ -56,7 +56,7 @@ class Display:
 
     @staticmethod
     def _worker_line(name: str, facts: Mapping[str, Any]) -> str:
-        return f"{name} at {facts.get('version')} {'proved' if facts.get('verified') else 'not proved'}"
+        return f"{name} at {facts['version']} proved" if facts.get("verified") else f"{name} {_pending(facts)}"
 
     def _step_table(self) -> Table:
         table = Table(title=self._title, title_justify="left", expand=False)
@@ -93,18 +93,27 @@ class Display:
         table = Table(expand=False)
         for column in ("worker", "pid", "version", "lag", "proof", "syncs", "fetched"):
             table.add_column(column, justify="right")
-        table.add_row("trainer", "", str(newest), "", str(board.get("trainer", {}).get("digest", "")), "", "")
+        at = ("starting", "") if newest is None else (board["trainer"]["digest"], str(newest))
+        table.add_row("trainer", "", at[1], "", at[0], "", "")
         for name, facts in self._workers(board):
             version = facts.get("version")
             lag = "" if version is None or newest is None else str(newest - version)
-            proof = Text("✓ " + facts["digest"], "green") if facts.get("verified") else Text("…", "yellow")
+            if facts.get("verified"):
+                proof = Text("✓ " + facts["digest"], "green")
+            else:
+                proof = Text(_pending(facts), "red" if facts.get("restarting") else "yellow")
             table.add_row(
                 name,
-                str(facts.get("pid", "")),
-                str(version),
+                str(facts.get("pid") or ""),
+                "" if version is None else str(version),
                 lag,
                 proof,
                 str(facts.get("syncs", 0)),
                 nbytes(facts.get("fetched_nbytes", 0)),
             )
         return table
+
+
+def _pending(facts: Mapping[str, Any]) -> str:
+    """What a worker that holds no proved version is at."""
+    return "restarting" if facts.get("restarting") else "starting"

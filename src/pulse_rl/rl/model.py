@@ -10,16 +10,20 @@ What is needed to build the same model elsewhere (its configuration and its toke
 """
 
 import importlib.util
+import os
+import re
 import string
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from pulse_rl.errors import require
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 GGUF_BLOCK = 32  # weights that share a scale, in Q4_1 and Q8_0 alike
 Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
 Q8_LEVELS = 127  # steps from 0 to a Q8_0 block's greatest magnitude
@@ -37,22 +41,24 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
 
     seed: of the random weights of "tiny". dither: a seed; spread the weights of a quantised file uniformly
     within their quantisation step (the 16 levels a block that they sit on are no trained model's).
-    Raises ValueError for dither with a model that is not quantised, OSError if nothing of that name is found.
+    Raises ValueError as `check` does, OSError if Transformers cannot load what the name stands for.
     """
+    check(name, dither=dither)
     transformers = require("transformers", "run")
     transformers.utils.logging.disable_progress_bar()
-    if name != "smollm2" and dither is not None:
-        raise ValueError("dither: expected with the model smollm2, whose file is quantised")
     if name == "tiny":
         loaded = _tiny(seed)
     elif name == "smollm2" and (gguf := smollm2_file()):
         loaded = _from_gguf(gguf, dither)
     else:
-        source = HUB_ID if name == "smollm2" else name
-        loaded = Loaded(
-            transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
-            transformers.AutoTokenizer.from_pretrained(source),
-        )
+        source = HUB_ID if name == "smollm2" else os.path.expanduser(name)
+        try:
+            loaded = Loaded(
+                transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
+                transformers.AutoTokenizer.from_pretrained(source),
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise OSError(f"model: Transformers cannot load {source}: {error}") from error
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -60,6 +66,25 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     if loaded.tokenizer.pad_token_id is None:
         loaded.tokenizer.pad_token = loaded.tokenizer.eos_token
     return loaded
+
+
+def check(name: str, *, dither: int | None) -> None:
+    """See, without loading it, whether a name can be a model's. What a hub id stands for only `load` finds out.
+
+    Raises ValueError for a path at which there is no model, for what is neither a path nor a hub id, and for dither
+    with a model that is not quantised.
+    """
+    if name != "smollm2" and dither is not None:
+        raise ValueError("dither: expected with the model smollm2, whose file is quantised")
+    path = Path(name).expanduser()
+    if name in ("smollm2", "tiny") or (_HUB_ID.fullmatch(name) and not path.exists()):
+        return
+    if not path.exists():
+        raise ValueError(
+            f"model: expected smollm2, tiny, a directory or a hub id, found {name!r}, which does not exist"
+        )
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model: expected a directory with a config.json, as Transformers writes it, found {name!r}")
 
 
 def smollm2_file() -> Path | None:

@@ -1,8 +1,8 @@
 """A rollout worker: follow the weights, sample the work that the buffer hands out, push the trajectories.
 
-Its weights come from the store alone, at the version that is asked for or the newest. After every sync the
-whole live model is digested anew and compared with what the history says: a version that is reported is
-proved.
+Its weights come from the store alone, at the version that is asked for or the newest that the trainer has
+announced. After every sync the whole live model is digested anew and compared with what the history says: a
+version that is reported is proved.
 """
 
 import os
@@ -39,35 +39,39 @@ class RolloutWorker:
 
     def run(self) -> dict[str, Any]:
         """Work until the run stops; then catch up with its last version and return what is held, proved."""
-        self._buffer.join(self._name)
-        self._buffer.report(self._name, {"pid": os.getpid(), "version": None, "verified": False})
+        starting = {"pid": os.getpid(), "version": None, "verified": False, "restarting": False}
+        self._buffer.report(self._name, starting)
         while True:
             work = self._buffer.take(self._name)
             if work is not None:
-                self._follow(work.version)
+                self._follow(self._announced("version") if work.version is None else work.version)
                 self._buffer.push(self._sample(work))
             elif self._buffer.stopping():
                 break
             else:
-                if not self._config.deterministic and self._subscriber.latest() is not None:
-                    self._follow(None)
+                if not self._config.deterministic and (newest := self._announced("version")) is not None:
+                    self._follow(newest)
                 time.sleep(IDLE_S)
-        while (final := self._buffer.board().get("trainer", {}).get("final_version")) is None:
+        while (final := self._announced("final_version")) is None:
             time.sleep(IDLE_S)
         self._follow(final)
         digest = self._subscriber.verify(self._loaded.model)
         return {"id": self._name, "version": final, "digest": digest, "verified": True, **self._totals}
 
-    def _follow(self, version: int | None) -> None:
-        """Bring the live weights to a version (None: the newest), prove them in full, and say so."""
-        target = self._subscriber.latest() if version is None else version
-        if target == self._subscriber.version:
+    def _announced(self, what: str) -> Any:
+        """A version that the trainer has put on the board, which is in the store by then."""
+        return self._buffer.board().get("trainer", {}).get(what)
+
+    def _follow(self, version: int) -> None:
+        """Bring the live weights to a version, prove them in full, and say so."""
+        if version == self._subscriber.version:
             return
         if self._config.sync == "full":
             # A subscriber that holds nothing takes the version's own full checkpoint.
             self._subscriber = Subscriber(self._config.store_url)
-        report = self._subscriber.sync(self._loaded.model, version=target)
-        digest = self._subscriber.verify(self._loaded.model)
+        report = self._subscriber.sync(self._loaded.model, version=version)
+        # Over an anchor, sync itself has just counted every live bit.
+        digest = report.digest if report.route == "anchor" else self._subscriber.verify(self._loaded.model)
         self._account(report, digest)
 
     def _account(self, report: SyncReport, digest: str) -> None:

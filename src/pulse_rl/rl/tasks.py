@@ -5,6 +5,8 @@ what is asked; the completion ends at the line's end. The reward is the dataset'
 a tenth for any answer in the right form, so that groups which never solve a task still have variance.
 """
 
+import dataclasses
+import difflib
 import re
 from typing import Any, NamedTuple
 
@@ -13,6 +15,9 @@ from pulse_rl.errors import require
 FORM_REWARD = 0.1
 SHOTS = 2
 SIZE = 1_000_000  # distinct prompts; reasoning-gym makes them as they are asked for
+
+OURS = ("size", "seed")  # settings of every dataset, which the run gives
+LISTING = "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"
 
 # Settings under which the default model solves a task sometimes; others run with reasoning-gym's own.
 DEFAULTS: dict[str, dict[str, int]] = {
@@ -46,9 +51,15 @@ class Task:
             settings[key] = _value(value)
         known = gym.factory.DATASETS
         if dataset not in known:
-            near = sorted(n for n in known if dataset[:4] in n or n[:4] in dataset)[:8]
-            hint = f"; did you mean one of {', '.join(near)}?" if near else ""
-            raise ValueError(f"task: expected one of reasoning-gym's {len(known)} datasets, found {dataset!r}{hint}")
+            near = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? All" if near else "all"
+            raise ValueError(
+                f"task: expected one of reasoning-gym's {len(known)} datasets, found {dataset!r}; {hint} are listed by "
+                f"python -c '{LISTING}'"
+            )
+        has = [field.name for field in dataclasses.fields(known[dataset][1]) if field.name not in OURS]
+        if unknown := [key for key in settings if key not in has]:
+            raise ValueError(f"task: {dataset} has no setting {unknown[0]!r}; it has {', '.join(has)}")
         try:
             self._dataset = gym.create_dataset(dataset, size=SIZE, seed=seed, **settings)
         except (TypeError, AssertionError) as error:

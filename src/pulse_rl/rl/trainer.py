@@ -2,7 +2,8 @@
 
 Between versions the only thing that leaves the trainer is a patch. A checkpoint of its own (masters, Adam's
 moments, step) lets `--resume` go on where it stopped; versions of the history only ever go up, so the steps
-between the last checkpoint and a crash are done again under new versions.
+between the last checkpoint and a crash are done again under new versions. A step's line of metrics is written
+before the checkpoint that holds the step, so that none is ever missing.
 """
 
 import time
@@ -14,7 +15,9 @@ import torch
 
 from pulse_rl.bits import layout
 from pulse_rl.digests import digest
-from pulse_rl.rl import grpo, model, policy
+from pulse_rl.errors import PulseError
+from pulse_rl.rl import config as settings
+from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.sync.publisher import Publisher, PublishReport
@@ -46,17 +49,14 @@ class Trainer:
         )
         self._step = 0
         self._saved: int | None = None  # step of the last checkpoint
+        self._dropped = 0  # chunks, up to the last step
+        self._resume = resume
         if resume:
             self._load()
 
     def run(self) -> dict[str, Any]:
         """Train until the last step, or until the run is stopped; return the final version and its digest."""
-        held = self._publisher.resume()
-        version = 0 if held is None else max(held + 1, self._step)
-        if held is None or self._digest() != self._publisher.digest:
-            self._publish(version)
-        else:
-            version = held  # resumed exactly where the history ends
+        version = self._begin()
         self._facts(version)
         while self._step < self._config.steps:
             started = time.perf_counter()
@@ -71,12 +71,10 @@ class Trainer:
             version = max(version + 1, self._step)
             report = self._publish(version)
             self._facts(version)
-            self._buffer.log(
-                {"step": self._step, "version": version}
-                | record
-                | self._sent(report)
-                | {"wait_s": waited_s, "train_s": trained_s, "total_s": time.perf_counter() - started}
-            )
+            seconds = {"wait_s": waited_s, "train_s": trained_s, "total_s": time.perf_counter() - started}
+            record = {"step": self._step, "version": version} | record | self._sent(report) | seconds | self._others()
+            metrics.append(self._config.directory, record)
+            self._buffer.log(record)
             if self._step % self._config.checkpoint_every == 0:
                 self._save()
         if self._saved != self._step:
@@ -86,13 +84,42 @@ class Trainer:
         self._buffer.stop()
         return final
 
+    def _begin(self) -> int:
+        """Publish the version that the run starts from, if the history does not end with it; return it.
+
+        From here on the run can be resumed: its settings are written, and metrics end where it goes on.
+        """
+        damage = None
+        try:
+            held = self._publisher.resume()
+        except PulseError as error:
+            if not self._resume:
+                raise
+            damage, (_, head) = str(error), self._publisher.history.end()
+            held = head.version if head else None
+        version = 0 if held is None else max(held + 1, self._step)
+        metrics.cut_back(self._config.directory, self._step)
+        settings.save(self._config)
+        if damage is None and held is not None and self._digest() == self._publisher.digest:
+            return held  # resumed exactly where the history ends
+        try:
+            self._publish(version, anchor=damage is not None)
+        except BaseException:
+            if not self._resume:  # nothing has begun: the directory is free for another attempt
+                settings.remove(self._config)
+            raise
+        if damage is not None:
+            note = f"the history is damaged: {damage}; version {version} is a full checkpoint that gets past it"
+            self._buffer.report("trainer", {"note": note})
+        return version
+
     def _wait(self) -> list[Chunk] | None:
-        """The next batch; None if the run is stopped before it is there."""
-        while (chunks := self._buffer.pull()) is None:
-            if self._buffer.stopping():
-                return None
+        """The next batch; None if the run is stopped before it is begun."""
+        while not self._buffer.stopping():
+            if (chunks := self._buffer.pull()) is not None:
+                return chunks
             time.sleep(IDLE_S)
-        return chunks
+        return None
 
     def _train(self, chunks: list[Chunk], version: int) -> dict[str, Any]:
         """One optimizer step on a batch; the gradient is summed over chunks, each token weighing the same."""
@@ -129,8 +156,8 @@ class Trainer:
             "staleness": float(np.mean([version - chunk.version for chunk in chunks])),
         }
 
-    def _publish(self, version: int) -> PublishReport:
-        return self._publisher.publish(self._model, version=version, assets=self._assets)
+    def _publish(self, version: int, *, anchor: bool = False) -> PublishReport:
+        return self._publisher.publish(self._model, version=version, anchor=anchor, assets=self._assets)
 
     def _sent(self, report: PublishReport) -> dict[str, Any]:
         # In a full-weight run it is the checkpoint that workers read.
@@ -145,6 +172,12 @@ class Trainer:
             "codec": report.codec,
             "publish_s": report.total_s,
         }
+
+    def _others(self) -> dict[str, Any]:
+        """What the other actors did meanwhile: the version of each rollout worker, chunks dropped as stale."""
+        before, self._dropped = self._dropped, self._buffer.dropped_chunks()
+        workers = {name: facts.get("version") for name, facts in self._buffer.board().items() if name != "trainer"}
+        return {"dropped_chunks": self._dropped - before, "workers": workers}
 
     def _facts(self, version: int) -> None:
         self._buffer.report("trainer", {"version": version, "digest": self._publisher.digest})
@@ -176,6 +209,12 @@ class Trainer:
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._step = self._saved = state["step"]
+
+
+def saved_step(directory: Path) -> int:
+    """The step of a run's checkpoint, without reading its tensors; 0 if there is none yet."""
+    path = directory / CHECKPOINT
+    return int(torch.load(path, weights_only=True, mmap=True)["step"]) if path.is_file() else 0
 
 
 def _tensor(array: Any) -> torch.Tensor:

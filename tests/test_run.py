@@ -1,0 +1,291 @@
+"""Whole runs of a tiny model through the command line: processes that are killed, stopped and taken up again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.rl import config as settings
+from pulse_rl.rl import metrics
+from pulse_rl.verify import verify
+
+COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
+WIDE = os.environ | {"COLUMNS": "1000"}  # so that no message is folded
+
+
+def _start(out: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [*COMMAND, "train", "--model", "tiny", "--out", str(out), "--lr", "1e-3", "--json", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _run(out: Path, *options: str) -> dict[str, Any]:
+    process = _start(out, *options)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    summary: dict[str, Any] = json.loads(stdout)
+    return summary
+
+
+def _resume(out: Path, *options: str) -> dict[str, Any]:
+    command = [*COMMAND, "train", "--resume", str(out), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def _check(summary: dict[str, Any], out: Path) -> None:
+    """Every worker ended at the trainer's version with the trainer's bits; the history holds them too."""
+    for worker in summary["workers"]:
+        assert worker["verified"]
+        assert (worker["version"], worker["digest"]) == (summary["trainer_version"], summary["trainer_digest"])
+    head = pulse.History(pulse.open_store(out / "store")).head()
+    assert head is not None
+    assert (head.version, head.digest) == (summary["trainer_version"], summary["trainer_digest"])
+    for name in ("patch_nbytes", "density", "reward"):
+        assert len(summary[name]) == summary["steps"]
+
+
+def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
+    """Bit-identical training dynamics: the same digests and rewards, whatever way the weights take, and with
+    another number of workers."""
+    patch = _run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
+    full = _run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
+    _check(patch, tmp_path / "patch")
+    _check(full, tmp_path / "full")
+    assert patch["trainer_digest"] == full["trainer_digest"]
+    assert patch["reward"] == full["reward"]
+    assert len(set(patch["density"])) > 1  # something was learned, so there was something to differ in
+    assert max(patch["density"]) > 0
+    assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
+    # An anchor of it is an ordinary checkpoint.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    anchor = next((tmp_path / "full" / "store" / "anchors").glob("000000000006-*"))
+    assert pulse.digest(AutoModelForCausalLM.from_pretrained(anchor, dtype="auto")) == full["trainer_digest"]
+    assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
+
+
+def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
+    whole = _run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
+    _run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
+    parts = _resume(tmp_path / "parts", "--steps", "6")
+    assert parts["trainer_digest"] == whole["trainer_digest"]
+    assert parts["reward"] == whole["reward"]
+    _check(parts, tmp_path / "parts")
+
+
+def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
+    """The same bits as of a run whose history is whole: the trainer needs its own checkpoint only."""
+    _run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
+    next((tmp_path / "elsewhere" / "patches").glob("000000000002-*")).unlink()
+    command = [*COMMAND, "train", "--resume", str(tmp_path / "run"), "--steps", "5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "the history is damaged: " in done.stderr
+    assert "version 4 is a full checkpoint that gets past it" in done.stderr
+    summary = json.loads(done.stdout)
+    assert all(worker["verified"] for worker in summary["workers"])
+    assert verify(tmp_path / "elsewhere").bad_versions == (2, 3)
+    whole = _run(tmp_path / "whole", "--steps", "5", "--deterministic", "--workers", "1")
+    assert summary["trainer_digest"] == whole["trainer_digest"]
+
+
+def _wait_for(condition: Any, seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def _children(title: str, below: int) -> list[int]:
+    """Processes below another one that Ray has titled with an actor's class."""
+    import psutil
+
+    found = []
+    for process in psutil.Process(below).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(title in part for part in process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(out, "--steps", "100000", "--workers", "1", "--anchor-every", "200")
+
+    def steps() -> int:
+        return len(metrics.read(out))
+
+    try:
+        _wait_for(lambda: steps() >= 3 or process.poll() is not None)
+        victims = _wait_for(lambda: _children("ray::RolloutProcess", process.pid))
+        os.kill(victims[0], signal.SIGKILL)
+        before = steps()
+        _wait_for(lambda: [pid for pid in _children("ray::RolloutProcess", process.pid) if pid not in victims])
+        _wait_for(lambda: steps() > before + 5)
+        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert "is going on: stop it first" in second.stderr
+        # The refused one has left the run as it was: it can still be reached.
+        subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
+        _wait_for(lambda: "worker-1" in metrics.read(out)[-1]["workers"])
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    summary = json.loads(stdout)
+    assert [(worker["id"], worker["restarts"]) for worker in summary["workers"]] == [("worker-0", 1), ("worker-1", 0)]
+    _check(summary, out)
+    lines = stderr.splitlines()
+    assert f"worker-0 (pid {victims[0]}) died; starting again" in lines
+    assert "worker-1 joins" in lines
+    # The engine's own account of the death is kept, and is not on the terminal.
+    assert "raylet" not in stderr
+    assert f"Worker PID: {victims[0]}" in (out / "ray.log").read_text()
+    # What was done before the stop is shown before it; after it, at most the step that was under way.
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping: no new step")) + 1 :]
+    assert sum(line.startswith("step ") for line in after) <= 1
+    assert after[-1].startswith(f"stopped at step {summary['steps']} of 100000; go on from step {summary['steps']} by")
+    records = metrics.read(out)
+    assert summary["seconds"] == sum(record["total_s"] for record in records)
+
+
+def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "50")
+    try:
+        _wait_for(lambda: len(metrics.read(out)) > 55)
+        for pid in _children("ray::TrainerProcess", process.pid):
+            os.kill(pid, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.splitlines()[-1].startswith("error: the trainer's process died")
+    assert "go on from step 50 by pulse-rl train --resume" in stderr.splitlines()[-1]
+    done = len(metrics.read(out))
+    command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    summary = json.loads(resumed.stdout)
+    _check(summary, out)
+    assert summary["steps"] == done + 3
+    # Every step stands once, though some were done twice; the new number of steps is the run's from now on.
+    records = metrics.read(out)
+    assert [record["step"] for record in records] == list(range(1, done + 4))
+    assert summary["seconds"] == sum(record["total_s"] for record in records)
+    assert settings.load(out).steps == done + 3
+    assert resumed.stderr.startswith(f"going on from the checkpoint of step 50; steps 51 to {done} are done again")
+    command = [*COMMAND, "train", "--resume", str(out)]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
+    assert again.returncode == 2
+    assert f"already at step {done + 3} of {done + 3}: give --steps more" in again.stderr
+    assert "starting" not in again.stderr
+    assert summary["trainer_version"] > done + 3  # steps after the last checkpoint were done again, as new versions
+
+
+def test_killed_driver_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
+    _wait_for(lambda: len(metrics.read(out)) > 7 or process.poll() is not None)
+    left = _children("ray::TrainerProcess", process.pid)
+    process.kill()
+    process.communicate()
+    _wait_for(lambda: not any(_alive(pid) for pid in left))
+    done = len(metrics.read(out))
+    summary = _resume(out, "--steps", str(done + 3))
+    _check(summary, out)
+    assert [record["step"] for record in metrics.read(out)] == list(range(1, done + 4))
+
+
+def test_a_worker_that_only_dies_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    process = _start(tmp_path / "run", "--steps", "100000", "--workers", "1")
+    try:
+        while process.poll() is None:  # before it has proved a version
+            for pid in _children("ray::RolloutProcess", process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.count("died; starting again") == 4
+    assert "died 5 times without proving a version" in stderr.splitlines()[-1]
+
+
+def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> None:
+    """A model that only its trainer finds to be none; then Ctrl-C while it starts; then the run itself."""
+    out, broken = tmp_path / "run", tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    process = _start(out, "--model", str(broken), "--steps", "2")
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.splitlines()[-1].startswith("error: model: Transformers cannot load")
+
+    process = _start(out, "--steps", "2")
+    _wait_for(lambda: (out / "running").exists() and _children("raylet", process.pid))
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.splitlines()[-2] == "stopping …"
+    assert "nothing was published yet, so there is nothing to resume" in stderr.splitlines()[-1]
+
+    summary = _run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--weight-decay", "0.125")
+    assert (summary["steps"], summary["trainer_version"]) == (2, 2)
+    config = settings.load(out)
+    assert (config.betas, config.weight_decay) == ((0.5, 0.75), 0.125)
+
+
+def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
+    def failing(*options: str, code: int = 2) -> str:
+        done = subprocess.run([*COMMAND, "train", *options], capture_output=True, text=True, timeout=120, env=WIDE)
+        assert done.returncode == code, done.stderr
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
+        return " ".join(done.stderr.split())
+
+    assert "no run in" in failing("--resume", str(tmp_path / "none"), code=1)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.toml").write_text("steps = 3")
+    assert "--resume" in failing("--out", str(tmp_path / "taken"), "--model", "tiny", code=1)
+    assert "expected only" in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
+    assert "steps: expected at least 1" in failing("--out", str(tmp_path / "a"), "--steps", "0")
+    assert "datasets, found 'no_task'" in failing("--out", str(tmp_path / "b"), "--task", "no_task", "--model", "tiny")
+    assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")
+    assert "codec" in failing("--out", str(tmp_path / "c"), "--codec", "zip", "--model", "tiny")
+    (tmp_path / "file").write_text("")
+    inside = str(tmp_path / "file" / "x")
+    message = failing("--out", str(tmp_path / "d"), "--model", "tiny", "--store", inside, code=1)
+    assert message == f"error: store: cannot write to {inside}: Not a directory"
+    message = failing("--out", inside, "--model", "tiny", code=1)
+    assert message == f"error: out: cannot make the run directory {inside}: Not a directory"
+    assert "which does not exist" in failing("--out", str(tmp_path / "e"), "--model", "./none")
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_directory_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o500)
+    process = _start(tmp_path / "mine")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr == f"error: out: cannot write in the run directory {tmp_path / 'mine'}: Permission denied\n"
