@@ -1,6 +1,8 @@
 """Checkpoints on disk: files and directories of shards, against what the safetensors package reads and writes."""
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,22 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     write_stream(path, [b"ne", b"w"])
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order: the bytes, the new name, the directory that holds it."""
+    path = tmp_path / "w.safetensors"
+    steps: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        kind = "directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        steps.append((kind, path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_stream(path, [b"new"])
+    assert steps == [("file", False), ("directory", True)]
 
 
 def test_a_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:

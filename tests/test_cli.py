@@ -140,6 +140,7 @@ def test_every_command_has_help_and_json(run: Run, args: list[str]) -> None:
     result = run(*args, "--help")
     assert result.code == 0
     assert "--json" in result.out
+    assert args[0] == "bench" or f"Example: pulse-rl {args[0]}" in result.out
 
 
 def test_errors_come_with_a_traceback_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +227,10 @@ def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     first, second = found["versions"][:2]
     assert (first["patch_nbytes"], first["changes"], first["reduction"], first["codec"]) == (0, 0, 1.0, None)
     assert second["codec"] == "gap"
+    assert (first["patch"], second["anchor"]) == (None, None)
+    assert (store / "store" / second["patch"]).stat().st_size == second["patch_nbytes"]
+    anchor = store / "store" / first["anchor"]
+    assert sum(file.stat().st_size for file in anchor.iterdir()) == first["anchor_nbytes"]
     assert second["changes"] == 9
     assert second["density"] == 9 / found["elements"]
     assert second["reduction"] == found["full_nbytes"] / second["patch_nbytes"]
@@ -236,9 +241,11 @@ def test_people_get_text(run: Run, files: Files, store: Path, tmp_path: Path) ->
         (["inspect", files.patch], "version 3 → 4"),
         (["inspect", files.old], pulse.digest(weights())),
         (["inspect", store], "10 to 13"),
-        (["verify", files.patch], "all proved"),
-        (["verify", files.old], "all proved"),
-        (["verify", store], "versions 10, 11, 12, 13"),
+        (["inspect", store], "anchors   2, at versions 10, 12"),
+        (["verify", files.patch], "intact"),
+        (["verify", files.old], "readable"),
+        (["verify", store], "4, versions 10, 11, 12, 13"),
+        (["verify", store], "all proved"),
         (["diff", files.old, files.new, "-o", tmp_path / "p"], "version 0 → 1"),
     ):
         result = run(*args)
@@ -276,6 +283,16 @@ def test_json_is_alone_on_stdout_in_a_process_of_its_own(files: Files, tmp_path:
         assert done.stderr == ""
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_closed_pipe_ends_it_without_a_word(store: Path, form: list[str]) -> None:
+    """As what SIGPIPE kills: exit code 141, and neither 0 nor the 1 of a fault."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, "inspect", str(store), *form], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_progress_bar_counts_what_is_read(files: Files, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     result = run("inspect", files.old, "--json")
@@ -308,7 +325,9 @@ def test_missing_files(run: Run, files: Files, tmp_path: Path) -> None:
     assert not out.exists()
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no .safetensors file" in _fails(run, "inspect", empty)
+    assert f"no patch, checkpoint, store or run in {empty}" in _fails(run, "inspect", empty)
+    assert f"no patch, checkpoint, store or run in {empty}" in _fails(run, "verify", empty)
+    assert "no .safetensors file" in _fails(run, "diff", empty, files.new, "-o", out)
 
 
 def test_no_store_there(run: Run, tmp_path: Path) -> None:
@@ -368,8 +387,17 @@ def test_other_model(run: Run, files: Files, tmp_path: Path) -> None:
 
 
 def test_no_such_codec(run: Run, files: Files, tmp_path: Path) -> None:
-    error = _fails(run, "diff", files.old, files.new, "-o", tmp_path / "out", "--codec", "zip")
-    assert "expected one of auto, gap, raw, found 'zip'" in error
+    result = run("diff", files.old, files.new, "-o", tmp_path / "out", "--codec", "zip")
+    assert result.code == 2
+    assert "expected one of auto, gap, raw, found 'zip'" in result.err
+
+
+@pytest.mark.parametrize("versions", [["--base", 5, "--target", 4], ["--base", 5, "--target", 5], ["--base", 5]])
+def test_a_patch_leads_to_a_later_version(run: Run, files: Files, tmp_path: Path, versions: list[object]) -> None:
+    result = run("diff", files.old, files.new, "-o", tmp_path / "out", *versions)
+    assert (result.code, result.out) == (2, "")
+    assert "expected a later version than base (5), found" in result.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_output_that_cannot_be_written(run: Run, files: Files, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """diff, apply, inspect and digest: every bit of the result against the bits of the target."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -410,7 +411,11 @@ def test_a_patch_applied_twice() -> None:
         (lambda w: w.pop("b"), r"1 missing: b$"),
         (lambda w: w.update(c=torch.zeros(2), d=torch.zeros(2)), r"2 unexpected: c, d$"),
         (lambda w: w.update(b=torch.zeros(3, 4)), r"1 reshaped or retyped: b \(F32 \[11\] → F32 \[3, 4\]\)"),
-        (lambda w: w.update(b=w["b"].to(torch.float16)), r"b \(F32 \[11\] → F16 \[11\]\)"),
+        (
+            lambda w: w.update(b=w["b"].to(torch.float16)),
+            r"1 F16 instead of F32: b; convert them by model.to\(torch.fl",
+        ),
+        (lambda w: w.update(b=w["b"].view(torch.int32)), r"1 I32 instead of F32: b$"),
         (lambda w: w.update(c=w.pop("b")), r"1 missing: b; 1 unexpected: c$"),
         (lambda w: w.clear(), r"2 missing: a.weight, b$"),
     ],
@@ -422,6 +427,29 @@ def test_another_model(change: Callable[[dict[str, Any]], None], message: str) -
     expect_refusal(weights, small_patch(), pulse.BaseMismatchError, message)
     with pytest.raises(pulse.BaseMismatchError, match=message):
         pulse.diff(small(), weights)
+
+
+def test_tied_tensors_of_another_dtype_count_once() -> None:
+    def model(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        embed = torch.zeros(4, 2, dtype=dtype)
+        return {"model.embed": embed, "head": embed, "bias": torch.zeros(3, dtype=dtype)}
+
+    message = (
+        r"2 F32 instead of BF16: bias, model.embed; convert them by model.to\(torch.bfloat16\), or .* cast='bfloat16'$"
+    )
+    with pytest.raises(pulse.BaseMismatchError, match=message):
+        pulse.diff(model(torch.bfloat16), model(torch.float32))
+    with pytest.raises(pulse.BaseMismatchError, match=r"1 missing: model.embed; 1 unexpected: other$"):
+        pulse.diff(model(torch.int8), {"bias": torch.zeros(3, dtype=torch.int8), "other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("path", ["patch.safetensors", Path("patch.safetensors")])
+def test_a_path_is_no_patch(path: Any) -> None:
+    for verb in (pulse.inspect, lambda patch: pulse.apply(small(), patch)):
+        with pytest.raises(TypeError, match=r"expected bytes, found (str|PosixPath); read the file first: Path\(...\)"):
+            verb(path)
+    with pytest.raises(TypeError, match="patch: expected bytes, found dict$"):
+        pulse.apply(small(), small())  # type: ignore[arg-type]
 
 
 def test_many_differences_are_cut_short() -> None:

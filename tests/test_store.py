@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,38 @@ def test_unwritable_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(pulse.StoreError, match="cannot write x in file://.*file/store"):
         pulse.open_store(tmp_path / "file" / "store").put("x", b"")
+
+
+@pytest.mark.parametrize("url", ["", None, 7])
+def test_no_store_at_all(url: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The empty string and None would be directories, `.` and `None`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path, found"):
+        pulse.open_store(url)
+    if url != 7:
+        for kind in (pulse.Publisher, pulse.Subscriber):
+            with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path, found"):
+                kind(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_surely_no_store(tmp_path: Path) -> None:
+    """A run's directory gets a hint, a file is refused; a directory that is empty or holds other things is a store."""
+    run, file = tmp_path / "run", tmp_path / "file"
+    pulse.Publisher(run / "store").publish({}, version=0)
+    file.touch()
+    for where in (run, run.as_uri()):
+        with pytest.raises(ValueError, match="is a run's directory; did you mean .*/run/store"):
+            pulse.open_store(where)
+        with pytest.raises(ValueError, match="did you mean"):
+            pulse.Subscriber(where)
+    with pytest.raises(NotADirectoryError, match="expected a directory, found the file"):
+        pulse.open_store(file)
+    assert pulse.Subscriber(run / "store").latest() == 0
+    (tmp_path / "new").mkdir()
+    pulse.Publisher(tmp_path / "new").publish({}, version=0)
+    (tmp_path / "other" / "store").mkdir(parents=True)
+    pulse.Publisher(tmp_path / "other").publish({}, version=0)
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x"])

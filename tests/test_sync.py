@@ -185,6 +185,23 @@ def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee:
     assert publisher.publish(trainee.step(), version=1).base == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_cast_is_a_dtype_or_its_name(store: Store, trainee: Trainee, dtype: Any) -> None:
+    publisher = pulse.Publisher(store, cast=dtype)
+    assert publisher.publish(trainee.step(), version=0).digest == pulse.digest(cast(trainee.weights))
+    plain = pulse.Publisher("memory://").publish(trainee.weights, version=0, cast=dtype)
+    assert plain.digest == pulse.digest(cast(trainee.weights))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "", torch.int32, "int8", 16])
+def test_no_such_cast(store: Store, trainee: Trainee, dtype: Any) -> None:
+    with pytest.raises(ValueError, match="cast: expected a floating-point dtype"):
+        pulse.Publisher(store, cast=dtype)
+    with pytest.raises(ValueError, match="cast: expected a floating-point dtype"):
+        pulse.Publisher(store).publish(trainee.weights, version=0, cast=dtype)
+    assert pulse.Subscriber(store).latest() is None
+
+
 class Flaky:
     """A store whose writes fail when told to, before or after they take effect."""
 

@@ -194,3 +194,31 @@ def test_nothing_to_verify(tmp_path: Path) -> None:
         verify(tmp_path / "nothing")
     with pytest.raises(pulse.VersionNotFoundError, match="no version yet"):
         verify("memory://")
+
+
+def test_a_version_that_is_an_anchor_only(path: Path) -> None:
+    """A damaged patch, then a fresh anchor without one: only the versions between the two are bad."""
+    flip(patch_file(path, 4))
+    (path / manifest_name(6)).unlink()  # the anchor at 30 was never there
+    publisher = pulse.Publisher(path, anchor_every=3)
+    weights = {"w": torch.zeros(3000).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(1)}
+    publisher.publish(weights, version=40, anchor=True)
+    publisher.publish(weights, version=45)
+    report = verify(path)
+    assert bad(report) == (20, 25)
+    assert report.good_versions == (0, 5, 10, 15, 40, 45)
+    assert len(report.problems) == 1
+    # A second one, behind a sound version: where its anchor is lost no patch leads there either.
+    pulse.Publisher(path).publish(weights, version=50, anchor=True)
+    flip(anchor_file(path, 8))
+    report = verify(path)
+    assert bad(report) == (20, 25, 50)
+    assert "is corrupt" in report.problems[1]
+    assert "can follow" not in report.problems[1]
+
+
+def test_a_version_with_neither_patch_nor_anchor(path: Path) -> None:
+    rewrite(path, 4, patch=None)
+    report = verify(path)
+    assert bad(report) == (25,)
+    assert "expected a patch, an anchor or both, found neither" in report.problems[0]

@@ -12,7 +12,7 @@ torch is imported only when a torch tensor is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ from pulse_rl.kernels import cpu
 
 if TYPE_CHECKING:
     import torch
+
+CASTS = tuple(name for name in DTYPES if "float" in name)  # what floating-point tensors can be published as
+_TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
 
 
 class Bits(Protocol):
@@ -258,6 +261,16 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
     return HostBits(dtype, array)
 
 
+def cast_name(cast: str | torch.dtype) -> str:
+    """The name of a floating-point dtype, given as torch.bfloat16 or as "bfloat16". Raises ValueError for another."""
+    name = str(cast).removeprefix("torch.")
+    if name not in CASTS:
+        raise ValueError(
+            f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(CASTS)}), found {cast!r}"
+        )
+    return name
+
+
 class Layout(dict[str, Bits]):
     """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
 
@@ -266,6 +279,16 @@ class Layout(dict[str, Bits]):
     """
 
     tied: dict[str, str]
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors, tied ones once."""
+        return sum(bits.size for bits in self.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of those elements."""
+        return sum(bits.size * bits.itemsize for bits in self.values())
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
@@ -308,21 +331,38 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
 
 
 def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
-    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped.
+    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped, tied ones once.
 
     expected, found: anything with .dtype and .shape by tensor name. what: what is compared, for the message.
     """
-    removed = sorted(expected.keys() - found.keys())
-    added = sorted(found.keys() - expected.keys())
-    changed = [
-        f"{name} ({expected[name].dtype} {list(expected[name].shape)} → {found[name].dtype} {list(found[name].shape)})"
-        for name in sorted(expected.keys() & found.keys())
-        if (expected[name].dtype, tuple(expected[name].shape)) != (found[name].dtype, tuple(found[name].shape))
+    reshaped: list[str] = []
+    retyped: dict[tuple[str, str], list[str]] = {}
+    for name in _once(expected.keys() & found.keys(), expected, found):
+        one, other = expected[name], found[name]
+        if tuple(one.shape) != tuple(other.shape):
+            reshaped.append(f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})")
+        elif one.dtype != other.dtype:
+            retyped.setdefault((one.dtype, other.dtype), []).append(name)
+    kinds = [
+        ("missing", _once(expected.keys() - found.keys(), expected)),
+        ("unexpected", _once(found.keys() - expected.keys(), found)),
+        ("reshaped or retyped", reshaped),
+        *((f"{other} instead of {one}", names) for (one, other), names in retyped.items()),
     ]
     parts = [
-        f"{len(names)} {verb}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
-        for verb, names in (("missing", removed), ("unexpected", added), ("reshaped or retyped", changed))
-        if names
+        f"{len(names)} {verb}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" for verb, names in kinds if names
     ]
+    if len(retyped) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(retyped))):
+        wanted = _TORCH[next(iter(retyped))[0]]
+        parts.append(f"convert them by model.to(torch.{wanted}), or publish them with cast={wanted!r}")
     if parts:
         raise BaseMismatchError(f"{what}: the tensors differ: {'; '.join(parts)}")
+
+
+def _once(names: Set[str], *sides: Mapping[str, Any]) -> list[str]:
+    """Names, sorted; of tied ones, which are one object on every side, only the one that stands for them."""
+    first: dict[tuple[int, ...], str] = {}
+    for name in sides[0]:
+        if name in names:
+            first.setdefault(tuple(id(side[name]) for side in sides), name)
+    return sorted(first.values())

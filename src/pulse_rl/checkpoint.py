@@ -154,12 +154,28 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Bits]) -> None:
 
 
 def write_stream(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file that appears whole or not at all, whether the process is killed or the power fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
             for part in parts:
                 file.write(part)
+        to_disk(temporary)
         temporary.replace(path)
+        to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until the disk holds a file's bytes, or a directory's names: what is renamed before that can come out empty.
+
+    Does nothing for a directory where the system cannot open one (Windows).
+    """
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

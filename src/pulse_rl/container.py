@@ -49,10 +49,14 @@ def parse(data: memoryview) -> Header:
     if len(data) < 8:
         raise PatchFormatError(f"not a safetensors file: expected at least 8 bytes, found {len(data)}")
     (length,) = struct.unpack_from("<Q", data)
-    if length > min(MAX_HEADER_NBYTES, len(data) - 8):
+    if length > MAX_HEADER_NBYTES:
         raise PatchFormatError(
-            f"not a safetensors file, or truncated: the header should have {length} bytes, "
-            f"the file has {len(data) - 8} (and the limit is {MAX_HEADER_NBYTES})"
+            f"not a safetensors file: its first 8 bytes say that the header should have {length} bytes, "
+            f"expected at most {MAX_HEADER_NBYTES}"
+        )
+    if length > len(data) - 8:
+        raise PatchFormatError(
+            f"not a safetensors file, or truncated: the header should have {length} bytes, found {len(data) - 8}"
         )
     try:
         raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])

@@ -11,7 +11,7 @@ import msgspec
 
 from pulse_rl import container, digests, patchfile
 from pulse_rl.bits import Layout
-from pulse_rl.checkpoint import map_file
+from pulse_rl.checkpoint import INDEX, map_file
 from pulse_rl.errors import PatchFormatError, VersionNotFoundError
 from pulse_rl.history import History, Manifest
 
@@ -42,12 +42,14 @@ class VersionInfo(msgspec.Struct, frozen=True):
     version: int
     sequence: int  # its place in the history: 0, 1, 2, …
     digest: str
-    patch_nbytes: int  # 0 for the first version
-    anchor_nbytes: int  # 0 where this version has no anchor
-    changes: int  # against the version before; 0 for the first
+    patch: str | None  # name in the store, which starts with the sequence; None for a version that is an anchor only
+    anchor: str | None  # likewise, of the directory of its files; None where this version has no anchor
+    patch_nbytes: int  # 0 without a patch
+    anchor_nbytes: int  # 0 without an anchor
+    changes: int  # against the version before; 0 without a patch
     density: float  # changes / elements
-    reduction: float  # full_nbytes / patch_nbytes; 1 for the first version
-    codec: str | None  # None for the first version
+    reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
+    codec: str | None  # None without a patch
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
@@ -63,8 +65,8 @@ class StoreInfo(msgspec.Struct, frozen=True):
 def kind_of(target: str) -> tuple[Kind, str]:
     """Tell what a path or URL names; a run directory stands for the store in it.
 
-    Returns the kind, and the path or URL to go on with. Raises FileNotFoundError, or PatchFormatError for a
-    file that is neither patch nor checkpoint.
+    Returns the kind, and the path or URL to go on with. Raises FileNotFoundError if nothing is there, or nothing
+    of ours in a directory, and PatchFormatError for a file that is neither patch nor checkpoint.
     """
     if "://" in target:
         return "store", target
@@ -74,6 +76,8 @@ def kind_of(target: str) -> tuple[Kind, str]:
             return "store", target
         if (path / "store").is_dir():
             return "store", str(path / "store")
+        if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
+            raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}")
         return "checkpoint", target
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {target}")
@@ -88,8 +92,8 @@ def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
     """Describe an opened checkpoint. Reads every element once, for the digest."""
     return CheckpointInfo(
         path=path,
-        elements=sum(bits.size for bits in tensors.values()),
-        full_nbytes=sum(bits.size * bits.itemsize for bits in tensors.values()),
+        elements=tensors.elements,
+        full_nbytes=tensors.nbytes,
         digest=digests.to_hex(digests.state_digest(tensors)),
         tensors=tuple(TensorEntry(name, bits.dtype, bits.shape) for name, bits in tensors.items()),
     )
@@ -115,6 +119,8 @@ def _version_info(manifest: Manifest) -> VersionInfo:
         version=manifest.version,
         sequence=manifest.sequence,
         digest=manifest.digest,
+        patch=patch.name if patch else None,
+        anchor=manifest.anchor[0].name.rpartition("/")[0] if manifest.anchor else None,
         patch_nbytes=patch.nbytes if patch else 0,
         anchor_nbytes=manifest.anchor_nbytes,
         changes=patch.changes if patch else 0,

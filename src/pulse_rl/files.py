@@ -11,7 +11,7 @@ from pathlib import Path
 from pulse_rl import patch as verbs
 from pulse_rl import patchfile
 from pulse_rl.bits import Layout, compare_layouts
-from pulse_rl.checkpoint import copy_checkpoint, map_file, open_checkpoint, write_stream
+from pulse_rl.checkpoint import copy_checkpoint, map_file, open_checkpoint, to_disk, write_stream
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.patch import PatchInfo
@@ -69,7 +69,10 @@ def apply_to_copy(
     try:
         copy_checkpoint(base, temporary)
         info = verbs.apply(watch(open_checkpoint(temporary, writable=True)), map_file(patch))
+        for path in (*temporary.rglob("*"), temporary):
+            to_disk(path)
         temporary.replace(out)
+        to_disk(out.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)

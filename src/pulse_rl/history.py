@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from blake3 import blake3
 
 from pulse_rl.errors import IntegrityError, StoreError, VersionNotFoundError
 from pulse_rl.store.base import Store
+from pulse_rl.store.objects import open_store
 
 FORMAT = "pulse-rl/history"
 FORMAT_VERSION = 1
@@ -61,7 +63,7 @@ class Manifest(msgspec.Struct, frozen=True):
     elements: Count
     full_nbytes: Count
     tied: dict[str, str]  # further names of tensors → the name that stands for them
-    patch: PatchRef | None  # None for the first version
+    patch: PatchRef | None  # None for the first version, and for any that is an anchor only
     anchor: tuple[ObjectRef, ...]  # the files of the full checkpoint; empty if this version has none
     anchor_sequence: Count  # the newest manifest with an anchor, this one included
     publisher: str  # random token of the publisher that committed it
@@ -97,11 +99,13 @@ def new_token() -> str:
 class History:
     """Reads and extends the history in one store. Manifests are immutable, so each is fetched once.
 
+    store: a Store, or the URL or path of one.
     Every method raises StoreError when the store fails.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store | str | Path) -> None:
+        # None, as from a setting that is not set, is open_store's to refuse.
+        self.store = open_store(store) if isinstance(store, str | Path | None) else store
         self._manifests: dict[int, Manifest] = {}
 
     def sequences(self) -> list[int]:
@@ -113,6 +117,14 @@ class History:
         """The newest version, or None for an empty history."""
         sequences = self.sequences()
         return self.read(sequences[-1]) if sequences else None
+
+    def end(self) -> tuple[int, Manifest | None]:
+        """The sequence that comes next, and the newest version of which the manifest can be read, if there is one."""
+        sequences = self.sequences()
+        for sequence in reversed(sequences):
+            with suppress(IntegrityError, VersionNotFoundError):
+                return sequences[-1] + 1, self.read(sequence)
+        return (sequences[-1] + 1 if sequences else 0), None
 
     def read(self, sequence: int) -> Manifest:
         """One manifest, checked. Raises VersionNotFoundError if it is not (or no longer) there."""
@@ -142,6 +154,8 @@ class History:
             raise IntegrityError(f"{where}: it says it is number {manifest.sequence}")
         if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
             raise IntegrityError(f"{where}: its anchor and anchor_sequence contradict each other")
+        if manifest.patch is None and not manifest.anchor:
+            raise IntegrityError(f"{where}: expected a patch, an anchor or both, found neither")
         for ref in (*manifest.anchor, *filter(None, [manifest.patch])):
             match = _OBJECT.fullmatch(ref.name)
             if not match or int(match[1]) != sequence:
@@ -172,14 +186,17 @@ class History:
     def route(self, held: int | None, target: Manifest) -> Route:
         """The way to a version with the fewest bytes: over patches from what is held, or from an anchor.
 
-        held: the sequence of the version that is held, None for nothing. Raises VersionNotFoundError if
-        manifests on every way are gone.
+        held: the sequence of the version that is held, None for nothing. A version without a patch can only be
+        come to over its anchor. Raises VersionNotFoundError or IntegrityError if manifests on every way are gone
+        or broken.
         """
         routes = []
         if held is not None and held <= target.sequence:
-            # Pruned in the middle: the anchor remains.
-            with suppress(VersionNotFoundError):
-                routes.append(Route(None, [self.read(s) for s in range(held + 1, target.sequence + 1)]))
+            # Pruned or broken in the middle: the anchor remains.
+            with suppress(VersionNotFoundError, IntegrityError):
+                after = [self.read(s) for s in range(held + 1, target.sequence + 1)]
+                if all(manifest.patch for manifest in after):
+                    routes.append(Route(None, after))
         if not routes or routes[0].nbytes >= target.full_nbytes:
             routes.append(self.anchor_route(target))
         return min(routes, key=lambda route: route.nbytes)

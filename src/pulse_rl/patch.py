@@ -4,6 +4,7 @@ Weights are a torch module or a mapping of tensor name → torch tensor or NumPy
 or 8 bytes, any shape and strides, tied or not. Files are the business of `checkpoint`, stores of `history`.
 """
 
+import os
 from typing import Any
 
 import msgspec
@@ -73,10 +74,10 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
     digest is computed, before one element is written.
     Returns what was applied. Raises PatchFormatError (unreadable or corrupt patch), BaseMismatchError (other
     tensors or other bits than the base's), IntegrityError (would not give the target's digest), ValueError
-    (read-only arrays): after each of them the weights are as they were.
+    (read-only arrays), TypeError (a path instead of bytes): after each of them the weights are as they were.
     Cost: one read of all weights to prove the base, then O(changes).
     """
-    parsed = patchfile.unpack(patch)
+    parsed = _parse(patch)
     targets = resolve(parsed.by_name(), parsed.tied, layout(weights))
     application = Application(parsed, targets)
     application.prove(live_digest(targets))
@@ -87,9 +88,18 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
 def inspect(patch: bytes | bytearray | memoryview) -> PatchInfo:
     """Read what a patch holds, from its header and index; its hash is checked, its payload not decoded.
 
-    Raises PatchFormatError if the bytes are no sound patch.
+    Raises PatchFormatError if the bytes are no sound patch, TypeError for a path: read the file first.
     """
-    return info(patchfile.unpack(patch))
+    return info(_parse(patch))
+
+
+def _parse(patch: bytes | bytearray | memoryview) -> patchfile.Patch:
+    try:
+        view = memoryview(patch)
+    except TypeError:
+        hint = "; read the file first: Path(...).read_bytes()" if isinstance(patch, str | os.PathLike) else ""
+        raise TypeError(f"patch: expected bytes, found {type(patch).__name__}{hint}") from None
+    return patchfile.unpack(view)
 
 
 def info(patch: patchfile.Patch) -> PatchInfo:

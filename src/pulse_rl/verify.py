@@ -22,7 +22,6 @@ from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, Versio
 from pulse_rl.history import History, Manifest, Route
 from pulse_rl.parallel import ordered_map
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
 from pulse_rl.sync.restore import Work, prepare, restore
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
@@ -61,7 +60,7 @@ def verify(target: str | Path | Store, *, progress: Progress | None = None) -> V
     except PatchFormatError as error:
         return VerifyReport(False, "file", str(target), (str(error),), 0)
     if kind == "store":
-        return verify_history(History(open_store(place)), tell)
+        return verify_history(History(place), tell)
     tell(0, 1, place)
     if kind == "patch":
         return _verify_patch(Path(place))
@@ -163,21 +162,21 @@ class _Walk:
 
     def finish(self) -> None:
         """Count the digest of the version at the end over all bits."""
+        self._recount()
+
+    def _recount(self) -> None:
+        """Count the copy's digest over all bits; if it is not what it should be, give the copy up."""
         held = self._held
-        if held is not None and not self._recount() and held in self.good:
+        if self._copy is None or held is None:
+            return
+        found = digests.to_hex(digests.state_digest(self._copy))
+        if found == held.digest:
+            return
+        self._fault(held, f"patches lead to digest {found}, its manifest says {held.digest}")
+        if held in self.good:
             self.good.remove(held)
             self.bad.append(held)
-
-    def _recount(self) -> bool:
-        """Count the copy's digest over all bits; if it is not what it should be, give the copy up."""
-        if self._copy is None or self._held is None:
-            return False
-        found = digests.to_hex(digests.state_digest(self._copy))
-        if found == self._held.digest:
-            return True
-        self._fault(self._held, f"patches lead to digest {found}, its manifest says {self._held.digest}")
         self._drop()
-        return False
 
     def _order(self, manifest: Manifest) -> None:
         """What a manifest can say wrong about its place among the others."""
@@ -190,8 +189,6 @@ class _Walk:
         if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
             expected, found = last.anchor_sequence, manifest.anchor_sequence
             self._fault(manifest, f"its newest anchor should be number {expected}, its manifest says {found}")
-        if contiguous and manifest.patch is None:
-            self._fault(manifest, f"it has no patch from version {last.version}")
         if manifest.version <= last.version:
             self._fault(manifest, f"it comes after version {last.version}")
 
@@ -219,10 +216,7 @@ class _Walk:
         files.mkdir()
         try:
             tensors = restore(self.history, Route(manifest, []), files, self.work)
-            counts = (
-                sum(bits.size for bits in tensors.values()),
-                sum(bits.size * bits.itemsize for bits in tensors.values()),
-            )
+            counts = (tensors.elements, tensors.nbytes)
             if counts != (manifest.elements, manifest.full_nbytes):
                 raise IntegrityError(
                     f"its manifest promises (elements, bytes) {(manifest.elements, manifest.full_nbytes)}, "
@@ -230,7 +224,7 @@ class _Walk:
                 )
         except FAULTS as error:
             shutil.rmtree(files)
-            reach = "; only subscribers that hold the version before can follow" if self._copy else ""
+            reach = "; only subscribers that hold the version before can follow" if self._held == manifest else ""
             self._fault(manifest, f"{_sentence(error)}{reach}")
             return False
         self._drop()

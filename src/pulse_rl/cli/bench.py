@@ -53,7 +53,7 @@ def identical(
     out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
     model: Annotated[str, typer.Option(help="smollm2, tiny, or a path or hub id.")] = "smollm2",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
-    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-6,
+    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate.")] = 3e-6,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -88,5 +88,5 @@ def _show(report: Any, as_json: bool) -> None:
         return
     output.facts(report.facts())
     for columns, rows in report.tables():
-        typer.echo()
+        output.write("\n")
         output.table(columns, rows)

@@ -25,6 +25,14 @@ Target = Annotated[
 ]
 
 
+# What a report without problems says of each kind: only a store holds what its bits can be proved against.
+SOUND = {
+    "patch": "intact",
+    "checkpoint": "readable; whether this is the digest that it should have, only you can tell",
+    "store": "all proved",
+}
+
+
 def diff(
     old: Annotated[
         Path,
@@ -40,13 +48,15 @@ def diff(
         typer.Option("--output", "-o", metavar="PATCH", help="Where to write the patch.", show_default=False),
     ],
     base: Annotated[int, typer.Option(min=0, help="The version number of OLD.")] = 0,
-    target: Annotated[int, typer.Option(min=0, help="The version number of NEW.")] = 1,
+    target: Annotated[int, typer.Option(min=0, help="The version number of NEW, greater than OLD's.")] = 1,
     codec: Annotated[str, typer.Option(metavar="auto|gap|raw", help="How the changes are coded.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write the bits in which NEW differs from OLD as one small patch.
 
     Checkpoints are mapped, not loaded: they may be larger than memory.
+
+    Example: pulse-rl diff step-3/ step-4/ -o 3-4.safetensors --base 3 --target 4
     """
     from typing import cast
 
@@ -54,7 +64,10 @@ def diff(
     from pulse_rl.codecs.choose import CodecName, choose
     from pulse_rl.files import write_diff
 
-    choose(codec)
+    with output.checking():
+        choose(codec)
+        if target <= base:
+            raise ValueError(f"target: expected a later version than base ({base}), found {target}")
     if out.exists() and any(out.samefile(file) for file in (*files_of(old), *files_of(new))):
         raise ValueError(f"{out}: the patch would replace the checkpoint it is made from; name another file")
     with output.watching("diff") as watch:
@@ -94,6 +107,8 @@ def apply(
     """Write the checkpoint that PATCH leads to from BASE, bit for bit.
 
     OUT appears whole and proved, or not at all.
+
+    Example: pulse-rl apply step-3/ 3-4.safetensors -o step-4/
     """
     from pulse_rl.files import apply_to_copy
 
@@ -103,19 +118,24 @@ def apply(
 
 
 def inspect(target: Target, as_json: AsJson = False) -> None:
-    """Say what a patch, a checkpoint or a store holds."""
+    """Say what a patch, a checkpoint or a store holds.
+
+    A store is told version by version. Names of its files start with the number
+    of the commit (0, 1, 2, …), not of the version; --json gives them.
+
+    Example: pulse-rl inspect runs/main
+    """
     from pulse_rl.checkpoint import open_checkpoint
     from pulse_rl.contents import checkpoint_info, kind_of, store_info
     from pulse_rl.files import read_patch
     from pulse_rl.history import History
     from pulse_rl.patch import info
-    from pulse_rl.store.objects import open_store
 
     kind, place = kind_of(target)
     if kind == "patch":
         _print_patch(info(read_patch(Path(place))), as_json)
     elif kind == "store":
-        _print_store(store_info(History(open_store(place))), as_json)
+        _print_store(store_info(History(place)), as_json)
     else:
         with output.watching("digest") as watch:
             described = checkpoint_info(place, watch(open_checkpoint(place)))
@@ -123,11 +143,15 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
 
 
 def verify(target: Target, as_json: AsJson = False) -> None:
-    """Prove a patch, a checkpoint or a whole store, and say what is wrong where.
+    """Prove a whole store, or check a patch or a checkpoint, and say what is wrong where.
 
-    A store is walked from its oldest version to its newest: every manifest, every object's size and hash,
-    every patch applied to a copy in temporary files, every anchor against the patches that lead to it.
+    A store is walked from its oldest version to its newest: every manifest,
+    every object's size and hash, every patch applied to a copy in temporary
+    files, every anchor against the patches that lead to it. A lone patch is
+    intact or not, a lone checkpoint readable or not.
     Exit code 1 if anything is wrong.
+
+    Example: pulse-rl verify runs/main
     """
     from pulse_rl.verify import verify as prove
 
@@ -144,19 +168,19 @@ def verify(target: Target, as_json: AsJson = False) -> None:
             lines["bad"] = _versions(report.bad_versions)
         if report.leftovers:
             lines["leftovers"] = f"{len(report.leftovers)} objects that no version names; harmless"
-        output.facts(lines | {"result": "all proved" if report.ok else f"{len(report.problems)} wrong:"})
+        output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} wrong:"})
         for problem in report.problems:
-            typer.echo(f"  {problem}")
+            output.write(f"  {problem}\n")
     if not report.ok:
         raise typer.Exit(1)
 
 
-def _versions(versions: tuple[int, ...]) -> str:
+def _versions(versions: tuple[int, ...], at: str = "") -> str:
+    """How many and which: "2, at versions 0, 50"."""
     if not versions:
         return "none"
-    if len(versions) <= 8:
-        return f"versions {', '.join(map(str, versions))}"
-    return f"{len(versions)} versions, {versions[0]} … {versions[-1]}"
+    which = ", ".join(map(str, versions)) if len(versions) <= 8 else f"{versions[0]} … {versions[-1]}"
+    return f"{len(versions)}, {at}version{'s' if len(versions) > 1 else ''} {which}"
 
 
 def _print_patch(info: PatchInfo, as_json: bool) -> None:
@@ -176,7 +200,7 @@ def _print_patch(info: PatchInfo, as_json: bool) -> None:
     )
     busiest = sorted((t for t in info.tensors if t.changes), key=lambda t: -t.changes)[:5]
     if busiest:
-        typer.echo()
+        output.write("\n")
         output.table(
             ["most changes in", "dtype", "shape", "changes"],
             [(t.name, t.dtype, "×".join(map(str, t.shape)) or "scalar", f"{t.changes:,}") for t in busiest],
@@ -202,12 +226,12 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
     if as_json:
         output.emit(info)
         return
-    anchors = [version.version for version in info.versions if version.anchor_nbytes]
+    anchors = tuple(version.version for version in info.versions if version.anchor)
     patches = sorted(version.patch_nbytes for version in info.versions if version.patch_nbytes)
     lines = {
         "store": info.url,
         "versions": f"{len(info.versions)}, {info.versions[0].version} to {info.newest}",
-        "anchors": ", ".join(map(str, anchors)) or "none",
+        "anchors": _versions(anchors, "at "),
         "model": f"{info.elements:,} elements, {nbytes(info.full_nbytes)}",
     }
     if patches:
@@ -217,7 +241,7 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
             f"{info.full_nbytes / middle:,.1f} times less than the model"
         )
     output.facts(lines)
-    typer.echo()
+    output.write("\n")
     output.table(
         ["version", "digest", "changes", "density", "patch", "reduction", "codec", "anchor"],
         [

@@ -1,6 +1,7 @@
 """`pulse-rl`: the commands put together, and the one place where errors become sentences.
 
-Exit codes: 0 done; 1 it could not be done, or `verify` found a fault; 2 the command line was not understood.
+Exit codes: 0 done; 1 it could not be done, or `verify` found a fault; 2 the command line was not
+understood, or an option's value makes no sense; 141 whoever reads stdout has closed it.
 Only Typer, Rich and the standard library are imported here: `pulse-rl --help` answers at once.
 """
 

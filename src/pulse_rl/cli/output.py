@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +19,40 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
+CLOSED_PIPE = 128 + 13  # the exit code of what SIGPIPE ends, as a shell reports it
+
+
+@contextmanager
+def checking() -> Iterator[None]:
+    """Check the values of options: a ValueError is a usage error then, which Typer prints and exits with 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def write(text: str) -> None:
+    """Text on stdout. Where nobody reads on (`| head`), the command ends without a word, as other tools do."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is buffered still would fail again, and loudly, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(CLOSED_PIPE) from None
+
+
 def emit(document: object) -> None:
     """One JSON document on stdout. Infinite numbers become null, as JSON has none."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+    write(msgspec.json.encode(document).decode() + "\n")
 
 
 def facts(pairs: Mapping[str, object]) -> None:
     """Names and values, one a line, on stdout."""
     width = max(map(len, pairs))
-    for name, value in pairs.items():
-        sys.stdout.write(f"{name:<{width}}  {value}\n")
+    write("".join(f"{name:<{width}}  {value}\n" for name, value in pairs.items()))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -44,7 +67,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     for row in rows:
         drawn.add_row(*map(str, row))
     # Where no terminal sets a width, a line is as long as it needs to be.
-    Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False).print(drawn)
+    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(drawn)
+    write(captured.get())
 
 
 @contextmanager

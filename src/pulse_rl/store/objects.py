@@ -119,14 +119,29 @@ class DirectoryStore(ObjectStore):
 def open_store(url: str | Path) -> Store:
     """Open the store at a URL: `file:///runs/a`, a path, or `memory://` (a new, empty one).
 
-    A directory is created when something is first written. Raises ValueError for a URL of another kind.
+    A directory is created when something is first written. Raises ValueError for a URL of another kind and for
+    a directory that has a store in it (a run's), NotADirectoryError for a file, TypeError for anything else.
     """
+    if not isinstance(url, str | Path):
+        raise TypeError(f"store: expected a URL or a path, found {type(url).__name__}")
     text = str(url)
+    if not text:
+        raise ValueError("store: expected a URL or a path, found an empty string")
     if "://" not in text:
-        return DirectoryStore(Path(url))
+        return _open_directory(Path(url))
     parts = urlsplit(text)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-        return DirectoryStore(Path(unquote(parts.path)))
+        return _open_directory(Path(unquote(parts.path)))
     if parts.scheme == "memory" and not parts.netloc and parts.path in ("", "/"):
         return ObjectStore(MemoryStore(), "memory://")
     raise ValueError(f"store: expected file:///path, a path or memory://, found {text!r}")
+
+
+def _open_directory(path: Path) -> Store:
+    # A directory that is empty, or not there yet, is a new store; what is surely no store would pass for one too.
+    inside = path / "store"
+    if path.is_file():
+        raise NotADirectoryError(f"store: expected a directory, found the file {path}")
+    if (inside / "manifests").is_dir() and not (path / "manifests").is_dir():
+        raise ValueError(f"store: {path} is a run's directory; did you mean {inside}?")
+    return DirectoryStore(path)

@@ -14,22 +14,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
 from pulse_rl import digests, encode, patchfile
 from pulse_rl.application import Application, resolve
-from pulse_rl.bits import Bits, HostBits, Layout, compare_layouts, layout
+from pulse_rl.bits import Bits, HostBits, Layout, cast_name, compare_layouts, layout
 from pulse_rl.codecs.choose import CodecName, choose
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history import FORMAT, FORMAT_VERSION, History, Manifest, ObjectRef, PatchRef, new_token
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
 from pulse_rl.sync.anchor import model_config, put_anchor
-from pulse_rl.sync.restore import Work, restore
+from pulse_rl.sync.restore import Work, restore, way_out
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,17 @@ class PublishReport:
     """What one publish did. Seconds of cast, diff and encode are work summed over threads; put is wall time."""
 
     version: int
-    base: int | None  # version the patch starts from; None for the first version, which is an anchor only
+    base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
     digest: str  # of the published version, 16 hex digits
-    codec: str | None  # None for the first version
+    codec: str | None  # None without a patch
     elements: int
     changes: int  # elements whose bits differ from the base
     density: float  # changes / elements
     full_nbytes: int  # of the whole model's bits
-    patch_nbytes: int  # what a following subscriber reads; 0 for the first version
+    patch_nbytes: int  # what a following subscriber reads; 0 without a patch
     anchor_nbytes: int  # 0 unless this version is an anchor too
     sent_nbytes: int  # patch and anchor together: what went into the store
-    reduction: float  # full_nbytes / patch_nbytes; 1 for the first version
+    reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
     cast_s: float
     diff_s: float
     encode_s: float
@@ -69,14 +71,16 @@ class Publisher:
 
     store: a Store, or the URL or path of one. anchor_every: a full checkpoint every so many versions (the
     first version always is one). codec: "auto", "gap" or "raw". cast: the dtype that floating-point tensors
-    are published as ("bfloat16" where the trainer holds FP32 masters); None publishes them as they are.
-    retain: keep at least this many of the newest versions and delete older ones; None keeps all.
+    are published as (torch.bfloat16, or "bfloat16", where the trainer holds FP32 masters); None publishes them
+    as they are. retain: keep at least this many of the newest versions and delete older ones; None keeps all.
+    Raises ValueError for a setting that makes no sense.
 
     Memory: the published bits once (the baseline), one patch, and a few MB a thread.
 
     A history has one publisher at a time. On a history that has versions already, the first `publish`
-    rebuilds the baseline from it, proved, and goes on from its newest version; a publisher that another one
-    has overtaken gets a StoreError and publishes nothing. Not thread-safe.
+    rebuilds the baseline from it, proved, and goes on from its newest version (where it cannot be rebuilt,
+    `publish(…, anchor=True)` goes on without it); a publisher that another one has overtaken gets a StoreError
+    and publishes nothing. Not thread-safe.
     """
 
     def __init__(
@@ -85,17 +89,17 @@ class Publisher:
         *,
         anchor_every: int = 50,
         codec: CodecName = "auto",
-        cast: str | None = None,
+        cast: str | torch.dtype | None = None,
         retain: int | None = None,
     ) -> None:
         if anchor_every < 1:
             raise ValueError(f"anchor_every: expected at least 1, found {anchor_every}")
         if retain is not None and retain < 1:
             raise ValueError(f"retain: expected at least 1 version, found {retain}")
-        self.history = History(open_store(store) if isinstance(store, str | Path) else store)
+        self.history = History(store)
         self._codec = choose(codec)
         self._anchor_every = anchor_every
-        self._cast = cast
+        self._cast = cast_name(cast) if cast is not None else None
         self._retain = retain
         self._token = new_token()
         self._head: Manifest | None = None  # the version that the baseline holds
@@ -115,51 +119,67 @@ class Publisher:
         """Take up the newest version of a history that has versions already; `publish` does so by itself.
 
         Returns that version, None for an empty history. Rebuilds the baseline, proved, in scratch files first.
-        Raises IntegrityError or StoreError if the history does not give its newest version back, StoreError
-        if another publisher has committed since.
+        Raises IntegrityError or StoreError if the history does not give its newest version back (then
+        `publish(…, anchor=True)` goes on without it), StoreError if another publisher has committed since.
         """
-        head = self.history.head()
-        if self._head is not None and head != self._head:
-            raise StoreError(
-                f"another publisher ({head.publisher if head else 'unknown'}) has changed "
-                f"{self.history.store.url} since version {self._head.version}: a history has one publisher at a "
-                "time; open a new Publisher to go on from its newest version"
-            )
+        with way_out():
+            head = self.history.head()
+        self._refuse_overtaken(head)
         if head is not None and self._baseline is None:
-            with tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
+            with way_out(), tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
                 restored = restore(self.history, self.history.anchor_route(head), Path(scratch), Work())
                 baseline = _copy(restored)
             baseline.tied = dict(head.tied)
             self._head, self._baseline = head, baseline
         return head.version if head else None
 
+    def _refuse_overtaken(self, head: Manifest | None) -> None:
+        if self._head is not None and head != self._head:
+            raise StoreError(
+                f"another publisher ({head.publisher if head else 'unknown'}) has changed "
+                f"{self.history.store.url} since version {self._head.version}: a history has one publisher at a "
+                "time; open a new Publisher to go on from its newest version"
+            )
+
     def publish(
         self,
         weights: Any,
         *,
         version: int,
-        cast: str | None = None,
+        anchor: bool = False,
+        cast: str | torch.dtype | None = None,
         assets: Mapping[str, bytes] | None = None,
     ) -> PublishReport:
         """Publish the weights as a new version; when this returns, subscribers can have it.
 
         weights: a torch module (its parameters and persistent buffers), a state dict, or any mapping of
         name → tensor or array; not modified, and not to be modified meanwhile. version: greater than every
-        version of the history. cast: as the constructor's, for this call. assets: small files to put beside
-        an anchor (a tokenizer's); a Transformers model's config.json is added by itself.
+        version of the history. anchor: write a full checkpoint too, whatever `anchor_every` says. Where this
+        publisher holds no baseline yet, nothing of the history is rebuilt then, so that a damaged one can go on:
+        the version is an anchor only, and subscribers come to it over that. cast: as the constructor's, for this
+        call. assets: small files to put beside an anchor (a tokenizer's); a Transformers model's config.json is
+        added by itself.
 
         Raises ValueError (version not newer), BaseMismatchError (other tensors than the version before),
         StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
-        while they were read). After any of them the history is as it was and `publish` can be called again.
+        while they were read, or the history is damaged). After any of them the history is as it was and `publish`
+        can be called again.
         One exception: if deleting what `retain` no longer keeps fails, the StoreError comes after the commit, and
         `version` says that the new version stands.
         """
         start = time.perf_counter()
         patchfile.check_version("version", version)
-        self.resume()
-        cast = cast or self._cast
-        tensors = layout(weights, cast)
-        head, baseline = self._head, self._baseline
+        cast = self._cast if cast is None else cast_name(cast)
+        if anchor and self._baseline is None:
+            sequence, head = self.history.end()
+            self._refuse_overtaken(head)
+        else:
+            self.resume()
+            head = self._head
+            sequence = head.sequence + 1 if head else 0
+        baseline, tensors = self._baseline, layout(weights, cast)
+        if head is not None:
+            _check_successor(head, baseline, tensors, version)
         if head is None or baseline is None:
             application, baseline = None, _copy(tensors)
             copied = time.perf_counter()
@@ -169,7 +189,8 @@ class Publisher:
         else:
             application, coded = self._encode(head, baseline, tensors, version)
         put = time.perf_counter()
-        manifest = self._put(head, tensors, version, coded, model_config(weights, cast) | dict(assets or {}))
+        files = model_config(weights, cast) | dict(assets or {})
+        manifest = self._put(sequence, head, tensors, version, coded, anchor, files)
         put_s = time.perf_counter() - put
         # Committed: move the baseline. Should even that fail, the next publish rebuilds it from the history.
         self._head, self._baseline = manifest, None
@@ -178,16 +199,10 @@ class Publisher:
         self._baseline = baseline
         if self._retain is not None:
             self.history.prune(self._retain)
-        return _report(head, manifest, coded, put_s, start)
+        return _report(manifest, coded, put_s, start)
 
     def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, _Coded]:
         """Code the changes since the baseline, and prove the patch against it."""
-        if version <= head.version:
-            raise ValueError(f"version: expected more than {head.version}, the newest one, found {version}")
-        what = f"version {head.version} and version {version}"
-        compare_layouts(baseline.all_names(), tensors.all_names(), what)
-        if baseline.tied != tensors.tied:
-            raise BaseMismatchError(f"{what}: the tied tensors differ: {baseline.tied} and {tensors.tied}")
         base_digest = int(head.digest, 16)
         coded = encode.encode(
             baseline,
@@ -204,10 +219,16 @@ class Publisher:
         return application, _Coded(coded.header.target_digest, coded, coded.read_s, coded.diff_s)
 
     def _put(
-        self, head: Manifest | None, tensors: Layout, version: int, coded: _Coded, assets: Mapping[str, bytes]
+        self,
+        sequence: int,
+        head: Manifest | None,
+        tensors: Layout,
+        version: int,
+        coded: _Coded,
+        anchor: bool,
+        assets: Mapping[str, bytes],
     ) -> Manifest:
         """Put the objects of a version, then commit its manifest."""
-        sequence = head.sequence + 1 if head else 0
         token = new_token()
         store = self.history.store
         ref = None
@@ -216,21 +237,21 @@ class Publisher:
             name = f"patches/{sequence:012d}-{token}.safetensors"
             store.put(name, data)
             ref = PatchRef(name, len(data), blake3(data).hexdigest(), head.version, header.codec, header.changes)
-        anchor: tuple[ObjectRef, ...] = ()
-        if head is None or sequence - head.anchor_sequence >= self._anchor_every:
-            anchor = put_anchor(store, f"anchors/{sequence:012d}-{token}", tensors, coded.digest, assets)
+        full: tuple[ObjectRef, ...] = ()
+        if anchor or head is None or ref is None or sequence - head.anchor_sequence >= self._anchor_every:
+            full = put_anchor(store, f"anchors/{sequence:012d}-{token}", tensors, coded.digest, assets)
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
             sequence=sequence,
             version=version,
             digest=coded.digest,
-            elements=sum(bits.size for bits in tensors.values()),
-            full_nbytes=sum(bits.size * bits.itemsize for bits in tensors.values()),
+            elements=tensors.elements,
+            full_nbytes=tensors.nbytes,
             tied=tensors.tied,
             patch=ref,
-            anchor=anchor,
-            anchor_sequence=sequence if anchor or head is None else head.anchor_sequence,
+            anchor=full,
+            anchor_sequence=sequence if full or head is None else head.anchor_sequence,
             publisher=self._token,
             created=time.time(),
         )
@@ -238,12 +259,28 @@ class Publisher:
         return manifest
 
 
-def _report(head: Manifest | None, manifest: Manifest, coded: _Coded, put_s: float, start: float) -> PublishReport:
+def _check_successor(head: Manifest, baseline: Layout | None, tensors: Layout, version: int) -> None:
+    """Raise ValueError or BaseMismatchError unless these tensors can be the version after the newest one."""
+    if version <= head.version:
+        raise ValueError(f"version: expected more than {head.version}, the newest one, found {version}")
+    what = f"version {head.version} and version {version}"
+    if baseline is not None:
+        compare_layouts(baseline.all_names(), tensors.all_names(), what)
+    elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
+        raise BaseMismatchError(
+            f"{what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
+            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast"
+        )
+    if head.tied != tensors.tied:
+        raise BaseMismatchError(f"{what}: the tied tensors differ: {head.tied} and {tensors.tied}")
+
+
+def _report(manifest: Manifest, coded: _Coded, put_s: float, start: float) -> PublishReport:
     patch = manifest.patch
     patch_nbytes, changes = (patch.nbytes, patch.changes) if patch else (0, 0)
     return PublishReport(
         version=manifest.version,
-        base=head.version if head else None,
+        base=patch.base if patch else None,
         digest=manifest.digest,
         codec=patch.codec if patch else None,
         elements=manifest.elements,

@@ -15,7 +15,7 @@ from pulse_rl import digests, patchfile
 from pulse_rl.application import Application, resolve
 from pulse_rl.bits import Layout
 from pulse_rl.checkpoint import open_checkpoint
-from pulse_rl.errors import IntegrityError
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
 from pulse_rl.history import History, Manifest, Route
 
 
@@ -38,6 +38,20 @@ class Work:
             yield
         finally:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+
+@contextmanager
+def way_out() -> Iterator[None]:
+    """Let the failure of a history say how to get past it; another model's weights are no failure of a history."""
+    try:
+        yield
+    except PulseError as error:
+        if not isinstance(error, BaseMismatchError):
+            error.add_note(
+                "if that cannot be repaired, publish(…, anchor=True) on the trainer's side gets past it "
+                "with a full checkpoint"
+            )
+        raise
 
 
 def prepare(history: History, manifest: Manifest, weights: Layout, held_digest: str, work: Work) -> Application:

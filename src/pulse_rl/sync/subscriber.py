@@ -22,8 +22,7 @@ from pulse_rl.bits import Bits, Layout, layout
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.history import History, Manifest, Route
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
-from pulse_rl.sync.restore import Work, prepare, restore
+from pulse_rl.sync.restore import Work, prepare, restore, way_out
 
 POLL_S = 0.05  # between looks at the store while waiting: a listing each, cheap on files, a request on clouds
 
@@ -59,7 +58,7 @@ class Subscriber:
     """
 
     def __init__(self, store: Store | str | Path) -> None:
-        self.history = History(open_store(store) if isinstance(store, str | Path) else store)
+        self.history = History(store)
         self._held: Manifest | None = None
 
     @property
@@ -115,25 +114,7 @@ class Subscriber:
         live = layout(weights)
         work = Work()
         previous = self.version
-        if self._held is None:
-            self._recognise(live, target)
-        recovered = None
-        route = self.history.route(self._held.sequence if self._held else None, target)
-        if route.anchor is None:
-            try:
-                for manifest in route.patches:
-                    assert self._held is not None  # a route without an anchor starts from what is held
-                    self._step(self._held, manifest, live, work)
-            except PulseError as error:
-                recovered = str(error)
-                route = self.history.anchor_route(target)
-        if route.anchor is not None:
-            try:
-                self._load(route, target, live, work)
-            except PulseError as error:
-                if recovered:
-                    error.add_note(f"after the way over patches had failed: {recovered}")
-                raise
+        route, recovered = self._follow(target, live, work)
         return SyncReport(
             version=target.version,
             previous=previous,
@@ -174,10 +155,35 @@ class Subscriber:
     def _target(self, version: int | None) -> Manifest:
         if version is not None:
             return self.history.find(version)
-        head = self.history.head()
+        with way_out():
+            head = self.history.head()
         if head is None:
             raise VersionNotFoundError(f"{self.history.store.url} holds no version yet")
         return head
+
+    @way_out()
+    def _follow(self, target: Manifest, live: Layout, work: Work) -> tuple[Route, str | None]:
+        """Take the cheapest way to a version. Returns the way taken, and why the first one failed if it did."""
+        if self._held is None:
+            self._recognise(live, target)
+        recovered = None
+        route = self.history.route(self._held.sequence if self._held else None, target)
+        if route.anchor is None:
+            try:
+                for manifest in route.patches:
+                    assert self._held is not None  # a route without an anchor starts from what is held
+                    self._step(self._held, manifest, live, work)
+            except PulseError as error:
+                recovered = str(error)
+                route = self.history.anchor_route(target)
+        if route.anchor is not None:
+            try:
+                self._load(route, target, live, work)
+            except PulseError as error:
+                if recovered and recovered != str(error):
+                    error.add_note(f"after the way over patches had failed: {recovered}")
+                raise
+        return route, recovered
 
     def _recognise(self, live: Layout, target: Manifest) -> None:
         """Find out whether the live weights already hold a version between the anchor and the target."""
