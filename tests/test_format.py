@@ -7,6 +7,7 @@ the reader must go on reading is pinned as one whole file. docs/format.md shows 
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
-from patch_tools import changed, random_tensor, snapshot, take_apart
+from fuzz_context import Block, Decoded, decode, decode_naively
+from patch_tools import changed, from_bytes, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl import digests
+from pulse_rl import digests, patchfile
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS, CodecName
 from pulse_rl.kernels import cpu, reference
@@ -252,9 +254,74 @@ DENSE: list[tuple[CodecName, int, int, int]] = [
 
 @pytest.mark.parametrize(("codec", "itemsize", "size", "least"), DENSE)
 def test_where_a_segment_becomes_dense(codec: str, itemsize: int, size: int, least: int) -> None:
-    assert not CODECS[codec].is_dense(SegmentSpec(size, itemsize, least - 1))
-    assert CODECS[codec].is_dense(SegmentSpec(size, itemsize, least))
-    assert not CODECS[codec].is_dense(SegmentSpec(size, itemsize, 0))
+    dtype = f"U{8 * itemsize}"
+    assert not CODECS[codec].is_dense(SegmentSpec(dtype, size, least - 1, size, 0))
+    assert CODECS[codec].is_dense(SegmentSpec(dtype, size, least, size, 0))
+    assert not CODECS[codec].is_dense(SegmentSpec(dtype, size, 0, size, 0))
+
+
+CONTEXT_BF16 = """
+3100000002ad6e3b3647184efa1787757eb49118ffc0e8260089158957b82a91148cdc382dbbae9f15c0e78255386e99671cf7eecd96c1b7
+f107e2d1f642de7cfc1cf2189880a5e8
+"""
+CONTEXT_MIXED = """
+6f00000000c0c18e2ee6305ad5cbb2bc4459118648475fe47683823494cd571fada705a1fc3a415f1e1ad5250b52851677d1ddf5dc8d5bb9
+008e939faa4132c7eb72a7e6ecd217ded303f29092539f512b5e80d89ad0803b5e7b4c256f9797ab44e6cd4b75ed2f6954c012d282437b3b
+aebd3a399b15d84e75de29
+"""
+# name, torch dtype, shape, base and target as they lie in memory
+MIXED: list[tuple[str, str, tuple[int, ...], str, str]] = [
+    ("a", "bfloat16", (3,), "803f00407f80", "813f004080ff"),  # one step up; the largest subnormal below 0 becomes −∞
+    ("b", "uint8", (4,), "00010203", "00ff0205"),
+    ("c", "int32", (2,), "ffffffff00000080", "00000000ffffff7f"),  # −1 to 0; the least to the largest, one step down
+    ("d", "float8_e4m3fn", (2, 3), "38b800807fff", "39b80000ff7f"),  # −0 to 0; each NaN to the other
+    ("e", "bfloat16", (2, 2), "c17fc2ff01000080", "c17fc3ff01800000"),  # a NaN's payload; a subnormal changes sign
+    ("f", "float64", (), "000000000000f03f", "010000000000f03f"),
+]
+
+
+def context_states(golden: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Base and target of a golden block, as docs/format.md words them."""
+    if golden == CONTEXT_MIXED:
+        old = {name: from_bytes("torch", dtype, shape, bytes.fromhex(b)) for name, dtype, shape, b, _ in MIXED}
+        new = {name: from_bytes("torch", dtype, shape, bytes.fromhex(t)) for name, dtype, shape, _, t in MIXED}
+        return old, new
+    i = np.arange(600)
+    base = np.where(i % 10 == 0, 0x3780 + i, 0x3F80 + i % 128).astype("<u2")
+    target = base.copy()
+    target[i % 20 == 0] += 1
+    target[i % 70 == 0] -= 2
+    target[33] -= 1
+    target[501] ^= 0x8000
+    shape = (2, 300)
+    return (
+        {"w": from_bytes("torch", "bfloat16", shape, base.tobytes())},
+        {"w": from_bytes("torch", "bfloat16", shape, target.tobytes())},
+    )
+
+
+GOLDEN = pytest.mark.parametrize("golden", [CONTEXT_BF16, CONTEXT_MIXED], ids=["bf16", "mixed"])
+
+
+@GOLDEN
+def test_the_context_codec_makes_the_pinned_block(golden: str) -> None:
+    """The writer's payload, byte for byte. Another way to learn models may change it; what follows must still hold."""
+    patch = pulse.diff(*context_states(golden), codec="context")
+    assert take_apart(patch)[1]["payload"].hex() == "".join(golden.split())
+
+
+@GOLDEN
+@pytest.mark.parametrize("reader", [decode, decode_naively])
+def test_both_context_decoders_read_the_pinned_block(golden: str, reader: Callable[[Block], Decoded]) -> None:
+    """What they make of the pinned bytes and the base, scattered, against the target."""
+    base, target = (snapshot(weights) for weights in context_states(golden))
+    (block,) = patchfile.unpack(pulse.diff(*context_states(golden), codec="context")).blocks
+    specs = [segment.spec for segment in block.segments]
+    arrays = [np.frombuffer(bytearray(base[n]), f"<u{s.itemsize}") for n, s in zip(sorted(base), specs, strict=True)]
+    decoded = reader(Block(bytes.fromhex(golden), specs, arrays))
+    for array, (indices, values) in zip(arrays, decoded, strict=True):
+        array[indices] = values
+    assert [array.tobytes() for array in arrays] == [target[name] for name in sorted(target)]
 
 
 # A reader written from docs/format.md alone, with nothing of the library
@@ -326,5 +393,6 @@ def test_the_document_shows_the_pinned_values() -> None:
     pinned += [value for *_, seed, digest in DIGESTS for value in (seed, digest)]
     pinned += [f"{value:016x}" for pair in MIX for value in pair]
     pinned += [words for _, words in GAPS]
+    pinned += [CONTEXT_BF16, CONTEXT_MIXED, *(bits for *_, old, new in MIXED for bits in (old, new))]
     squeezed = "".join(text.split())
     assert [value for value in pinned if "".join(value.split()) not in squeezed] == []

@@ -28,7 +28,7 @@ from pulse_rl.bits import HostBits, TorchBits
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels import cpu
 
-CODECS: list[CodecName] = ["gap", "raw", "auto"]
+CODECS: list[CodecName] = ["context", "gap", "raw", "auto"]
 KINDS = [("torch", name) for name in TORCH_DTYPES] + [("numpy", name) for name in NUMPY_DTYPES]
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (64,), (65,), (5, 13), (2, 3, 5, 7)]
 
@@ -477,7 +477,7 @@ def test_read_only_and_shared_elements_and_scalars() -> None:
         pulse.apply({"s": np.uint16(1)}, scalar)
 
 
-@pytest.mark.parametrize("codec", ["gap", "raw"])
+@pytest.mark.parametrize("codec", ["context", "gap", "raw"])
 def test_corrupt_patches(codec: CodecName) -> None:
     """One flipped bit anywhere, or one byte cut anywhere: refused, and no weight changes."""
     patch = small_patch(codec)
@@ -530,7 +530,7 @@ def test_the_largest_version() -> None:
 
 
 def test_an_unknown_codec() -> None:
-    with pytest.raises(ValueError, match="codec: expected one of auto, gap, raw, found 'zip'"):
+    with pytest.raises(ValueError, match="codec: expected one of auto, context, gap, raw, found 'zip'"):
         pulse.diff(small(), small(), codec="zip")  # type: ignore[arg-type]
 
 

@@ -9,15 +9,17 @@ is carried through before the interruption is let out: an overwrite can be repea
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from pulse_rl import digests
 from pulse_rl.bits import Bits, Layout, compare_layouts
 from pulse_rl.changes import Changes
+from pulse_rl.codecs.base import Piece
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.patchfile import Block, Patch, decoded_nbytes
+from pulse_rl.patchfile import Patch, Segment, decoded_nbytes
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 
@@ -83,7 +85,9 @@ class Application:
     def __init__(self, patch: Patch, targets: Mapping[str, Sequence[Bits]]) -> None:
         self._patch = patch
         self._live = [targets[tensor.name] for tensor in patch.tensors]
+        self._pieces: list[tuple[Sequence[Segment], Piece]] = []
         self._kept: dict[int, list[Changes]] = {}
+        self._written: set[int] = set()
         self._shared = _shared_memory(self._live)
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, likewise
@@ -99,27 +103,29 @@ class Application:
                 f"the patch goes from version {header.base} (digest {header.base_digest}) to {header.target}; "
                 f"these weights have digest {digests.to_hex(base_digest)}: apply it to those of version {header.base}"
             )
+        self._pieces = list(self._patch.pieces())
         seeds = [digests.seed(t.name, t.dtype, t.shape) for t in self._patch.tensors]
-        budget = KEEP_NBYTES
+        # Where two tensors are one piece of memory, the old bits of the second are gone once the first is written.
+        budget = float("inf") if self._shared and self._patch.codec.conditional else KEEP_NBYTES
         keep = []
-        for number, block in enumerate(self._patch.blocks):
-            budget -= decoded_nbytes(block.segments)
+        for number, (segments, _) in enumerate(self._pieces):
+            budget -= decoded_nbytes(segments)
             if budget >= 0:
                 keep.append(number)
         kept = frozenset(keep)
         # What the patch does to each tensor that shares its memory with another, as one number.
         sums = {tensor: 0 for pair in self._shared for tensor in pair}
 
-        def check(item: tuple[int, Block]) -> tuple[int, dict[int, int], float, float]:
-            number, block = item
+        def check(number: int) -> tuple[int, dict[int, int], float, float]:
+            segments, _ = self._pieces[number]
             parts: dict[int, int] = {}
             start_s = time.perf_counter()
-            changes = self._decode(block)
+            changes = self._decode(number)
             decoded_s = time.perf_counter()
             if number in kept:
                 self._kept[number] = changes
             delta = 0
-            for segment, (indices, values) in zip(block.segments, changes, strict=True):
+            for segment, (indices, values) in zip(segments, changes, strict=True):
                 if not len(indices):
                     continue
                 seed, start = seeds[segment.tensor], segment.start
@@ -136,7 +142,7 @@ class Application:
             return delta, parts, decoded_s - start_s, time.perf_counter() - decoded_s
 
         total = base_digest
-        for delta, parts, decode_s, prove_s in ordered_map(check, enumerate(self._patch.blocks)):
+        for delta, parts, decode_s, prove_s in ordered_map(check, range(len(self._pieces))):
             total += delta
             for tensor, share in parts.items():
                 sums[tensor] += share
@@ -162,16 +168,20 @@ class Application:
         Raises IntegrityError if an element does not read back as written (faulty memory, or a concurrent
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
-        numbers = range(len(self._patch.blocks))
+        numbers = range(len(self._pieces))
         carry_through(lambda: deque(ordered_map(self._write_block, numbers), maxlen=0))
 
-    def _decode(self, block: Block) -> list[Changes]:
-        return self._patch.codec.decode(block.payload, [segment.spec for segment in block.segments])
+    def _decode(self, number: int) -> list[Changes]:
+        segments, piece = self._pieces[number]
+        return piece.decode([partial(self._live[s.tensor][0].read, s.start, s.stop) for s in segments])
 
     def _write_block(self, number: int) -> None:
-        block = self._patch.blocks[number]
-        changes = self._kept.get(number) or self._decode(block)
-        for segment, (indices, values) in zip(block.segments, changes, strict=True):
+        if number in self._written:
+            return
+        segments, _ = self._pieces[number]
+        # Kept until all of it is written: a repeated write could no longer decode against the old bits.
+        changes = self._kept[number] = self._kept.get(number) or self._decode(number)
+        for segment, (indices, values) in zip(segments, changes, strict=True):
             if not len(indices):
                 continue
             for bits in self._live[segment.tensor]:
@@ -179,6 +189,8 @@ class Application:
                 if (bits.gather(segment.start, indices) != values).any():
                     name = self._patch.tensors[segment.tensor].name
                     raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written")
+        self._written.add(number)
+        del self._kept[number]
 
 
 def _shared_memory(live: Sequence[Sequence[Bits]]) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Which dtypes there are, by whose name, and the unsigned integers that stand for their bits."""
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,3 +31,27 @@ DTYPES: dict[str, tuple[str, int]] = {
 }
 ITEMSIZES: dict[str, int] = dict(DTYPES.values())  # safetensors name → bytes an element
 UINTS: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}
+
+
+class Field(NamedTuple):
+    """How a dtype's bits order its values, and where its exponent stands."""
+
+    sign: int  # the bit that is turned over (in a float: where it is set, all others are too) to order the values
+    mask: int  # of the magnitude: exponent and mantissa; 0 for whole numbers, which have one exponent
+    shift: int  # bits below the exponent
+    exponents: int
+    floating: bool
+
+
+_MANTISSAS = {"F8_E4M3": 3, "F8_E5M2": 2, "F8_E4M3FNUZ": 3, "F8_E5M2FNUZ": 2}
+_MANTISSAS |= {"F16": 10, "BF16": 7, "F32": 23, "F64": 52}
+
+
+def field(dtype: str) -> Field:
+    """The field of a dtype, by its safetensors name. A pair of floats (C64) counts as a whole number."""
+    bits = 8 * ITEMSIZES[dtype]
+    sign = 1 << bits - 1
+    if dtype not in _MANTISSAS:
+        return Field(sign if dtype.startswith("I") else 0, 0, 0, 1, False)
+    shift = _MANTISSAS[dtype]
+    return Field(sign, sign - 1, shift, 1 << bits - 1 - shift, True)

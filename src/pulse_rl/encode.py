@@ -1,12 +1,13 @@
 """From two states of weights to a patch: find the changes, code them, keep the digest.
 
 Works segment by segment on threads. What is held is one segment's changes a thread, one open block, and the
-coded blocks: never a second model.
+coded blocks: never a second model. Changes are found once, whatever the number of codecs that code them.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +15,9 @@ import numpy as np
 from pulse_rl import digests, patchfile
 from pulse_rl.bits import Bits
 from pulse_rl.changes import Changes, find_changes
-from pulse_rl.codecs.base import Codec, SegmentSpec, every_index
+from pulse_rl.codecs.base import Codec, Part, every_index
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-
-BLOCK_NBYTES = 1 << 20  # a block is closed once its decoded changes take this much memory
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,39 @@ class EncodedPatch:
     header: patchfile.PatchHeader
     read_s: float  # reading and casting the new weights, seconds of work summed over threads
     diff_s: float  # finding changes and digesting, likewise
-    encode_s: float  # coding and compressing, likewise
+    encode_s: float  # coding and compressing, wall time
 
 
 class _Found(NamedTuple):
-    spec: SegmentSpec
-    changes: Changes
+    parts: tuple[Part, ...]  # for each codec: the same but for segments that it takes dense
     base: int  # this segment's share of the base digest (0 where the base digest is given)
     delta: int  # target digest minus base digest
     read_s: float
     diff_s: float
+
+
+class _Coding:
+    """The blocks of one codec, as they are closed."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.blocks: list[tuple[int, bytes]] = []  # segments, coded bytes
+        self.encode_s = 0.0
+        self._parts: list[Part] = []
+        self._held = 0  # bytes of the decoded changes in the open block
+
+    def add(self, part: Part) -> None:
+        self._parts.append(part)
+        self._held += part.spec.changed * (4 + part.spec.itemsize)
+        if self._held >= self.codec.block_nbytes:
+            self.close()
+
+    def close(self) -> None:
+        if self._parts:
+            clock = time.perf_counter()
+            self.blocks.append((len(self._parts), self.codec.encode(self._parts)))
+            self.encode_s += time.perf_counter() - clock
+            self._parts, self._held = [], 0
 
 
 def encode(
@@ -47,14 +69,14 @@ def encode(
     *,
     base: int,
     target: int,
-    codec: Codec,
+    codecs: Sequence[Codec],
     base_digest: int | None = None,
     tied: Mapping[str, str] | None = None,
-) -> EncodedPatch:
-    """Make the patch from old to new.
+) -> list[EncodedPatch]:
+    """Make the patch from old to new, once with each codec.
 
     old, new: the same tensors in canonical order. base_digest: the digest of old if it is known; otherwise
-    it is computed on the way. Reads each side once.
+    it is computed on the way. Reads the new weights once.
     """
     total = 0 if base_digest is None else base_digest
     if base_digest is None:
@@ -76,55 +98,43 @@ def encode(
         cpu.gather(stale, changes.indices, replaced)
         delta = cpu.digest_delta(seed, start, changes.indices, replaced, changes.values)
         share = cpu.digest_range(seed, start, stale) if base_digest is None else 0
-        spec = SegmentSpec(stop - start, after.itemsize, len(changes.indices))
-        if codec.is_dense(spec):
-            changes = Changes(every_index(spec.size), fresh.copy())
-        return _Found(spec, changes, share, delta, read_s, time.perf_counter() - clock - read_s)
+        spec = patchfile.segment_spec(after.dtype, after.shape, start, stop, len(changes.indices))
+        sparse = Part(spec, changes, partial(before.read, start, stop))
+        parts = tuple(
+            sparse._replace(changes=Changes(every_index(spec.size), fresh.copy())) if codec.is_dense(spec) else sparse
+            for codec in codecs
+        )
+        return _Found(parts, share, delta, read_s, time.perf_counter() - clock - read_s)
 
+    codings = [_Coding(codec) for codec in codecs]
     counts: list[int] = []
     delta, read_s, diff_s = 0, 0.0, 0.0
-
-    def gather_blocks() -> Iterator[tuple[list[SegmentSpec], list[Changes]]]:
-        nonlocal total, delta, read_s, diff_s
-        specs: list[SegmentSpec] = []
-        parts: list[Changes] = []
-        held = 0
-        for found in ordered_map(find, work):
-            counts.append(found.spec.changed)
-            total += found.base
-            delta += found.delta
-            read_s += found.read_s
-            diff_s += found.diff_s
-            specs.append(found.spec)
-            parts.append(found.changes)
-            held += found.spec.changed * (4 + found.spec.itemsize)
-            if held >= BLOCK_NBYTES:
-                yield specs, parts
-                specs, parts, held = [], [], 0
-        if specs:
-            yield specs, parts
-
-    def code(block: tuple[Sequence[SegmentSpec], Sequence[Changes]]) -> tuple[int, bytes, float]:
-        specs, parts = block
-        clock = time.perf_counter()
-        payload = codec.encode(specs, parts)
-        return len(specs), payload, time.perf_counter() - clock
-
-    coded = list(map(code, gather_blocks()))
-    header = patchfile.PatchHeader(
-        format=patchfile.FORMAT,
-        format_version=patchfile.FORMAT_VERSION,
-        codec=codec.name,
-        base=base,
-        target=target,
-        base_digest=digests.to_hex(total),
-        target_digest=digests.to_hex(total + delta),
-        elements=sum(bits.size for bits in new.values()),
-        changes=sum(counts),
-        full_nbytes=sum(bits.size * bits.itemsize for bits in new.values()),
-        segment=digests.SEGMENT,
-        blocks=len(coded),
-    )
+    for found in ordered_map(find, work):
+        counts.append(found.parts[0].spec.changed)
+        total += found.base
+        delta += found.delta
+        read_s += found.read_s
+        diff_s += found.diff_s
+        for coding, part in zip(codings, found.parts, strict=True):
+            coding.add(part)
     table = patchfile.encode_table(new, tied or {})
-    data = patchfile.pack(header, table, counts, [(size, payload) for size, payload, _ in coded])
-    return EncodedPatch(data, header, read_s, diff_s, sum(seconds for _, _, seconds in coded))
+    patches = []
+    for coding in codings:
+        coding.close()
+        header = patchfile.PatchHeader(
+            format=patchfile.FORMAT,
+            format_version=patchfile.FORMAT_VERSION,
+            codec=coding.codec.name,
+            base=base,
+            target=target,
+            base_digest=digests.to_hex(total),
+            target_digest=digests.to_hex(total + delta),
+            elements=sum(bits.size for bits in new.values()),
+            changes=sum(counts),
+            full_nbytes=sum(bits.size * bits.itemsize for bits in new.values()),
+            segment=digests.SEGMENT,
+            blocks=len(coding.blocks),
+        )
+        data = patchfile.pack(header, table, counts, coding.blocks)
+        patches.append(EncodedPatch(data, header, read_s, diff_s, coding.encode_s))
+    return patches

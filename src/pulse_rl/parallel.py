@@ -7,7 +7,7 @@ is the number of processors this process may use.
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -50,3 +50,4 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     finally:
         for future in pending:
             future.cancel()
+        wait(pending)  # whoever handles the exception can count on nothing going on any more

@@ -12,7 +12,7 @@ import msgspec
 from pulse_rl import encode, patchfile
 from pulse_rl.application import Application, live_digest, resolve
 from pulse_rl.bits import Bits, Layout, compare_layouts, layout
-from pulse_rl.codecs.choose import CodecName, choose
+from pulse_rl.codecs.choose import CodecName, candidates
 from pulse_rl.patchfile import TensorInfo
 
 
@@ -53,17 +53,19 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
     """Make a patch: the bits in which new differs from old, as one file.
 
     old, new: weights with the same tensors (names, dtypes, shapes); neither is modified.
-    base, target: the versions they are, written into the patch. codec: "auto", "gap" or "raw".
+    base, target: the versions they are, written into the patch. codec: "context", "gap", "raw", or "auto":
+    whichever of the first two is smaller.
     Returns the bytes of a patch; written to a `.safetensors` file it can be read by `pulse-rl inspect`.
     Raises BaseMismatchError (a ValueError) listing tensors that were added, removed, renamed or reshaped,
     TypeError for something that is no tensor or has an unsupported dtype, ValueError for an unknown codec or
     a version that is no whole number.
     """
-    chosen = choose(codec)
+    codecs = candidates(codec)
     patchfile.check_version("base", base)
     patchfile.check_version("target", target)
     before, after, tied = pair(layout(old), layout(new))
-    return encode.encode(before, after, base=base, target=target, codec=chosen, tied=tied).data
+    patches = encode.encode(before, after, base=base, target=target, codecs=codecs, tied=tied)
+    return min((patch.data for patch in patches), key=len)
 
 
 def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:

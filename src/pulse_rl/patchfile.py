@@ -10,6 +10,7 @@ first, sizes are checked before memory is taken, and the index must account for 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from blake3 import blake3
 
 from pulse_rl import container
 from pulse_rl.bits import Bits
-from pulse_rl.codecs.base import Codec, SegmentSpec
+from pulse_rl.codecs.base import Codec, Piece, SegmentSpec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.gap import decompress
 from pulse_rl.digests import SEGMENT, segments
@@ -102,6 +103,22 @@ class Patch(NamedTuple):
     def codec(self) -> Codec:
         return CODECS[self.header.codec]
 
+    def pieces(self) -> Iterator[tuple[Sequence[Segment], Piece]]:
+        """What can be decoded alone, in order. Raises PatchFormatError for a block that no encoder wrote."""
+        for block in self.blocks:
+            at = 0
+            for piece in self.codec.open(block.payload, [segment.spec for segment in block.segments]):
+                yield block.segments[at : at + piece.segments], piece
+                at += piece.segments
+
+
+def segment_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
+    """What a codec is told of the elements [start, stop) of a tensor."""
+    row = shape[-1] if shape else 1
+    if row > SEGMENT:
+        return SegmentSpec(dtype, stop - start, changed, stop - start, 0)
+    return SegmentSpec(dtype, stop - start, changed, row, start % row)
+
 
 def check_version(what: str, value: int) -> None:
     """Raise ValueError unless value is a version: a whole number that fits 63 bits."""
@@ -118,7 +135,13 @@ def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
                 f"found {len(name.encode())}: {name[:64]!r}"
             )
     table = _Table([(name, bits.dtype, bits.shape) for name, bits in tensors.items()], dict(sorted(tied.items())))
-    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(msgspec.json.encode(table))
+    return _compressed(msgspec.json.encode(table))
+
+
+@lru_cache(maxsize=2)
+def _compressed(table: bytes) -> bytes:
+    """The same in every patch of a run, and a few ms to make: kept."""
+    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
 
 
 def pack(header: PatchHeader, table: bytes, counts: Sequence[int], blocks: Sequence[tuple[int, bytes]]) -> bytes:
@@ -196,7 +219,8 @@ def unpack(data: bytes | bytearray | memoryview) -> Patch:
                 f"tensor {shapes[tensor][0]!r}: {count} changes in a segment of {stop - start} elements"
             )
         changes[tensor] += count
-        cut.append(Segment(tensor, start, stop, SegmentSpec(stop - start, itemsizes[tensor], count)))
+        _, dtype, shape = shapes[tensor]
+        cut.append(Segment(tensor, start, stop, segment_spec(dtype, shape, start, stop, count)))
     blocks = list(_cut_blocks(index[: 2 * header.blocks], cut, stream("payload")))
     tensors = tuple(TensorInfo(*entry, changes=k) for entry, k in zip(shapes, changes, strict=True))
     patch = Patch(header, tensors, tied, blocks, len(view))

@@ -8,6 +8,7 @@ next anchor. Needs room for two models in the directory for temporary files; mem
 
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -88,9 +89,10 @@ def _verify_checkpoint(path: Path) -> VerifyReport:
 
 
 def _decode_all(patch: patchfile.Patch) -> None:
-    """Decode every block, which proves every index. Raises PatchFormatError."""
-    for _ in ordered_map(lambda b: patch.codec.decode(b.payload, [s.spec for s in b.segments]), patch.blocks):
-        pass
+    """Decode all that can be decoded without the base, which proves its indices. Raises PatchFormatError."""
+    pieces = list(patch.pieces())
+    if not patch.codec.conditional:
+        deque(ordered_map(lambda piece: piece[1].decode([]), pieces), maxlen=0)
 
 
 def verify_history(history: History, tell: Progress) -> VerifyReport:

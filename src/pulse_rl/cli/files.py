@@ -49,7 +49,10 @@ def diff(
     ],
     base: Annotated[int, typer.Option(min=0, help="The version number of OLD.")] = 0,
     target: Annotated[int, typer.Option(min=0, help="The version number of NEW, greater than OLD's.")] = 1,
-    codec: Annotated[str, typer.Option(metavar="auto|gap|raw", help="How the changes are coded.")] = "auto",
+    codec: Annotated[
+        str,
+        typer.Option(metavar="auto|context|gap|raw", help="How to code changes; auto: the smaller of context, gap."),
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write the bits in which NEW differs from OLD as one small patch.
@@ -61,11 +64,11 @@ def diff(
     from typing import cast
 
     from pulse_rl.checkpoint import files_of, open_checkpoint
-    from pulse_rl.codecs.choose import CodecName, choose
+    from pulse_rl.codecs.choose import CodecName, check
     from pulse_rl.files import write_diff
 
     with output.checking():
-        choose(codec)
+        check(codec)
         if target <= base:
             raise ValueError(f"target: expected a later version than base ({base}), found {target}")
     if out.exists() and any(out.samefile(file) for file in (*files_of(old), *files_of(new))):

@@ -1,45 +1,75 @@
 """The protocol of a codec, and what all codecs share.
 
-A block is a run of consecutive segments that are coded together. The patch file records every segment's
-count of changes, so a codec need not. A codec decides from the count alone whether a segment is written
-dense (all its elements, no indices): then encoder and decoder agree without a flag.
+A block is a run of consecutive segments that are coded together; its pieces are what can be decoded alone. The
+patch file records every segment's count of changes, so a codec need not. A codec decides from the count alone
+whether it gets a segment dense (all its elements, no indices): then encoder and decoder agree without a flag.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from pulse_rl.changes import Changes
 from pulse_rl.digests import SEGMENT
-from pulse_rl.dtypes import UINTS, UIntArray
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import PatchFormatError
 
 
 class SegmentSpec(NamedTuple):
     """What a decoder knows of a segment before it reads the payload."""
 
+    dtype: str  # as safetensors spells it
     size: int  # elements
-    itemsize: int  # bytes an element: 1, 2, 4 or 8
     changed: int  # elements with new bits, at most size
+    stride: int  # elements a row of the tensor; the segment's size where a row is longer than any segment
+    phase: int  # column of the segment's first element
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element: 1, 2, 4 or 8."""
+        return ITEMSIZES[self.dtype]
+
+
+Read: TypeAlias = Callable[[], UIntArray]  # a segment's old bits, shape (size,)
+
+
+class Part(NamedTuple):
+    """A segment to be coded."""
+
+    spec: SegmentSpec
+    changes: Changes  # of a dense segment: every element
+    read: Read
+
+
+class Piece(NamedTuple):
+    """Consecutive segments of a block that are decoded together, from nothing but their bytes and old bits.
+
+    `decode` takes one reader a segment and gives their changes, every index proved in range. It raises
+    PatchFormatError for bytes that are no such changes, and allocates at most what the specs promise.
+    """
+
+    segments: int
+    decode: Callable[[Sequence[Read]], list[Changes]]
 
 
 class Codec(Protocol):
     """Codes blocks of changes. Stateless: one instance serves all threads."""
 
     name: str
+    conditional: bool  # whether decoding reads the old bits
+    block_nbytes: int  # decoded changes after which a block is closed
 
     def is_dense(self, spec: SegmentSpec) -> bool:
         """Whether a segment with these numbers is written whole: its Changes then list every element."""
 
-    def encode(self, specs: Sequence[SegmentSpec], changes: Sequence[Changes]) -> bytes:
-        """Code one block; a dense segment's changes list all its elements."""
+    def encode(self, parts: Sequence[Part]) -> bytes:
+        """Code one block. The same parts give the same bytes on every machine, whatever the number of threads."""
 
-    def decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
-        """The inverse. Every index is proved in range.
+    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
+        """The pieces of a block, which cover its segments in order; cheap, and nothing is decoded yet.
 
-        Raises PatchFormatError for a payload that is not exactly what `encode` could have written.
-        Allocates at most the sizes that specs promise.
+        Raises PatchFormatError for a payload that no encoder wrote.
         """
 
 

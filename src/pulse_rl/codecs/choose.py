@@ -1,20 +1,97 @@
-"""Which codec: by name, or by choice where the name is "auto"."""
+"""Which codec: by name, or by measurement where the name is "auto".
 
+`auto` tries the candidates on the very changes at hand and takes the one with the least encode + transfer +
+decode time over the link, or the fewest bytes where the link is not known. A sequence of patches (a `Chooser`)
+keeps what it measured and tries again now and then, because densities drift.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pulse_rl.codecs.base import Codec
+from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.gap import GapCodec
 from pulse_rl.codecs.raw import RawCodec
+from pulse_rl.units import nbytes
 
-CodecName = Literal["auto", "gap", "raw"]
+CodecName = Literal["auto", "context", "gap", "raw"]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (GapCodec(), RawCodec())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec(), RawCodec())}
+CANDIDATES = ("context", "gap")  # for "auto"; `raw` is never smaller than `gap`, and hardly faster
+RETRY = 50  # patches after which `auto` tries all candidates again
+DRIFT = 2.0  # and the factor of change in density after which it does so at once
 
 
-def choose(name: str) -> Codec:
-    """The codec of that name; "auto" is `gap` for now. Raises ValueError for an unknown name."""
-    if name == "auto":
-        return CODECS["gap"]
-    if name not in CODECS:
+def check(name: str) -> None:
+    """Raise ValueError unless this is the name of a codec, or "auto"."""
+    if name != "auto" and name not in CODECS:
         raise ValueError(f"codec: expected one of auto, {', '.join(CODECS)}, found {name!r}")
-    return CODECS[name]
+
+
+def candidates(name: str) -> list[Codec]:
+    """The codec of that name; for "auto" all that are worth a try. Raises ValueError for an unknown name."""
+    check(name)
+    return [CODECS[candidate] for candidate in (CANDIDATES if name == "auto" else (name,))]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one codec made of one patch, on this machine."""
+
+    codec: str
+    nbytes: int
+    encode_s: float
+    decode_s: float
+
+    def seconds(self, bandwidth: float | None) -> float:
+        """From changes here to changes there, over a link of so many bytes a second."""
+        return self.encode_s + (self.nbytes / bandwidth if bandwidth else 0.0) + self.decode_s
+
+    def account(self, bandwidth: float | None) -> str:
+        """In words."""
+        size = nbytes(self.nbytes)
+        if bandwidth is None:
+            return f"{self.codec} {size}"
+        return (
+            f"{self.codec} {self.seconds(bandwidth):.3g} s (encode {self.encode_s:.3g}, {size} over the link "
+            f"{self.nbytes / bandwidth:.3g}, decode {self.decode_s:.3g})"
+        )
+
+
+def best(trials: Sequence[Trial], bandwidth: float | None) -> Trial:
+    """The trial that takes least time over a link of so many bytes a second; fewest bytes where that is None."""
+    return min(trials, key=lambda trial: trial.seconds(bandwidth) if bandwidth else trial.nbytes)
+
+
+class Chooser:
+    """The choice for a sequence of patches of one model."""
+
+    def __init__(self, name: str) -> None:
+        check(name)
+        self._name = name
+        self._trials: list[Trial] = []
+        self._density = 0.0  # when they were made
+        self._since = 0  # patches
+        self.reason = f"codec={name!r} was asked for"
+
+    def codecs(self, bandwidth: float | None) -> list[Codec]:
+        """What to code the next patch with: one codec, or several to try."""
+        if self._name != "auto" or not self._trials or self._since >= RETRY:
+            return candidates(self._name)
+        return [CODECS[best(self._trials, bandwidth).codec]]
+
+    def choose(self, trials: Sequence[Trial], density: float, bandwidth: float | None) -> Trial:
+        """Which of the patches just coded to send. Notes why in `reason`."""
+        self._since += 1
+        if len(trials) > 1:
+            self._trials, self._density, self._since = list(trials), density, 0
+        elif not self._density / DRIFT <= density <= self._density * DRIFT:
+            self._since = RETRY
+        if self._name != "auto":
+            return trials[0]
+        chosen = best(self._trials, bandwidth)
+        others = [trial.account(bandwidth) for trial in self._trials if trial is not chosen]
+        link = f"{nbytes(bandwidth)}/s" if bandwidth else "an unknown link"
+        self.reason = f"{chosen.account(bandwidth)} against {', '.join(others)}, over {link}"
+        return next(trial for trial in trials if trial.codec == chosen.codec)

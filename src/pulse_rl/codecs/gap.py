@@ -12,7 +12,7 @@ import numpy as np
 import zstandard
 
 from pulse_rl.changes import Changes
-from pulse_rl.codecs.base import SegmentSpec, coded_count, every_index, split_values
+from pulse_rl.codecs.base import Part, Piece, SegmentSpec, coded_count, every_index, split_values
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.kernels import cpu
 
@@ -24,22 +24,27 @@ class GapCodec:
     """Flat u16 gaps with an escape, absolute values, zstd-1."""
 
     name = "gap"
+    conditional = False
+    block_nbytes = 1 << 20
 
     def is_dense(self, spec: SegmentSpec) -> bool:
         return spec.changed * (GAP_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
 
-    def encode(self, specs: Sequence[SegmentSpec], changes: Sequence[Changes]) -> bytes:
-        sparse = [c.indices for spec, c in zip(specs, changes, strict=True) if not self.is_dense(spec)]
+    def encode(self, parts: Sequence[Part]) -> bytes:
+        sparse = [part.changes.indices for part in parts if not self.is_dense(part.spec)]
         words = np.empty(3 * sum(map(len, sparse)), np.uint16)
         used = 0
         for indices in sparse:
             used += cpu.gap_encode(indices, words[used:])
         compress = zstandard.ZstdCompressor(level=LEVEL).compress
         gaps = compress(words[:used].tobytes())
-        values = compress(b"".join(c.values.tobytes() for c in changes))
+        values = compress(b"".join(part.changes.values.tobytes() for part in parts))
         return struct.pack("<I", len(gaps)) + gaps + values
 
-    def decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
+    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
+        return [Piece(len(specs), lambda reads: self._decode(payload, specs))]
+
+    def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         if len(payload) < 4:
             raise PatchFormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")
         (split,) = struct.unpack_from("<I", payload)

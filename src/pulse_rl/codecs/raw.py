@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pulse_rl.changes import Changes
-from pulse_rl.codecs.base import SegmentSpec, every_index, split_values
+from pulse_rl.codecs.base import Part, Piece, SegmentSpec, every_index, split_values
 from pulse_rl.errors import PatchFormatError
 
 INDEX_NBYTES = 4
@@ -19,16 +19,20 @@ class RawCodec:
     """Indices and values as they are."""
 
     name = "raw"
+    conditional = False
+    block_nbytes = 1 << 20
 
     def is_dense(self, spec: SegmentSpec) -> bool:
         return spec.changed * (INDEX_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
 
-    def encode(self, specs: Sequence[SegmentSpec], changes: Sequence[Changes]) -> bytes:
-        pairs = list(zip(specs, changes, strict=True))
-        indices = [c.indices.tobytes() for spec, c in pairs if not self.is_dense(spec)]
-        return b"".join(indices + [c.values.tobytes() for _, c in pairs])
+    def encode(self, parts: Sequence[Part]) -> bytes:
+        indices = [part.changes.indices.tobytes() for part in parts if not self.is_dense(part.spec)]
+        return b"".join(indices + [part.changes.values.tobytes() for part in parts])
 
-    def decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
+    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
+        return [Piece(len(specs), lambda reads: self._decode(payload, specs))]
+
+    def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         split = INDEX_NBYTES * sum(spec.changed for spec in specs if not self.is_dense(spec))
         if len(payload) < split:
             raise PatchFormatError(f"raw indices: expected {split} bytes, found {len(payload)}")

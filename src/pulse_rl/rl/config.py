@@ -35,7 +35,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     deterministic: bool = False  # synchronous: same seed, same bits, whatever the timing
     seed: int = 0
     sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint each version
-    codec: str = "auto"
+    codec: str = "context"  # the smallest: workers may be anywhere, though "auto" would find this run's store fast
     anchor_every: int = 50  # versions
     checkpoint_every: int = 100  # steps; one is also written at the end and on Ctrl-C
     threads: int = 1  # torch threads of the trainer and of each worker

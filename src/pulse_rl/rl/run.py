@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pulse_rl.codecs.choose import choose
+from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.errors import PulseError, require
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as places
@@ -67,7 +67,7 @@ def resume(directory: Path, given: dict[str, object]) -> RunConfig:
 
 def _check(config: RunConfig) -> None:
     settings.check(config)
-    choose(config.codec)
+    check_codec(config.codec)
     if config.store_url.startswith("memory:"):
         raise ValueError("store: expected a directory that every process reaches; memory:// lives in one process only")
     Task(config.task, config.seed)

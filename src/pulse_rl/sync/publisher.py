@@ -22,7 +22,7 @@ from blake3 import blake3
 from pulse_rl import digests, encode, patchfile
 from pulse_rl.application import Application, resolve
 from pulse_rl.bits import Bits, HostBits, Layout, cast_name, compare_layouts, layout
-from pulse_rl.codecs.choose import CodecName, choose
+from pulse_rl.codecs.choose import Chooser, CodecName, Trial
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history import FORMAT, FORMAT_VERSION, History, Manifest, ObjectRef, PatchRef, new_token
@@ -42,6 +42,7 @@ class PublishReport:
     base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
     digest: str  # of the published version, 16 hex digits
     codec: str | None  # None without a patch
+    choice: str | None  # why this codec: what each candidate took; None without a patch
     elements: int
     changes: int  # elements whose bits differ from the base
     density: float  # changes / elements
@@ -62,6 +63,7 @@ class _Coded(NamedTuple):
 
     digest: str
     patch: encode.EncodedPatch | None
+    choice: str | None
     cast_s: float
     diff_s: float
 
@@ -70,7 +72,10 @@ class Publisher:
     """Publishes versions of one model's weights to one history.
 
     store: a Store, or the URL or path of one. anchor_every: a full checkpoint every so many versions (the
-    first version always is one). codec: "auto", "gap" or "raw". cast: the dtype that floating-point tensors
+    first version always is one). codec: "context", "gap", "raw", or "auto": of the first two the one that is at
+    the workers first, as tried on the patches themselves (see `codecs.choose`). bandwidth: bytes a second of the
+    slowest link between this trainer and a worker, for that choice; may be set at any time as an attribute; None
+    takes what putting the last anchor showed of this side's. cast: the dtype that floating-point tensors
     are published as (torch.bfloat16, or "bfloat16", where the trainer holds FP32 masters); None publishes them
     as they are. retain: keep at least this many of the newest versions and delete older ones; None keeps all.
     Raises ValueError for a setting that makes no sense.
@@ -89,6 +94,7 @@ class Publisher:
         *,
         anchor_every: int = 50,
         codec: CodecName = "auto",
+        bandwidth: float | None = None,
         cast: str | torch.dtype | None = None,
         retain: int | None = None,
     ) -> None:
@@ -96,8 +102,12 @@ class Publisher:
             raise ValueError(f"anchor_every: expected at least 1, found {anchor_every}")
         if retain is not None and retain < 1:
             raise ValueError(f"retain: expected at least 1 version, found {retain}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"bandwidth: expected bytes a second, more than 0, found {bandwidth}")
         self.history = History(store)
-        self._codec = choose(codec)
+        self.bandwidth = bandwidth
+        self._seen_bandwidth: float | None = None
+        self._chooser = Chooser(codec)
         self._anchor_every = anchor_every
         self._cast = cast_name(cast) if cast is not None else None
         self._retain = retain
@@ -184,7 +194,7 @@ class Publisher:
             application, baseline = None, _copy(tensors)
             copied = time.perf_counter()
             digest = digests.to_hex(digests.state_digest(baseline))
-            coded = _Coded(digest, None, copied - start, time.perf_counter() - copied)
+            coded = _Coded(digest, None, None, copied - start, time.perf_counter() - copied)
             tensors = baseline
         else:
             application, coded = self._encode(head, baseline, tensors, version)
@@ -204,19 +214,28 @@ class Publisher:
     def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, _Coded]:
         """Code the changes since the baseline, and prove the patch against it."""
         base_digest = int(head.digest, 16)
-        coded = encode.encode(
+        bandwidth = self.bandwidth or self._seen_bandwidth
+        patches = encode.encode(
             baseline,
             tensors,
             base=head.version,
             target=version,
-            codec=self._codec,
+            codecs=self._chooser.codecs(bandwidth),
             base_digest=base_digest,
             tied=tensors.tied,
         )
-        patch = patchfile.unpack(coded.data)
-        application = Application(patch, resolve(patch.by_name(), patch.tied, baseline))
-        application.prove(base_digest)
-        return application, _Coded(coded.header.target_digest, coded, coded.read_s, coded.diff_s)
+        proved: dict[Trial, tuple[Application, encode.EncodedPatch]] = {}
+        for coded in patches:
+            start = time.perf_counter()
+            patch = patchfile.unpack(coded.data)
+            application = Application(patch, resolve(patch.by_name(), patch.tied, baseline))
+            application.prove(base_digest)
+            decode_s = time.perf_counter() - start
+            proved[Trial(coded.header.codec, len(coded.data), coded.encode_s, decode_s)] = (application, coded)
+        density = patches[0].header.changes / max(1, tensors.elements)
+        application, coded = proved[self._chooser.choose(list(proved), density, bandwidth)]
+        made = _Coded(coded.header.target_digest, coded, self._chooser.reason, coded.read_s, coded.diff_s)
+        return application, made
 
     def _put(
         self,
@@ -239,7 +258,9 @@ class Publisher:
             ref = PatchRef(name, len(data), blake3(data).hexdigest(), head.version, header.codec, header.changes)
         full: tuple[ObjectRef, ...] = ()
         if anchor or head is None or ref is None or sequence - head.anchor_sequence >= self._anchor_every:
+            start = time.perf_counter()
             full = put_anchor(store, f"anchors/{sequence:012d}-{token}", tensors, coded.digest, assets)
+            self._seen_bandwidth = sum(ref.nbytes for ref in full) / (time.perf_counter() - start)
         manifest = Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
@@ -283,6 +304,7 @@ def _report(manifest: Manifest, coded: _Coded, put_s: float, start: float) -> Pu
         base=patch.base if patch else None,
         digest=manifest.digest,
         codec=patch.codec if patch else None,
+        choice=coded.choice,
         elements=manifest.elements,
         changes=changes,
         density=changes / manifest.elements if manifest.elements else 0.0,

@@ -1,0 +1,223 @@
+"""The statistics that the context codec starts every segment from, learned from a block and sent with it.
+
+Segments are coded independently, so what they have in common is told once: for each of at most two classes of
+segments (in practice the embedding and the rest, whose rates of change differ several times) a threshold and
+the probability of every context, as its logarithm of odds in quarters of a bit. Learning is integer arithmetic
+throughout, so the same changes give the same bytes on every machine.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import Field
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.kernels import context
+
+Ints = NDArray[np.int64]
+
+CLASSES = 2
+ODDS = 64  # the largest logarithm of odds, in quarters: 2^16 to 1
+PRIOR = 60  # bits that an initial probability counts for when a segment adapts it
+ROUNDS = 8  # of 2-means; it settles in three or four
+
+
+def _probability(odds: int) -> int:
+    """2^32 times the probability whose odds are 2^(odds / 4), rounded down."""
+    power = math.isqrt(math.isqrt(1 << (256 + odds)))  # 2^64 · 2^(odds / 4)
+    return (power << 32) // (power + (1 << 64))
+
+
+PROBABILITIES: Ints = np.array([_probability(odds) for odds in range(-ODDS, ODDS + 1)], np.int64)
+_COST_1: Ints = (32 << 8) - context.log2(PROBABILITIES)  # of a 1 and of a 0, in 1/256 bits
+_COST_0: Ints = (32 << 8) - context.log2((1 << 32) - PROBABILITIES)
+
+
+class Model(NamedTuple):
+    """What the segments of one class start from. All odds lie in [−ODDS, ODDS]."""
+
+    threshold: int  # elements with a smaller exponent are hot
+    activity: Ints  # (E,) odds of a change, by exponent
+    levels: Ints  # (LEVELS,) what a row's activity adds to them
+    rest: Ints  # (contexts − LEVELS · E,) odds of all other contexts
+
+    @property
+    def share(self) -> Ints:
+        """(E,) probability of a change by exponent, in 2^-16."""
+        return PROBABILITIES[self.activity + ODDS] >> 16
+
+    def states(self) -> Ints:
+        """Fresh states of all contexts."""
+        hot = np.clip(self.activity[:, None] + self.levels, -ODDS, ODDS).reshape(-1)
+        states: Ints = (PROBABILITIES[np.concatenate([hot, self.rest]) + ODDS] << context.SEEN) | PRIOR
+        return states
+
+
+def blank(field: Field) -> Model:
+    """A model that costs next to nothing to tell, for segments of which none starts from it."""
+    every = context.contexts(field.exponents)[-1]
+    zeros: Ints = np.zeros(every, np.int64)
+    hot = context.LEVELS * field.exponents
+    return Model(0, zeros[: field.exponents], zeros[: context.LEVELS], zeros[hot:])
+
+
+def _odds(ones: Ints, zeros: Ints) -> Ints:
+    """Logarithm of ones / zeros (both at least 1) in quarters, rounded to the nearest."""
+    odds: Ints = np.clip((context.log2(ones) - context.log2(zeros) + 32) >> 6, -ODDS, ODDS)
+    return odds
+
+
+def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
+    """Part segments into at most CLASSES by how likely each exponent changes: 2-means over coded lengths.
+
+    elements, changes: (segments, E). Returns each segment's class, and each class's activity.
+    """
+    all_elements, all_changes = elements.sum(0), changes.sum(0)
+    classes = min(CLASSES, len(elements))
+    expected = (elements @ ((all_changes << 16) // np.maximum(all_elements, 1))) >> 16
+    order = np.argsort(((2 * changes.sum(1) + 1) << 20) // (2 * expected + 1), kind="stable")
+    reached = np.cumsum(changes.sum(1)[order])
+    mine = np.empty(len(elements), np.int64)
+    mine[order] = np.minimum(classes - 1, classes * (reached - 1) // reached[-1])
+    prior = (128 * all_changes) // np.maximum(all_elements, 1)  # eight elements of the average, in sixteenths
+    for _ in range(ROUNDS):
+        activity = []
+        for number in range(classes):
+            ones, every = changes[mine == number].sum(0), elements[mine == number].sum(0)
+            activity.append(_odds(16 * ones + prior + 1, 16 * (every - ones) + 128 - prior + 1))
+        costs = [changes @ _COST_1[q + ODDS] + (elements - changes) @ _COST_0[q + ODDS] for q in activity]
+        nearest = np.argmin(np.stack(costs), axis=0)
+        if np.array_equal(nearest, mine):
+            break
+        mine = nearest
+    return mine, activity
+
+
+def threshold(elements: Ints, changes: Ints, activity: Ints) -> int:
+    """The exponent below which elements are hot: where both ways together cost least.
+
+    A hot element costs its decision, and 1/2048 bit for the time it takes; a cold change its place among all
+    cold elements, and a tenth of a bit for gaps that are coded less well than that.
+    """
+    hot = changes * _COST_1[activity + ODDS] + (elements - changes) * _COST_0[activity + ODDS] + elements // 8
+    before = np.concatenate([[0], np.cumsum(hot)])
+    ones = changes.sum() - np.concatenate([[0], np.cumsum(changes)])
+    every = elements.sum() - np.concatenate([[0], np.cumsum(elements)])
+
+    def information(count: Ints) -> Ints:
+        return count * context.log2(np.maximum(count, 1))
+
+    cold = information(every) - information(ones) - information(every - ones) + 26 * ones
+    return int(np.argmin(before + cold))
+
+
+def learn(field: Field, threshold: int, activity: Ints, counts: Ints, all_counts: Ints) -> Model:
+    """A class's model from the counts of its contexts (ones << 32 | bits), and of all classes' together."""
+    split = context.LEVELS * field.exponents
+    ones, bits = counts >> 32, counts & 0xFFFFFFFF
+    shape = (field.exponents, context.LEVELS)
+    found, tried = ones[:split].reshape(shape), bits[:split].reshape(shape)
+    # What was counted, and eight elements of what all classes show: the activity that the classes were found by
+    # rests on a thin sample, and is far off for the rare small exponents.
+    all_hot = all_counts[:split].reshape(shape).sum(1)
+    prior = (128 * (all_hot >> 32)) // np.maximum(all_hot & 0xFFFFFFFF, 1)
+    every = tried.sum(1)
+    counted = _odds(16 * found.sum(1) + prior + 1, 16 * (every - found.sum(1)) + 128 - prior + 1)
+    activity = np.where(every > 0, counted, activity)
+    activity[threshold:] = activity[threshold - 1] if threshold else 0  # never used, so told for nothing
+    expected = ((PROBABILITIES[activity + ODDS] >> 16) @ tried) >> 16
+    tries = tried.sum(0)
+    levels = _odds(2 * found.sum(0) + 1, 2 * (tries - found.sum(0)) + 1)
+    levels -= _odds(2 * expected + 1, 2 * (tries - expected) + 1)
+    # The others: a class's own counts, and eight bits of what all classes show.
+    all_ones, all_bits = all_counts[split:] >> 32, all_counts[split:] & 0xFFFFFFFF
+    prior = (128 * (5 * all_ones + 2)) // (5 * all_bits + 4)
+    ones, bits = ones[split:], bits[split:]
+    rest = _odds(16 * ones + prior + 1, 16 * (bits - ones) + 128 - prior + 1)
+    at = 0
+    for _, (rows, columns) in _tables(field):
+        # What never occurs costs nothing to tell: it repeats the entry above.
+        seen = all_bits[at : at + rows * columns].reshape(rows, columns) > 0
+        above = np.maximum.accumulate(np.where(seen, np.arange(rows)[:, None], 0), axis=0)
+        table = rest[at : at + rows * columns].reshape(rows, columns)
+        table[:] = np.take_along_axis(table, above, axis=0)
+        at += rows * columns
+    return Model(threshold, activity, np.clip(levels, -ODDS, ODDS), rest)
+
+
+# Kinds of numbers in a block's head: those of one kind share their statistics.
+THRESHOLD, LEVEL, ACTIVITY, UNARY, SCALE, TOP, GAP, SIGN, CLASS, LENGTH, MEAN = range(11)
+
+
+def _tables(field: Field) -> list[tuple[int, tuple[int, int]]]:
+    """The tables of `Model.rest`, in order: kind, and (rows, columns)."""
+    e = field.exponents
+    scales = e + context.SCALES
+    return [
+        (UNARY, (e, context.UNARY)),
+        (SCALE, (scales, 1)),
+        (TOP, (scales, 3)),
+        (GAP, (64, 1)),
+        (SIGN, (context.SIGNS, 1)),
+    ]
+
+
+def kinds(field: Field) -> list[int]:
+    """The kind of each of a model's numbers."""
+    numbers = [THRESHOLD] + [LEVEL] * context.LEVELS + [ACTIVITY] * field.exponents
+    for kind, (rows, columns) in _tables(field):
+        numbers += [kind] * (rows * columns)
+    return numbers
+
+
+def zigzag(values: Ints) -> Ints:
+    """Whole numbers as numbers from 0: 0, −1, 1, −2, … become 0, 1, 2, 3, …"""
+    return (values << 1) ^ (values >> 63)
+
+
+def unzigzag(values: Ints) -> Ints:
+    """The inverse."""
+    return (values >> 1) ^ -(values & 1)
+
+
+def to_numbers(model: Model, before: Model | None, field: Field) -> list[int]:
+    """A model as whole numbers: tables column by column, each entry less the one above it.
+
+    before: the model told before this one, whose entries are subtracted first.
+    """
+    activity, rest = model.activity, model.rest
+    if before is not None:
+        activity, rest = activity - before.activity, rest - before.rest
+    columns = [activity]
+    at = 0
+    for _, (rows, count) in _tables(field):
+        columns += list(rest[at : at + rows * count].reshape(rows, count).T)
+        at += rows * count
+    coded = [zigzag(np.diff(column, prepend=0)) for column in columns]
+    return [model.threshold, *zigzag(model.levels).tolist(), *np.concatenate(coded).tolist()]
+
+
+def from_numbers(values: Ints, before: Model | None, field: Field) -> Model:
+    """The inverse. Raises PatchFormatError for odds or a threshold out of range."""
+    threshold = int(values[0])
+    values = unzigzag(values)
+    at = 1 + context.LEVELS
+    activity = np.cumsum(values[at : at + field.exponents])
+    at += field.exponents
+    parts = []
+    for _, (rows, count) in _tables(field):
+        parts.append(np.cumsum(values[at : at + rows * count].reshape(count, rows), axis=1).T.reshape(-1))
+        at += rows * count
+    rest = np.concatenate(parts)
+    if before is not None:
+        activity, rest = activity + before.activity, rest + before.rest
+    model = Model(threshold, activity, values[1 : 1 + context.LEVELS], rest)
+    odds = np.concatenate([activity, model.levels, rest])
+    if not 0 <= model.threshold <= field.exponents or np.abs(odds).max() > ODDS:
+        raise PatchFormatError(
+            f"context block: expected a threshold of at most {field.exponents} and odds within ±{ODDS}, "
+            f"found {model.threshold} and {int(np.abs(odds).max())}"
+        )
+    return model

@@ -1,0 +1,106 @@
+"""auto: the codec that is at the other side first, from what both took on the patches at hand."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.codecs.choose import DRIFT, RETRY, Chooser, Trial, best
+
+STRONG = Trial("context", 100_000, encode_s=0.1, decode_s=0.05)
+FAST = Trial("gap", 600_000, encode_s=0.01, decode_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "codec"),
+    # The strong codec's 0.13 s more of work against 500 kB less to send: even at 3.85 MB/s.
+    [(None, "context"), (1e5, "context"), (3.8e6, "context"), (3.9e6, "gap"), (1e10, "gap")],
+)
+def test_the_least_time_over_the_link(bandwidth: float | None, codec: str) -> None:
+    assert best([STRONG, FAST], bandwidth).codec == codec
+    chooser = Chooser("auto")
+    assert [c.name for c in chooser.codecs(bandwidth)] == ["context", "gap"]
+    assert chooser.choose([STRONG, FAST], 0.001, bandwidth).codec == codec
+    assert [c.name for c in chooser.codecs(bandwidth)] == [codec]
+    assert codec in chooser.reason.split(" against ")[0]
+
+
+def test_what_was_tried_is_kept_and_tried_again() -> None:
+    chooser = Chooser("auto")
+    chooser.choose([STRONG, FAST], 0.001, 1e5)
+    for _ in range(RETRY):
+        assert [c.name for c in chooser.codecs(1e5)] == ["context"]
+        assert [c.name for c in chooser.codecs(1e10)] == ["gap"]  # another link needs no new trial
+        chooser.choose([STRONG], 0.001, 1e5)
+    assert len(chooser.codecs(1e5)) == 2
+    chooser.choose([STRONG, FAST], 0.001, 1e5)
+    chooser.choose([STRONG], 0.001 * DRIFT * 0.99, 1e5)
+    assert len(chooser.codecs(1e5)) == 1
+    chooser.choose([STRONG], 0.001 * DRIFT * 1.01, 1e5)
+    assert len(chooser.codecs(1e5)) == 2
+
+
+def test_a_codec_that_was_asked_for_is_not_chosen() -> None:
+    chooser = Chooser("gap")
+    assert [c.name for c in chooser.codecs(1.0)] == ["gap"]
+    assert chooser.choose([FAST], 0.001, 1.0) is FAST
+    assert chooser.reason == "codec='gap' was asked for"
+
+
+def _steps(count: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    states = [{"w": rng.normal(0, 0.02, (300, 200)).astype(np.float16)}]
+    for _ in range(count):
+        new = states[-1]["w"].copy()
+        small = np.abs(new) < 0.004
+        bits = new.view(np.uint16)
+        bits[small & (rng.random(new.shape) < 0.2)] += 1
+        states.append({"w": new})
+    return states
+
+
+def test_a_publisher_chooses_by_the_link_and_says_why(tmp_path: Path) -> None:
+    """Over a modem every byte counts; over a link without a limit only the work does. The bits are the same."""
+    states = _steps(4)
+    slow = pulse.Publisher(tmp_path / "slow", bandwidth=1_000.0)
+    fast = pulse.Publisher(tmp_path / "fast", bandwidth=1e15)
+    for version, state in enumerate(states):
+        one, other = slow.publish(state, version=version), fast.publish(state, version=version)
+        assert one.digest == other.digest
+        if version == 0:
+            assert one.choice is None
+        else:
+            assert one.codec == "context"
+            assert one.choice is not None
+            assert one.choice.startswith("context ")
+            assert " against gap " in one.choice
+            assert one.choice.endswith("over 1 kB/s")
+            assert one.patch_nbytes <= other.patch_nbytes
+    slow.bandwidth = 1e15  # may be set at any time
+    assert slow.publish(_steps(5)[5], version=9).codec == fast.publish(_steps(5)[5], version=9).codec
+    weights = {"w": np.zeros((300, 200), np.float16)}
+    for store in ("slow", "fast"):
+        pulse.Subscriber(tmp_path / store).sync(weights)
+        assert pulse.digest(weights) == slow.digest
+
+
+def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
+    publisher = pulse.Publisher(tmp_path)
+    first, second = _steps(1)
+    publisher.publish(first, version=0)
+    choice = publisher.publish(second, version=1).choice
+    assert choice is not None
+    assert choice.endswith("B/s")  # and not "over an unknown link"
+    taken_up = pulse.Publisher(tmp_path)
+    choice = taken_up.publish(_steps(2)[2], version=2).choice
+    assert choice is not None
+    assert choice.endswith("over an unknown link")
+    assert taken_up.history.head().patch.codec == "context"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan")])
+def test_a_bandwidth_that_makes_no_sense(tmp_path: Path, bandwidth: float) -> None:
+    with pytest.raises(ValueError, match="bandwidth: expected bytes a second, more than 0"):
+        pulse.Publisher(tmp_path, bandwidth=bandwidth)
+    assert not list(tmp_path.iterdir())

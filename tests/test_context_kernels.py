@@ -1,0 +1,193 @@
+"""The kernels of the context codec, each against its naive twin; the range coder against exact arithmetic."""
+
+import numpy as np
+import pytest
+from fuzz_context import Segment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_context import segments
+
+from pulse_rl.codecs import model
+from pulse_rl.dtypes import field
+from pulse_rl.kernels import context, moves
+from pulse_rl.kernels import reference_context as reference
+
+# The range coder
+
+
+class Fraction:
+    """An encoder that keeps every bit of the fraction in one Python integer, so that nothing is ever carried."""
+
+    def __init__(self) -> None:
+        self.low, self.width, self.words = 0, (1 << 64) - 1, 0
+        self.ripple = 0  # most bytes of 0xFF that one addition turned to 0
+        self.states: dict[tuple[int, str, int], reference.Context] = {}
+
+    def _narrow(self, start: int, width: int) -> None:
+        written = self.low >> 64
+        self.low, self.width = self.low + start, width
+        if self.low >> 64 != written:
+            self.ripple = max(self.ripple, (((written + 1) & -(written + 1)).bit_length() - 1) // 8)
+        if self.width < 1 << 32:
+            self.low, self.width, self.words = self.low << 32, self.width << 32, self.words + 1
+
+    def bit(self, key: tuple[int, str, int], bit: int) -> None:
+        state = self.states.setdefault(key, reference.Context())
+        share = (self.width >> 20) * (state.p >> 12 | 1)
+        self._narrow(0 if bit else share, share if bit else self.width - share)
+        state.learn(bit)
+
+    def number(self, kind: int, number: int) -> None:
+        z = number + 1
+        length = z.bit_length() - 1
+        for j in range(length + 1):
+            self.bit((kind, "length", j), int(j < length))
+        if length:
+            self.bit((kind, "top", length), z >> (length - 1) & 1)
+        left = max(0, length - 1)
+        while left:
+            count = min(16, left)
+            left -= count
+            self._narrow((self.width >> count) * (z >> left & (1 << count) - 1), self.width >> count)
+
+    def finish(self) -> bytes:
+        """The shortest string of bytes in the range."""
+        size = 8 + 4 * self.words
+        for count in range(size + 1):
+            unit = 1 << 8 * (size - count)
+            value = -(-self.low // unit) * unit
+            if value < self.low + self.width:
+                return value.to_bytes(size, "big")[:count].rstrip(b"\0")
+        raise AssertionError
+
+
+def fraction_of(numbers: list[int], kinds: list[int]) -> tuple[bytes, int]:
+    encoder = Fraction()
+    for number, kind in zip(numbers, kinds, strict=True):
+        encoder.number(kind, number)
+    return encoder.finish(), encoder.ripple
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, 40).flatmap(lambda k: st.integers(0, 2**k)), st.integers(0, 10)), max_size=60))
+def test_numbers_equal_their_twins(pairs: list[tuple[int, int]]) -> None:
+    """The fast encoder against exact arithmetic, the fast decoder and the naive one against the numbers."""
+    numbers, kinds = [n for n, _ in pairs], [k for _, k in pairs]
+    coded = context.encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
+    assert coded == fraction_of(numbers, kinds)[0]
+    decoded = context.decode_numbers(memoryview(coded), np.array(kinds, np.uint8))
+    assert decoded is not None
+    assert decoded.tolist() == numbers
+    head = reference.Head(coded)
+    assert [head.number(kind) for kind in kinds] == numbers
+
+
+def test_carries_ripple_through_bytes_already_written() -> None:
+    """Decoding 61 00 … 00 01 gives numbers whose range stays around 61 00 … for long: its low end is 60 FF FF …,
+    until it passes that point and the carry runs through all of them. Against exact arithmetic."""
+    kinds = np.zeros(60, np.uint8)
+    longest = 0
+    for first in range(1, 256):
+        for zeros in (3, 6, 10, 15):
+            stream = bytes([first, *bytes(zeros), 1, 77, 200, 5])
+            numbers = context.decode_numbers(memoryview(stream), kinds)
+            if numbers is None:
+                continue
+            coded = context.encode_numbers(numbers, kinds)
+            exact, ripple = fraction_of(numbers.tolist(), kinds.tolist())
+            assert coded == exact
+            longest = max(longest, ripple)
+    assert longest >= 8
+
+
+def test_the_carry_of_the_last_bytes() -> None:
+    """Numbers that end while the range is still around 61 00 …: the shortest string is that point itself."""
+    for first in range(1, 256):
+        stream = bytes([first, *bytes(20), 1])
+        for count in range(1, 12):
+            kinds = np.zeros(count, np.uint8)
+            numbers = context.decode_numbers(memoryview(stream), kinds)
+            if numbers is not None:
+                coded = context.encode_numbers(numbers, kinds)
+                assert coded == fraction_of(numbers.tolist(), kinds.tolist())[0]
+
+
+@pytest.mark.parametrize("length", range(2, 41))
+def test_the_upper_end_of_the_range_gives_the_largest_raw_bits(length: int) -> None:
+    """Divisions round down, so the top of a range belongs to no raw value: it is read as the largest one."""
+    encoder = Fraction()
+    for j in range(length + 1):
+        encoder.bit((0, "length", j), int(j < length))
+    encoder.bit((0, "top", length), 1)
+    stream = (encoder.low + encoder.width - 1).to_bytes(8 + 4 * encoder.words, "big")
+    numbers = context.decode_numbers(memoryview(stream), np.zeros(2, np.uint8))
+    assert numbers is not None
+    head = reference.Head(stream)
+    assert numbers.tolist() == [head.number(0), head.number(0)]
+    assert numbers[0] == 2 ** (length + 1) - 2
+
+
+# The other kernels
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 61).flatmap(lambda k: st.integers(2**k, 2 ** (k + 1))), min_size=1, max_size=20))
+def test_log2_against_exact_arithmetic(values: list[int]) -> None:
+    """⌊256 · log2(v)⌋ = the bits of v^256 below its leading one; or one less, where v lies just above a step."""
+    found = context.log2(np.array(values, np.int64)).tolist()
+    for value, log in zip(values, found, strict=True):
+        exact = (value**256).bit_length() - 1
+        assert exact - 1 <= log <= exact
+        if value < 1 << 12:
+            assert log == exact
+
+
+@settings(max_examples=150)
+@given(segments(), st.floats(0, 1), st.sampled_from([1, 2, 16]))
+def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: float, every: int) -> None:
+    kind, bits = field(segment.dtype), 8 * segment.old.itemsize
+    exponents = [reference.exponent(segment.dtype, bits, old) for old in segment.old.tolist()]
+    assert kind.exponents == reference.exponents_of(segment.dtype, bits)
+    for threshold in {0, 1, round(share * kind.exponents), kind.exponents - 1, kind.exponents}:
+        hot = moves.find_hot(segment.old, kind, threshold)
+        assert hot.indices.tolist() == [i for i, e in enumerate(exponents) if e < threshold]
+        assert hot.exponents.tolist() == [e for e in exponents if e < threshold]
+    counted = [e for i, e in enumerate(exponents) if i // 64 % every == 0]
+    expected = np.bincount(counted, minlength=kind.exponents) * every
+    assert moves.count_exponents(segment.old, kind, every).tolist() == expected.tolist()
+
+
+@settings(max_examples=150)
+@given(segments())
+def test_moves_equal_their_twins(segment: Segment) -> None:
+    """Exponent, direction and size of every move; and moving the old bits back gives the new."""
+    dtype, bits, kind = segment.dtype, 8 * segment.old.itemsize, field(segment.dtype)
+    where = np.flatnonzero(segment.old != segment.new).astype(np.uint32)
+    old, new = segment.old[where], segment.new[where]
+    moved = moves.moves(old, new, kind)
+    for j, (before, after) in enumerate(zip(old.tolist(), new.tolist(), strict=True)):
+        difference = (reference.order(dtype, bits, after) - reference.order(dtype, bits, before)) % (1 << bits)
+        up = difference < 1 << (bits - 1)
+        assert reference.unorder(dtype, bits, reference.order(dtype, bits, after)) == after
+        assert int(moved.exponents[j]) == reference.exponent(dtype, bits, before)
+        assert (bool(moved.ups[j]), int(moved.sizes[j])) == (up, difference if up else (1 << bits) - difference)
+    values = moves.move(segment.old, where, moved.ups, moved.sizes, kind)
+    assert values.tolist() == new.tolist()
+
+
+@settings(max_examples=100)
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
+def test_merge_equals_sorting(first: set[int], second: set[int]) -> None:
+    runs = np.array(sorted(first) + sorted(second), np.uint32)
+    out = moves.merge(runs, (runs * 3).astype(np.uint16), len(first))
+    assert (out is None) == bool(first & second)
+    if out is not None:
+        assert out[0].tolist() == sorted(first | second)
+        assert out[1].tolist() == [3 * index for index in out[0].tolist()]
+
+
+@pytest.mark.parametrize("odds", [-64, -63, -1, 0, 1, 2, 3, 63, 64])
+def test_probabilities(odds: int) -> None:
+    """The table against the document's formula and against floating point."""
+    assert int(model.PROBABILITIES[odds + model.ODDS]) == reference.probability(odds)
+    assert reference.probability(odds) == pytest.approx(2**32 / (1 + 2 ** (-odds / 4)), rel=1e-9, abs=1)
