@@ -32,6 +32,39 @@ def kernels(
 
 
 @bench.command()
+def codec(
+    old: Annotated[
+        Path | None, typer.Argument(metavar="OLD", help="A safetensors file or a directory of shards.")
+    ] = None,
+    new: Annotated[Path | None, typer.Argument(metavar="NEW", help="The next version, with the same tensors.")] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Instead of OLD NEW: every two consecutive checkpoints in DIR, by name."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, side by side; the median counts.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Code the step from OLD to NEW with every codec, with zstd and as XOR, beside the conditional bound.
+
+    All in one thread and in memory: needs three times the model, and for zstd (up to 1 GiB) eight times more.
+    """
+    from pulse_rl.bench.codec import CheckpointsResult, consecutive, measure
+
+    if (old is None) != (new is None) or (old is None) == (checkpoints is None):
+        raise typer.BadParameter("expected either OLD and NEW or --checkpoints DIR")
+    pairs = consecutive(checkpoints) if checkpoints else [(Path(str(old)), Path(str(new)))]
+    results = []
+    for before, after in pairs:
+        with output.progress(f"{before.name} → {after.name}") as update:
+            results.append(measure(before, after, rounds=rounds, progress=update))
+        if not as_json:
+            _show(results[-1], as_json)
+            output.write("\n")
+    if as_json:
+        output.emit(CheckpointsResult(tuple(results)) if checkpoints else results[0])
+
+
+@bench.command()
 def sync(
     versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,

@@ -1,0 +1,201 @@
+"""`bench codec`: its bound against an entropy counted naively, its verdicts, its document."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.bench import codec as bench
+from pulse_rl.bench.bound import bounds
+from pulse_rl.bits import Bits, HostBits
+from pulse_rl.checkpoint import write_checkpoint
+from pulse_rl.cli.main import main
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field
+from pulse_rl.parallel import threads
+
+FIELDS = {"name", "nbytes", "bits_per_change", "of_bound", "reduction", "encode_s", "decode_s", "apply_s", "exact"}
+Weights = dict[str, Bits]
+
+
+def states(seed: int = 0) -> tuple[Weights, Weights]:
+    """Two states of tensors of several dtypes; the second has some small moves, some far ones, some new signs."""
+    rng = np.random.default_rng(seed)
+    old: Weights = {}
+    new: Weights = {}
+    for name, dtype, shape in (
+        ("a", "BF16", (300, 257)),
+        ("b", "BF16", (77,)),
+        ("c", "F32", (40, 50)),
+        ("d", "I8", (999,)),
+        ("e", "U8", (0, 3)),
+        ("f", "I64", ()),
+    ):
+        width = ITEMSIZES[dtype]
+        count = math.prod(shape)
+        before = rng.integers(0, 256, count * width, np.uint8).view(UINTS[width])
+        after = before.copy()
+        chosen = rng.random(count) < 0.05
+        after[chosen] += rng.integers(0, 4, int(chosen.sum())).astype(before.dtype)
+        after[::97] ^= before.dtype.type(1 << 8 * width - 1)
+        old[name] = HostBits(dtype, before.reshape(shape))
+        new[name] = HostBits(dtype, after.reshape(shape))
+    return old, new
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """Three checkpoints, whose order by number is not the one by name, and something else."""
+    old, new = states()
+    for name, weights in (("v2", old), ("v10", new), ("v9", new)):
+        write_checkpoint(tmp_path / f"{name}.safetensors", weights)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    return tmp_path
+
+
+def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "codec", *map(str, args), "--rounds", "1", "--json"])
+    assert exit_info.value.code == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# -- the bound ------------------------------------------------------------------------------------------------
+
+
+def place(bits: int, dtype: str) -> int:
+    """Where a bit pattern stands in the order of the values, as docs/format.md has it."""
+    top = 1 << 8 * ITEMSIZES[dtype] - 1
+    if field(dtype).floating:
+        return 2 * top - 1 - bits if bits & top else bits | top
+    return bits ^ top if dtype.startswith("I") else bits
+
+
+def naive(pairs: list[tuple[str, Bits, Bits]]) -> tuple[float, float]:
+    """Bits of positions and of moves with one table for these tensors, element by element."""
+    changed: Counter[tuple[int, bool]] = Counter()
+    steps: Counter[tuple[int, int]] = Counter()
+    for dtype, old, new in pairs:
+        kind = field(dtype)
+        width = 8 * ITEMSIZES[dtype]
+        for before, after in zip(old.read(0, old.size).tolist(), new.read(0, new.size).tolist(), strict=True):
+            exponent = (before & kind.mask) >> kind.shift
+            changed[exponent, before != after] += 1
+            if before != after:
+                steps[exponent, (place(after, dtype) - place(before, dtype)) % (1 << width)] += 1
+
+    def bits(counts: "Counter[tuple[int, bool]] | Counter[tuple[int, int]]") -> float:
+        totals: Counter[int] = Counter()
+        for (exponent, _), count in counts.items():
+            totals[exponent] += count
+        return sum(count * math.log2(totals[exponent] / count) for (exponent, _), count in counts.items())
+
+    return bits(changed), bits(steps)
+
+
+def test_the_bound_is_the_entropy_given_the_exponent_of_each_tensor_and_of_each_dtype() -> None:
+    old, new = states()
+    own, pooled, changes = bounds(old, new)
+    each = [naive([(bits.dtype, bits, new[name])]) for name, bits in old.items()]
+    assert own == pytest.approx(tuple(map(sum, zip(*each, strict=True))))
+    groups = [
+        [(dtype, old[name], new[name]) for name in old if old[name].dtype == dtype]
+        for dtype in {bits.dtype for bits in old.values()}
+    ]
+    together = [naive(group) for group in groups]
+    assert pooled == pytest.approx(tuple(map(sum, zip(*together, strict=True))))
+    assert pooled.bits > own.bits > 0
+    assert changes == sum(
+        np.count_nonzero(bits.read(0, bits.size) != new[n].read(0, bits.size)) for n, bits in old.items()
+    )
+
+
+def test_the_bound_of_no_change_is_nothing() -> None:
+    old, _ = states()
+    assert bounds(old, old) == ((0, 0), (0, 0), 0)
+    assert bounds({}, {}) == ((0, 0), (0, 0), 0)
+
+
+# -- the measurement ------------------------------------------------------------------------------------------
+
+
+def test_a_pair(run_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PULSE_THREADS", "2")
+    threads.cache_clear()
+    old, new = states()
+    paths = [run_directory / "v2.safetensors", run_directory / "v9.safetensors"]
+    found = document(capsys, *paths)
+    assert found["pair"] == list(map(str, paths))
+    assert found["elements"] == sum(bits.size for bits in old.values())
+    assert found["full_nbytes"] == sum(bits.size * bits.itemsize for bits in old.values())
+    own, _, changes = bounds(old, new)
+    assert found["changes"] == changes
+    assert found["density"] == pytest.approx(changes / sum(bits.size for bits in old.values()))
+    assert found["bound_bits"] == pytest.approx(own.bits)
+    codecs = {each["name"]: each for each in found["codecs"]}
+    assert list(codecs) == ["context", "gap", "raw", "zstd patch-from", "xor zstd-1"]
+    for name, each in codecs.items():
+        assert each.keys() == FIELDS
+        assert each["exact"] is True
+        assert each["bits_per_change"] == pytest.approx(8 * each["nbytes"] / changes)
+        assert 0 < each["decode_s"] < each["apply_s"]
+        if name in ("context", "gap", "raw"):
+            assert each["nbytes"] == len(pulse.diff(old, new, codec=name))
+    assert threads() == 2  # one thread while it measured; now as before
+    threads.cache_clear()
+
+
+def test_weights_that_do_not_come_out_are_not_called_exact(
+    run_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench._Xor, "decode", lambda self, patch, live: lambda: None)
+    found = document(capsys, run_directory / "v2.safetensors", run_directory / "v9.safetensors")
+    exact = {each["name"]: each["exact"] for each in found["codecs"]}
+    assert exact == dict.fromkeys(exact, True) | {"xor zstd-1": False}
+
+
+def test_checkpoints_of_a_run_in_the_order_of_their_numbers(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(capsys, "--checkpoints", run_directory)["pairs"]
+    names = [[Path(path).stem for path in each["pair"]] for each in found]
+    assert names == [["v2", "v9"], ["v9", "v10"]]
+    same = found[1]
+    assert same["changes"] == same["bound_bits"] == 0
+    assert all(each["exact"] and each["bits_per_change"] is None for each in same["codecs"])
+
+
+def test_a_model_too_large_for_zstd_is_said_to_be(
+    run_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "PATCH_FROM_LIMIT", 1000)
+    found = document(capsys, run_directory / "v2.safetensors", run_directory / "v9.safetensors")
+    assert found["skipped"] == {"zstd patch-from": "expected a model of at most 1 kB, found 163 kB"}
+    assert "zstd patch-from" not in {each["name"] for each in found["codecs"]}
+
+
+def test_what_a_person_reads(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "codec", "--checkpoints", str(run_directory), "--rounds", "1"])
+    assert exit_info.value.code == 0
+    out = capsys.readouterr().out
+    assert out.count("bits a change: ") == out.count("xor zstd-1") == 2
+
+
+@pytest.mark.parametrize("args", [[], ["a"], ["a", "b", "--checkpoints", "c"], ["a", "--checkpoints", "c"]])
+def test_half_a_question_is_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "codec", *args])
+    assert exit_info.value.code == 2
+    assert "either OLD and NEW or --checkpoints DIR" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_directory_with_one_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "only.safetensors", states()[0])
+    with pytest.raises(ValueError, match="expected at least two checkpoints, found 1"):
+        bench.consecutive(tmp_path)
