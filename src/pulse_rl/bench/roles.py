@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.bench.report import Rounds
+from pulse_rl.codecs.choose import CodecName
 
 LEARNING_RATE = 1e-6
 WEIGHT_STD = 0.16  # of the synthetic weights: with it, about 0.15 % of the BF16 bits change a step
@@ -115,12 +117,12 @@ def warm() -> None:
         step(small, generator)
 
 
-def publisher(directory: Path, versions: int, layers: int) -> dict[str, Any]:
+def publisher(directory: Path, versions: int, layers: int, codec: CodecName) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     weights = masters(layers, generator)
     warm()
     peak = Peak()
-    publisher = pulse.Publisher(pulse.open_store(directory / "store"), cast="bfloat16", anchor_every=10**9)
+    publisher = pulse.Publisher(directory / "store", cast="bfloat16", anchor_every=10**9, codec=codec)
     reports = []
     for version in range(versions + 1):
         if version:
@@ -130,6 +132,7 @@ def publisher(directory: Path, versions: int, layers: int) -> dict[str, Any]:
     return {
         "elements": reports[0].elements,
         "full_nbytes": reports[0].full_nbytes,
+        "codec": reports[-1].codec,
         "seconds": [report.total_s for report in reports],
         "patch_nbytes": [report.patch_nbytes for report in reports[1:]],
         "density": [report.density for report in reports[1:]],
@@ -190,7 +193,7 @@ def plain(directory: Path, versions: int, layers: int) -> dict[str, Any]:
     }
 
 
-ROLES = {"publisher": publisher, "subscriber": subscriber, "plain": plain}
+ROLES: dict[str, Callable[..., dict[str, Any]]] = {"publisher": publisher, "subscriber": subscriber, "plain": plain}
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])

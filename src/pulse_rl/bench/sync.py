@@ -52,6 +52,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     full_nbytes: int
     versions: int
     density: float  # median
+    codec: str  # of the last patch
     patch_nbytes: int  # median
     reduction: float  # full_nbytes / patch_nbytes
     publisher: Side
@@ -63,7 +64,8 @@ class SyncReport(msgspec.Struct, frozen=True):
         return {
             "model": f"{self.elements:,} elements, {self.full_nbytes / 1e6:,.0f} MB of BF16",
             "versions": f"{self.versions} after the first",
-            "patch": f"{self.patch_nbytes:,} bytes at {self.density:.3%}, {self.reduction:,.0f} times less",
+            "patch": f"{self.codec}, {self.patch_nbytes:,} bytes at {self.density:.3%}, "
+            f"{self.reduction:,.0f} times less",
         }
 
     def tables(self) -> list[Table]:
@@ -97,7 +99,7 @@ class SyncReport(msgspec.Struct, frozen=True):
         ]
 
 
-def run(*, versions: int, layers: int, progress: Progress) -> SyncReport:
+def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncReport:
     """Measure everything in a temporary directory; needs about 2 GB of disk and 3 GB of memory.
 
     Raises MissingExtraError without torch or safetensors, PulseError if the two sides end in other bits.
@@ -107,7 +109,7 @@ def run(*, versions: int, layers: int, progress: Progress) -> SyncReport:
     with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as directory:
         settings = {"directory": directory, "versions": versions, "layers": layers}
         progress(0, 3, "publisher")
-        published = _run("publisher", settings)
+        published = _run("publisher", settings | {"codec": codec})
         progress(1, 3, "subscriber")
         synced = _run("subscriber", settings)
         progress(2, 3, "full checkpoints")
@@ -122,6 +124,7 @@ def run(*, versions: int, layers: int, progress: Progress) -> SyncReport:
         full_nbytes=full_nbytes,
         versions=versions,
         density=statistics.median(published["density"]),
+        codec=published["codec"],
         patch_nbytes=patch_nbytes,
         reduction=full_nbytes / patch_nbytes,
         publisher=_side(published, full_nbytes + allowance),

@@ -68,6 +68,7 @@ def codec(
 def sync(
     versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
+    codec: Annotated[str, typer.Option(metavar="auto|context|gap|raw", help="The publisher's.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Time publish and sync of a 135M-parameter model through a file store, with the memory of each side.
@@ -75,9 +76,13 @@ def sync(
     Publisher, subscriber and the plain save-and-load run in processes of their own. Needs the extra torch.
     """
     from pulse_rl.bench.sync import run
+    from pulse_rl.codecs.choose import check
+
+    with output.checking():
+        check(codec)
 
     with output.progress("sync") as update:
-        report = run(versions=versions, layers=layers, progress=update)
+        report = run(versions=versions, layers=layers, codec=codec, progress=update)
     _show(report, as_json)
 
 

@@ -173,7 +173,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
         proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
         restarts = f", restarted {worker['restarts']} ×" if worker["restarts"] else ""
         table.add_row(worker["id"], f"version {worker['version']}, digest {worker['digest']}: {proof}{restarts}")
-    table.add_row("run", summary["run"])
+    directory = Path(summary["run"])
+    here = directory.is_relative_to(Path.cwd())
+    table.add_row("run", str(directory.relative_to(Path.cwd()) if here else directory))
     Console().print(table)
 
 
