@@ -28,6 +28,7 @@ LEVELS = 5  # of a row's activity so far
 UNARY = 4  # first bits of a size that have contexts of their own exponent
 SCALES = 64  # how far a size can reach above the largest exponent
 SIGNS = 22
+GAP_BITS, NUMBER_BITS = 20, 40  # the longest that a gap and a number in the head can be, below their leading one
 _SLACK = 512  # bytes: more than one change or one number can take, at 4 bytes for each of its bits
 
 SEEN = 10  # bits
@@ -233,6 +234,40 @@ def _decode_size(code, width, at, data, states, exponents, exponent, bits):
     return size, code, width, at
 
 
+@njit(nogil=True, cache=True)
+def _encode_count(low, width, at, out, states, unary, top, count):
+    """A uint64 of at least 1: its bit length in unary, one bit in context, the rest raw."""
+    length = _width(count)
+    for j in range(length + 1):
+        low, width, at = _encode_bit(low, width, at, out, states, unary + j, j < length)
+    if length > 0:
+        bit = (count >> np.uint64(length - 1)) & _U1
+        low, width, at = _encode_bit(low, width, at, out, states, top + length, bit == _U1)
+    if length > 1:
+        low, width, at = _encode_raw(low, width, at, out, count, length - 1)
+    return low, width, at
+
+
+@njit(nogil=True, cache=True)
+def _decode_count(code, width, at, data, states, unary, top, limit):
+    """The inverse; 0 for more than `limit` bits below the leading one."""
+    length = 0
+    while True:
+        bit, code, width, at = _decode_bit(code, width, at, data, states, unary + length)
+        if not bit:
+            break
+        length += 1
+        if length > limit:
+            return _U0, code, width, at
+    count = _U1
+    if length > 0:
+        bit, code, width, at = _decode_bit(code, width, at, data, states, top + length)
+        count = np.uint64(2 + bit)
+    if length > 1:
+        count, code, width, at = _decode_raw(code, width, at, data, count, length - 1)
+    return count, code, width, at
+
+
 @njit(nogil=True, cache=True, inline="always")
 def _level(found, expected):
     """How active a row has been so far: (found + 2) / (expected + 2) against 0.6, 0.84, 1.19 and 1.69.
@@ -270,43 +305,27 @@ def _sign_context(grade, row):
 
 
 @njit(nogil=True, cache=True)
-def _encode_segment(
-    hot,
-    hot_exponents,
-    indices,
-    exponents_at,
-    ups,
-    sizes,
-    threshold,
-    exponents,
-    stride,
-    phase,
-    share,
-    states,
-    columns,
-    out,
-    limit,
-):
+def _encode_segment(hot, indices, moved, threshold, exponents, place, share, states, columns, out, limit):
     _, _, _, gap, sign, _ = contexts(exponents)
     low, width, at = _U0, FULL, 0
     count = indices.shape[0]
     left, j = count, 0
-    begin, end = np.int64(-phase), np.int64(stride - phase)
+    begin, end = np.int64(-place.phase), np.int64(place.stride - place.phase)
     found, expected, row = np.int64(0), np.int64(0), np.int64(0)
-    for h in range(hot.shape[0]):
+    for h in range(hot.indices.shape[0]):
         if left == 0:
             break
         if at > limit and out is not None:
             return -1
-        i = np.int64(hot[h])
+        i = np.int64(hot.indices[h])
         if i >= end:
-            begin = i - (i + phase) % stride
-            end = begin + stride
+            begin = i - (i + place.phase) % place.stride
+            end = begin + place.stride
             found, expected, row = np.int64(0), np.int64(0), np.int64(0)
         while j < count and np.int64(indices[j]) < i:
             j += 1
         changed = j < count and np.int64(indices[j]) == i
-        exponent = np.int64(hot_exponents[h])
+        exponent = np.int64(hot.exponents[h])
         context = LEVELS * exponent + _level(found, expected)
         low, width, at = _encode_bit(low, width, at, out, states, context, changed)
         expected += share[exponent]
@@ -315,32 +334,27 @@ def _encode_segment(
             left -= 1
             column = i - begin
             grade = _grade(np.int64(columns[column]))
-            up = ups[j]
+            up = moved.ups[j]
             agrees = up if grade >= 0 else not up
             low, width, at = _encode_bit(low, width, at, out, states, sign + _sign_context(grade, row), agrees)
             row = _lean(columns, column, row, up)
-            low, width, at = _encode_size(low, width, at, out, states, exponents, exponent, sizes[j])
+            low, width, at = _encode_size(low, width, at, out, states, exponents, exponent, moved.sizes[j])
     last = np.int64(-1)
     for j in range(count):
         if left == 0:
             break
         if at > limit and out is not None:
             return -1
-        if np.int64(exponents_at[j]) < threshold:
+        if np.int64(moved.exponents[j]) < threshold:
             continue
         left -= 1
         step = np.uint64(np.int64(indices[j]) - last)
         last = np.int64(indices[j])
-        length = _width(step)
-        for k in range(length + 1):
-            low, width, at = _encode_bit(low, width, at, out, states, gap + k, k < length)
-        if length > 0:
-            bit = (step >> np.uint64(length - 1)) & _U1
-            low, width, at = _encode_bit(low, width, at, out, states, gap + 32 + length, bit == _U1)
-        if length > 1:
-            low, width, at = _encode_raw(low, width, at, out, step, length - 1)
-        low, width, at = _encode_bit(low, width, at, out, states, sign, ups[j])
-        low, width, at = _encode_size(low, width, at, out, states, exponents, min(threshold, exponents - 1), sizes[j])
+        low, width, at = _encode_count(low, width, at, out, states, gap, gap + 32, step)
+        low, width, at = _encode_bit(low, width, at, out, states, sign, moved.ups[j])
+        low, width, at = _encode_size(
+            low, width, at, out, states, exponents, min(threshold, exponents - 1), moved.sizes[j]
+        )
     if out is None:
         return 0
     at = _finish(low, width, at, out)
@@ -348,38 +362,22 @@ def _encode_segment(
 
 
 @njit(nogil=True, cache=True)
-def _decode_segment(
-    data,
-    hot,
-    hot_exponents,
-    size,
-    threshold,
-    exponents,
-    stride,
-    phase,
-    share,
-    states,
-    columns,
-    bits,
-    indices,
-    ups,
-    sizes,
-):
+def _decode_segment(data, hot, size, bits, threshold, exponents, place, share, states, columns, indices, ups, sizes):
     _, _, _, gap, sign, _ = contexts(exponents)
     code, width, at = (_word(data, 0) << _32) | _word(data, 4), FULL, 8
     count = indices.shape[0]
     k = 0
-    begin, end = np.int64(-phase), np.int64(stride - phase)
+    begin, end = np.int64(-place.phase), np.int64(place.stride - place.phase)
     found, expected, row = np.int64(0), np.int64(0), np.int64(0)
-    for h in range(hot.shape[0]):
+    for h in range(hot.indices.shape[0]):
         if k == count:
             break
-        i = np.int64(hot[h])
+        i = np.int64(hot.indices[h])
         if i >= end:
-            begin = i - (i + phase) % stride
-            end = begin + stride
+            begin = i - (i + place.phase) % place.stride
+            end = begin + place.stride
             found, expected, row = np.int64(0), np.int64(0), np.int64(0)
-        exponent = np.int64(hot_exponents[h])
+        exponent = np.int64(hot.exponents[h])
         context = LEVELS * exponent + _level(found, expected)
         changed, code, width, at = _decode_bit(code, width, at, data, states, context)
         expected += share[exponent]
@@ -400,22 +398,9 @@ def _decode_segment(
     hot_changes = k
     last = np.int64(-1)
     while k < count:
-        length = 0
-        while True:
-            bit, code, width, at = _decode_bit(code, width, at, data, states, gap + length)
-            if not bit:
-                break
-            length += 1
-            if length > 20:
-                return -1
-        step = _U1
-        if length > 0:
-            bit, code, width, at = _decode_bit(code, width, at, data, states, gap + 32 + length)
-            step = np.uint64(2 + bit)
-        if length > 1:
-            step, code, width, at = _decode_raw(code, width, at, data, step, length - 1)
+        step, code, width, at = _decode_count(code, width, at, data, states, gap, gap + 32, GAP_BITS)
         last += np.int64(step)
-        if last >= size:
+        if step == _U0 or last >= size:
             return -1
         up, code, width, at = _decode_bit(code, width, at, data, states, sign)
         moved, code, width, at = _decode_size(
@@ -437,16 +422,8 @@ NUMBER_CONTEXTS = 128  # for each kind of number: 64 for its length, 64 for the 
 def _encode_numbers(numbers, kinds, states, out):
     low, width, at = _U0, FULL, 0
     for j in range(numbers.shape[0]):
-        number = np.uint64(numbers[j]) + _U1
         first = NUMBER_CONTEXTS * np.int64(kinds[j])
-        length = _width(number)
-        for k in range(length + 1):
-            low, width, at = _encode_bit(low, width, at, out, states, first + k, k < length)
-        if length > 0:
-            bit = (number >> np.uint64(length - 1)) & _U1
-            low, width, at = _encode_bit(low, width, at, out, states, first + 64 + length, bit == _U1)
-        if length > 1:
-            low, width, at = _encode_raw(low, width, at, out, number, length - 1)
+        low, width, at = _encode_count(low, width, at, out, states, first, first + 64, np.uint64(numbers[j]) + _U1)
     return _finish(low, width, at, out)
 
 
@@ -455,20 +432,9 @@ def _decode_numbers(data, kinds, states, numbers):
     code, width, at = (_word(data, 0) << _32) | _word(data, 4), FULL, 8
     for j in range(kinds.shape[0]):
         first = NUMBER_CONTEXTS * np.int64(kinds[j])
-        length = 0
-        while True:
-            bit, code, width, at = _decode_bit(code, width, at, data, states, first + length)
-            if not bit:
-                break
-            length += 1
-            if length > 40:
-                return False
-        number = _U1
-        if length > 0:
-            bit, code, width, at = _decode_bit(code, width, at, data, states, first + 64 + length)
-            number = np.uint64(2 + bit)
-        if length > 1:
-            number, code, width, at = _decode_raw(code, width, at, data, number, length - 1)
+        number, code, width, at = _decode_count(code, width, at, data, states, first, first + 64, NUMBER_BITS)
+        if number == _U0:
+            return False
         numbers[j] = np.int64(number - _U1)
     return True
 
@@ -522,16 +488,12 @@ def encode_segment(
     columns = np.zeros(place.stride, np.int32)
     out = None if limit is None else moves.buffer("out", limit + _SLACK, np.uint8)
     count = _encode_segment(
-        hot.indices,
-        hot.exponents,
+        hot,
         _ro(indices),
-        moved.exponents,
-        moved.ups,
-        moved.sizes,
+        moved,
         threshold,
         field.exponents,
-        place.stride,
-        place.phase,
+        place,
         share,
         states,
         columns,
@@ -558,17 +520,15 @@ def decode_segment(
     sizes = np.empty(count, np.uint64)
     split = _decode_segment(
         np.frombuffer(stream, np.uint8),
-        hot.indices,
-        hot.exponents,
+        hot,
         len(old),
+        8 * old.itemsize,
         threshold,
         field.exponents,
-        place.stride,
-        place.phase,
+        place,
         share,
         states,
         np.zeros(place.stride, np.int32),
-        8 * old.itemsize,
         indices,
         ups,
         sizes,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publish did. Seconds of cast, diff and encode are work summed over threads; put is wall time."""
+    """What one publish did. Seconds of cast and diff are work summed over threads; encode and put are wall time."""
 
     version: int
     base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
