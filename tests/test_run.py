@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,15 @@ def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
     assert verify(tmp_path / "elsewhere").bad_versions == (2, 3)
     whole = _run(tmp_path / "whole", "--steps", "5", "--deterministic", "--workers", "1")
     assert summary["trainer_digest"] == whole["trainer_digest"]
+
+
+def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
+    summary = _run(tmp_path / "run", "--steps", "3", "--workers", "1", "--codec", "auto")
+    _check(summary, tmp_path / "run")
+    for record in metrics.read(tmp_path / "run"):
+        assert record["codec"] in ("context", "gap")
+        assert record["choice"].startswith(record["codec"])
+        assert re.search(r" over [\d.]+ [kMG]?B/s$", record["choice"])
 
 
 def _wait_for(condition: Any, seconds: float = 120) -> Any:

@@ -36,6 +36,7 @@ class RolloutWorker:
         self._task = Task(config.task, config.seed)
         self._subscriber = Subscriber(config.store_url)
         self._totals = {"syncs": 0, "fetched_nbytes": 0, "sync_s": 0.0}
+        self._bandwidth: float | None = None  # bytes a second, as the last full checkpoint came
 
     def run(self) -> dict[str, Any]:
         """Work until the run stops; then catch up with its last version and return what is held, proved."""
@@ -78,12 +79,15 @@ class RolloutWorker:
         self._totals["syncs"] += 1
         self._totals["fetched_nbytes"] += report.fetched_nbytes
         self._totals["sync_s"] += report.total_s
+        if report.route == "anchor" and report.fetch_s:  # large enough that latency does not count
+            self._bandwidth = report.fetched_nbytes / report.fetch_s
         facts = {
             "version": report.version,
             "digest": digest,
             "verified": digest == report.digest,
             "route": report.route,
             "recovered": report.recovered,
+            "bandwidth": self._bandwidth,
             **self._totals,
         }
         self._buffer.report(self._name, facts)
