@@ -1,12 +1,15 @@
 """auto: the codec that is at the other side first, from what both took on the patches at hand."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import DRIFT, RETRY, Chooser, Trial, best
+from pulse_rl.codecs.context import ContextCodec
 
 STRONG = Trial("context", 100_000, encode_s=0.1, decode_s=0.05)
 FAST = Trial("gap", 600_000, encode_s=0.01, decode_s=0.01)
@@ -78,7 +81,10 @@ def test_a_publisher_chooses_by_the_link_and_says_why(tmp_path: Path) -> None:
             assert one.choice.endswith("over 1 kB/s")
             assert one.patch_nbytes <= other.patch_nbytes
     slow.bandwidth = 1e15  # may be set at any time
-    assert slow.publish(_steps(5)[5], version=9).codec == fast.publish(_steps(5)[5], version=9).codec
+    one, other = slow.publish(_steps(5)[5], version=9), fast.publish(_steps(5)[5], version=9)
+    assert one.digest == other.digest
+    assert one.choice is not None
+    assert not one.choice.endswith("over 1 kB/s")
     weights = {"w": np.zeros((300, 200), np.float16)}
     for store in ("slow", "fast"):
         pulse.Subscriber(tmp_path / store).sync(weights)
@@ -99,8 +105,30 @@ def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
     assert taken_up.history.head().patch.codec == "context"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("bandwidth", [0.0, -1.0, float("nan")])
-def test_a_bandwidth_that_makes_no_sense(tmp_path: Path, bandwidth: float) -> None:
+@pytest.mark.parametrize("bandwidth", [0, 0.0, -1.0, float("nan"), "1e6"])
+def test_a_bandwidth_that_makes_no_sense(tmp_path: Path, bandwidth: Any) -> None:
     with pytest.raises(ValueError, match="bandwidth: expected bytes a second, more than 0"):
         pulse.Publisher(tmp_path, bandwidth=bandwidth)
     assert not list(tmp_path.iterdir())
+    publisher = pulse.Publisher(tmp_path, bandwidth=1e6)
+    with pytest.raises(ValueError, match="bandwidth: expected bytes a second, more than 0"):
+        publisher.bandwidth = bandwidth
+    assert publisher.bandwidth == 1e6
+
+
+def test_the_first_trial_does_not_count_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time anything is coded is thrown away: as if the strong codec had taken a second then."""
+    genuine, calls = ContextCodec.encode, 0
+
+    def slow_at_first(self: ContextCodec, parts: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        time.sleep(1.0 if calls == 1 else 0.0)
+        return genuine(self, parts)
+
+    monkeypatch.setattr(ContextCodec, "encode", slow_at_first)
+    publisher = pulse.Publisher(tmp_path, bandwidth=20_000.0)  # kilobytes, so that a second decides
+    for version, state in enumerate(_steps(2)):
+        report = publisher.publish(state, version=version)
+    assert calls == 3  # twice for the first patch, once for the second
+    assert report.codec == "context"

@@ -5,7 +5,8 @@ import struct
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from patch_tools import changed, random_tensor, seal, snapshot, take_apart
 
 import pulse_rl as pulse
 from pulse_rl import parallel, patchfile
+from pulse_rl.application import Application
 from pulse_rl.bits import HostBits
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import SegmentSpec
@@ -316,6 +318,93 @@ def test_two_names_of_one_memory(keep: int, monkeypatch: pytest.MonkeyPatch) -> 
     live = old["t0"].clone()
     pulse.apply({"a": live, "b": live}, patch)
     assert snapshot({"t0": live}) == snapshot(new)
+
+
+@pytest.mark.parametrize("codec", ["context", "gap"])
+def test_an_interruption_of_whoever_waits_for_the_threads(
+    codec: Any, threads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C comes to the main thread, while others write: nothing of the first write goes on beside the second."""
+    threads(2)
+    old, new, _ = drifted_patch()
+    patch = pulse.diff(old, new, codec=codec)
+    genuine, main = HostBits.scatter, threading.get_ident()
+
+    def slow(self: Any, start: int, indices: Any, values: Any) -> None:
+        time.sleep(0.05)
+        genuine(self, start, indices, values)
+
+    waits = 0
+
+    def interrupted(self: Any, timeout: Any = None) -> Any:
+        nonlocal waits
+        waits += threading.get_ident() == main
+        if writing and waits == 1:
+            raise KeyboardInterrupt
+        return result(self, timeout)
+
+    result, writing = Future.result, False
+    write = Application.write
+
+    def begin(self: Any) -> None:
+        nonlocal writing, waits
+        writing, waits = True, 0
+        write(self)
+
+    monkeypatch.setattr(HostBits, "scatter", slow)
+    monkeypatch.setattr(Future, "result", interrupted)
+    monkeypatch.setattr(Application, "write", begin)
+    with pytest.raises(KeyboardInterrupt):
+        pulse.apply(old, patch)
+    assert waits > 1  # it was written again
+    assert snapshot(old) == snapshot(new)
+
+
+OVERLAPS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "slices": lambda flat: {"all": flat, "part": flat[1000:31_000]},
+    "transposed": lambda flat: {"all": flat.reshape(200, 200), "turned": flat.reshape(200, 200).T},
+    "interleaved": lambda flat: {"even": flat[::2], "odd": flat[1::2]},
+}
+
+
+@pytest.mark.parametrize("codec", ["context", "gap"])
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of one memory end in the target; where the patch contradicts itself, they are as they were."""
+    monkeypatch.setattr("pulse_rl.application.KEEP_NBYTES", 0)
+    rng = np.random.default_rng(0)
+    before = rng.normal(0, 0.02, 40_000).astype(np.float16)
+    after = before.copy()
+    after.view(np.uint16)[rng.random(40_000) < 0.3] += 1
+    view = OVERLAPS[kind]
+    patch = pulse.diff(view(before.copy()), view(after), codec=codec)
+    live = before.copy()
+    pulse.apply(view(live), patch)
+    assert live.tobytes() == after.tobytes()
+    apart = {name: tensor.copy() for name, tensor in view(before).items()}
+    wrong = {name: tensor.copy() for name, tensor in view(after).items()}
+    last = list(wrong)[-1]
+    wrong[last].view(np.uint16).reshape(-1)[7] ^= 0x0101
+    contradicts = pulse.diff(apart, wrong, codec=codec)
+    live = before.copy()
+    if kind == "interleaved":  # no element is shared, so nothing is contradicted
+        pulse.apply(view(live), contradicts)
+        assert pulse.digest(view(live)) == pulse.digest(wrong)
+        return
+    with pytest.raises(pulse.BaseMismatchError, match="overlap in these weights' memory"):
+        pulse.apply(view(live), contradicts)
+    assert live.tobytes() == before.tobytes()
+
+
+def test_many_segments_are_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is learned of a segment takes memory: a block holds so many and no more."""
+    monkeypatch.setattr("pulse_rl.encode.BLOCK_SEGMENTS", 10)
+    old = {f"t{i:02d}": np.zeros(5, np.uint16) for i in range(35)}
+    new = {name: tensor + 1 for name, tensor in old.items()}
+    patch = pulse.diff(old, new, codec="context")
+    assert [len(block.segments) for block in patchfile.unpack(patch).blocks] == [10, 10, 10, 5]
+    pulse.apply(old, patch)
+    assert pulse.digest(old) == pulse.digest(new)
 
 
 # Hostile blocks

@@ -8,8 +8,10 @@ is carried through before the interruption is let out: an overwrite can be repea
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from threading import Lock
 from typing import Protocol
 
 from pulse_rl import digests
@@ -86,9 +88,11 @@ class Application:
         self._patch = patch
         self._live = [targets[tensor.name] for tensor in patch.tensors]
         self._pieces: list[tuple[Sequence[Segment], Piece]] = []
+        self._locks: list[Lock] = []
         self._kept: dict[int, list[Changes]] = {}
         self._written: set[int] = set()
         self._shared = _shared_memory(self._live)
+        self._overlapping = _overlapping(self._live)
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, likewise
 
@@ -104,9 +108,11 @@ class Application:
                 f"these weights have digest {digests.to_hex(base_digest)}: apply it to those of version {header.base}"
             )
         self._pieces = list(self._patch.pieces())
+        self._locks = [Lock() for _ in self._pieces]
         seeds = [digests.seed(t.name, t.dtype, t.shape) for t in self._patch.tensors]
-        # Where two tensors are one piece of memory, the old bits of the second are gone once the first is written.
-        budget = float("inf") if self._shared and self._patch.codec.conditional else KEEP_NBYTES
+        # Where tensors share memory, the old bits of the second are gone once the first is written.
+        entangled = self._shared or self._overlapping
+        budget = float("inf") if entangled and self._patch.codec.conditional else KEEP_NBYTES
         keep = []
         for number, (segments, _) in enumerate(self._pieces):
             budget -= decoded_nbytes(segments)
@@ -168,16 +174,47 @@ class Application:
         Raises IntegrityError if an element does not read back as written (faulty memory, or a concurrent
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
+        before = self._replaced() if self._overlapping else []
         numbers = range(len(self._pieces))
         carry_through(lambda: deque(ordered_map(self._write_block, numbers), maxlen=0))
+        if self._overlapping:
+            self._check_overlaps(before)
+
+    def _places(self) -> Iterator[tuple[Bits, int, Changes]]:
+        """Every live tensor's part that is written: the tensor, where its segment starts, the changes."""
+        for number, (segments, _) in enumerate(self._pieces):
+            changes = self._kept.get(number) or self._decode(number)
+            for segment, part in zip(segments, changes, strict=True):
+                for bits in self._live[segment.tensor]:
+                    yield bits, segment.start, part
+
+    def _replaced(self) -> list[tuple[Bits, int, Changes]]:
+        """What a write will replace, to be put back if it turns out that it may not stand."""
+        return [(b, start, Changes(c.indices, b.gather(start, c.indices))) for b, start, c in self._places()]
+
+    def _check_overlaps(self, before: list[tuple[Bits, int, Changes]]) -> None:
+        """Where tensors overlap in part, only the result can show that what they share was given the same bits."""
+        names = [tensor.name for tensor in self._patch.tensors]
+        live = {name: copies[0] for name, copies in zip(names, self._live, strict=True)}
+        if digests.to_hex(digests.state_digest(live)) == self._patch.header.target_digest:
+            return
+        for bits, start, (indices, values) in reversed(before):
+            bits.scatter(start, indices, values)
+        raise BaseMismatchError(
+            "tensors overlap in these weights' memory, but the patch gives what they share different bits: expected "
+            "weights in which each has its own; they are as they were"
+        )
 
     def _decode(self, number: int) -> list[Changes]:
         segments, piece = self._pieces[number]
         return piece.decode([partial(self._live[s.tensor][0].read, s.start, s.stop) for s in segments])
 
     def _write_block(self, number: int) -> None:
-        if number in self._written:
-            return
+        with self._locks[number]:  # a write that is repeated waits for what is still going on of the first
+            if number not in self._written:
+                self._write_piece(number)
+
+    def _write_piece(self, number: int) -> None:
         segments, _ = self._pieces[number]
         # Kept until all of it is written: a repeated write could no longer decode against the old bits.
         changes = self._kept[number] = self._kept.get(number) or self._decode(number)
@@ -191,6 +228,13 @@ class Application:
                     raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written")
         self._written.add(number)
         del self._kept[number]
+
+
+def _overlapping(live: Sequence[Sequence[Bits]]) -> bool:
+    """Whether tensors reach into each other's memory without being the same (slices of a fused weight beside it)."""
+    distinct = {bits.storage: bits.extent for copies in live for bits in copies if bits.size}
+    extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
 
 
 def _shared_memory(live: Sequence[Sequence[Bits]]) -> list[tuple[int, int]]:

@@ -67,6 +67,10 @@ class Bits(Protocol):
     def storage(self) -> object:
         """Equal for two views of exactly the same memory (tied weights), different otherwise."""
 
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        """Where in memory it may reach: device, first address, address after the last."""
+
 
 class HostBits:
     """Bits over an array in host memory, of any strides."""
@@ -113,6 +117,10 @@ class HostBits:
     def storage(self) -> object:
         interface = self.array.__array_interface__
         return ("host", interface["data"][0], self.shape, self.array.strides, self.dtype)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return ("host", *np.lib.array_utils.byte_bounds(self.array))
 
 
 class TorchBits:
@@ -204,6 +212,12 @@ class TorchBits:
     def storage(self) -> object:
         tensor = self._tensor
         return (str(tensor.device), tensor.data_ptr(), self.shape, tensor.stride(), self.dtype)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        tensor = self._tensor
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, tensor.stride(), strict=True))
+        return (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
 def _expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -31,6 +31,9 @@ class EncodedPatch:
     encode_s: float  # coding and compressing, wall time
 
 
+BLOCK_SEGMENTS = 1024  # after which a block is closed too: what a codec learns of each takes memory
+
+
 class _Found(NamedTuple):
     parts: tuple[Part, ...]  # for each codec: the same but for segments that it takes dense
     base: int  # this segment's share of the base digest (0 where the base digest is given)
@@ -52,7 +55,7 @@ class _Coding:
     def add(self, part: Part) -> None:
         self._parts.append(part)
         self._held += part.spec.changed * (4 + part.spec.itemsize)
-        if self._held >= self.codec.block_nbytes:
+        if self._held >= self.codec.block_nbytes or len(self._parts) == BLOCK_SEGMENTS:
             self.close()
 
     def close(self) -> None:

@@ -34,6 +34,13 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads of its parent's
 
 
+def _first(pending: "deque[Future[R]]") -> R:
+    """The oldest result. It stays in the queue until it is there: an interruption while waiting must not lose it."""
+    result = pending[0].result()
+    pending.popleft()
+    return result
+
+
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield function(item) in the items' order, at most two results a thread ahead of the consumer."""
     if threads() == 1:
@@ -44,9 +51,9 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         for item in items:
             pending.append(_pool().submit(function, item))
             if len(pending) > 2 * threads():
-                yield pending.popleft().result()
+                yield _first(pending)
         while pending:
-            yield pending.popleft().result()
+            yield _first(pending)
     finally:
         for future in pending:
             future.cancel()

@@ -77,7 +77,8 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
     Returns what was applied. Raises PatchFormatError (unreadable or corrupt patch), BaseMismatchError (other
     tensors or other bits than the base's), IntegrityError (would not give the target's digest), ValueError
     (read-only arrays), TypeError (a path instead of bytes): after each of them the weights are as they were.
-    Cost: one read of all weights to prove the base, then O(changes).
+    Cost: one read of all weights to prove the base, then O(changes); with codec "context" one more read of the
+    segments that change.
     """
     parsed = _parse(patch)
     targets = resolve(parsed.by_name(), parsed.tied, layout(weights))

@@ -48,7 +48,8 @@ def verify(target: str | Path | Store, *, progress: Progress | None = None) -> V
     """Prove everything that can be proved about a patch, a checkpoint, a store or a run directory.
 
     target: a path, a store's URL, or an open Store. progress: called before every step.
-    Patch: its hash, header and index, and every block decoded with all indices in range. Checkpoint: its
+    Patch: its hash, header and index, and every block decoded with all indices in range (with codec
+    "context" only its heads: what it changes can be proved against the base alone). Checkpoint: its
     layout, and its digest counted. Store: see the module.
     Returns a report; problems are listed in it, not raised. Raises FileNotFoundError if there is nothing at
     target, VersionNotFoundError for a store without versions, StoreError if it cannot be listed.

@@ -27,7 +27,7 @@ Target = Annotated[
 
 # What a report without problems says of each kind: only a store holds what its bits can be proved against.
 SOUND = {
-    "patch": "intact",
+    "patch": "intact; what it makes of its base is proved when it is applied",
     "checkpoint": "readable; whether this is the digest that it should have, only you can tell",
     "store": "all proved",
 }

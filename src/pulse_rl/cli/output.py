@@ -141,3 +141,7 @@ class _Watched:
     @property
     def storage(self) -> object:
         return self._bits.storage
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return self._bits.extent

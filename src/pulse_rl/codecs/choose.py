@@ -75,6 +75,11 @@ class Chooser:
         self._since = 0  # patches
         self.reason = f"codec={name!r} was asked for"
 
+    @property
+    def untried(self) -> bool:
+        """Whether nothing has been measured yet."""
+        return not self._trials
+
     def codecs(self, bandwidth: float | None) -> list[Codec]:
         """What to code the next patch with: one codec, or several to try."""
         if self._name != "auto" or not self._trials or self._since >= RETRY:

@@ -1,7 +1,7 @@
 """The hot loops of the context codec: an adaptive binary range coder and what it says of a segment.
 
-The codec, its contexts and its binarisation are described in `docs/format.md`; `reference.py` has the decoder in
-plain Python. Everything is integer arithmetic, so that every machine codes the same bits.
+The codec, its contexts and its binarisation are described in `docs/format.md`; `reference_context.py` has
+the decoder in plain Python. Everything is integer arithmetic, so that every machine codes the same bits.
 
 A state is one int64: the probability of a 1 in units of 2^-32, above 10 bits that say how many bits it has seen.
 After a bit the probability moves towards it by 1 / (seen + 1.5): a running mean first, a window of 1,000 bits

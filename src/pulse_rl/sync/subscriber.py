@@ -135,7 +135,8 @@ class Subscriber:
         )
 
     def verify(self, weights: Any) -> str:
-        """Recount the digest of all live weights; return it. One read of every bit, against O(changes) for sync.
+        """Recount the digest of all live weights; return it. One read of every bit; a sync does
+        not prove more than what changes.
 
         Raises IntegrityError if they no longer hold `version`: something else wrote to them. Then `version` is
         None, and the next `sync` loads them anew.
