@@ -99,7 +99,10 @@ def restore(history: History, route: Route, directory: Path, work: Work) -> Layo
                     file.write(part)
             work.nbytes += ref.nbytes
     with work.timing("prove_s"):
-        tensors = open_checkpoint(directory, writable=True)
+        try:
+            tensors = open_checkpoint(directory, writable=True)
+        except (ValueError, FileNotFoundError) as error:  # its manifest may be as wrong as its files
+            raise IntegrityError(f"the anchor of version {anchor.version} is no checkpoint: {error}") from None
         found = digests.to_hex(digests.state_digest(tensors))
     if found != anchor.digest:
         raise IntegrityError(
@@ -111,4 +114,9 @@ def restore(history: History, route: Route, directory: Path, work: Work) -> Layo
         with work.timing("apply_s"):
             application.write()
         held = manifest
+    for alias, owner in held.tied.items():
+        if owner not in tensors:
+            raise IntegrityError(
+                f"version {held.version}: its manifest ties {alias!r} to {owner!r}, which is no tensor of it"
+            )
     return tensors

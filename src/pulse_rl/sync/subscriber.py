@@ -5,6 +5,9 @@ version or the next: a patch is proved before its first element is written, and 
 proved and patched in scratch files before it is copied in. If the way over patches fails (something is
 missing, corrupt, or the live weights are not what they should be), the way over an anchor is taken and the
 report says why.
+
+A patch proves the elements that it writes. Whether anything else wrote to the others is told only by counting
+them all: `verify_live` does that before a sync, so that altered weights are found before a patch is put on them.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class SyncReport:
     """What one sync did. Seconds of decode and prove are work summed over threads; the others wall time."""
 
     version: int  # the weights' version now, proved
-    previous: int | None  # their version before; None if it was not known
+    previous: int | None  # their version before; None if it was not known, or they were altered
     digest: str  # of the version, 16 hex digits
     route: Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor
     patches: int  # how many were applied
@@ -41,7 +44,7 @@ class SyncReport:
     full_nbytes: int  # of the whole model's bits
     fetched_nbytes: int
     reduction: float  # full_nbytes / fetched_nbytes; infinite if nothing was fetched
-    recovered: str | None  # why the way over patches was given up for an anchor, if it was
+    recovered: str | None  # what was wrong on the way and was got past: with the live weights, or with the history
     fetch_s: float
     decode_s: float
     apply_s: float
@@ -55,10 +58,19 @@ class Subscriber:
     store: a Store, or the URL or path of one. One subscriber belongs to one set of weights: it keeps their
     proved version and digest from sync to sync, and reads only what changed. Any number of subscribers may
     follow one history; they write nothing to it. Memory: one patch, and a few MB a thread. Not thread-safe.
+
+    verify_live: recount every live bit before each sync (True), before every so many (a number), or only when
+    `verify` is called (False). Weights that something else wrote to are then overwritten by the version synced
+    to, and the report's `recovered` says so. A recount reads all weights once, those on a device through the host.
+    Raises ValueError for any other value.
     """
 
-    def __init__(self, store: Store | str | Path) -> None:
+    def __init__(self, store: Store | str | Path, *, verify_live: bool | int = False) -> None:
+        if not isinstance(verify_live, int) or verify_live < 0:
+            raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
         self.history = History(store)
+        self._recount_every = int(verify_live)  # syncs; 0 for never
+        self._syncs = 0
         self._held: Manifest | None = None
 
     @property
@@ -103,18 +115,27 @@ class Subscriber:
         recognised by their digest and go on from there.
 
         What is proved: every element that a patch writes, and through the digest kept from version to version
-        the whole, provided that nothing else wrote to the weights since. `verify` recounts all of them.
+        the whole, provided that nothing else wrote to the weights since. `verify_live` and `verify` recount all.
 
         Raises VersionNotFoundError (empty history, or no such version), StoreError, IntegrityError,
         BaseMismatchError (tensors of another model). After any of them the weights hold a version of the
-        history, bit for bit, and `version` says which; if they never were synced, they are as they were.
+        history, bit for bit, and `version` says which; if they never were synced, they are as they were. Where
+        they were found altered, or a write failed, `version` is None until a later sync has repaired them.
         """
         start = time.perf_counter()
-        target = self._target(version)
         live = layout(weights)
         work = Work()
+        altered = self._altered(live, work)
         previous = self.version
-        route, recovered = self._follow(target, live, work)
+        try:
+            target = self._target(version)
+            route, recovered = self._follow(target, live, work)
+        except PulseError as error:
+            if altered:
+                error.add_note(f"before that: {altered}")
+            # What was read wrong once must not be believed for ever: the next sync reads its manifests anew.
+            self.history = History(self.history.store)
+            raise
         return SyncReport(
             version=target.version,
             previous=previous,
@@ -126,7 +147,7 @@ class Subscriber:
             full_nbytes=target.full_nbytes,
             fetched_nbytes=work.nbytes,
             reduction=target.full_nbytes / work.nbytes if work.nbytes else float("inf"),
-            recovered=recovered,
+            recovered="; ".join(filter(None, [altered, recovered])) or None,
             fetch_s=work.fetch_s,
             decode_s=work.decode_s,
             apply_s=work.apply_s,
@@ -143,15 +164,31 @@ class Subscriber:
         """
         if self._held is None:
             raise VersionNotFoundError("no version to verify: sync the weights first")
-        held = self._held
-        found = digests.to_hex(live_digest(_by_name(layout(weights), held)))
+        live = layout(weights)
+        held, self._held = self._held, None  # not known until they are counted
+        try:
+            found = digests.to_hex(live_digest(_by_name(live, held)))
+        except BaseMismatchError as error:  # a tied copy
+            raise IntegrityError(f"{error}: something other than this subscriber has written to them") from None
         if found != held.digest:
-            self._held = None
             raise IntegrityError(
                 f"the live weights have digest {found}, version {held.version} has {held.digest}: "
                 "something other than this subscriber has written to them"
             )
+        self._held = held
         return found
+
+    def _altered(self, live: Layout, work: Work) -> str | None:
+        """Recount the live weights if that is due. Returns what is wrong with them; then no version is held."""
+        self._syncs += 1
+        if self._held is None or not self._recount_every or self._syncs % self._recount_every:
+            return None
+        try:
+            with work.timing("prove_s"):
+                self.verify(live)
+        except IntegrityError as error:
+            return str(error)
+        return None
 
     def _target(self, version: int | None) -> Manifest:
         if version is not None:

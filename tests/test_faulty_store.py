@@ -1,0 +1,138 @@
+"""A store that fails, truncates and flips bits, by seed: publisher and subscribers are right or raise, and recover."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Trainee
+
+import pulse_rl as pulse
+from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.verify import verify
+
+
+class Faulty:
+    """A store in which some operations go wrong.
+
+    rate: how many of the operations fail, without effect or after it; how many of the reads bring other bytes. lose:
+    how many of the patches and anchors that are written are not kept as they were given.
+    """
+
+    def __init__(self, inner: Store, seed: int, rate: float, lose: float = 0.0) -> None:
+        self._inner = inner
+        self._random = np.random.default_rng(seed)
+        self.rate, self.lose = rate, lose
+
+    def __getattr__(self, name: str) -> Any:  # what is no operation
+        return getattr(self._inner, name)
+
+    def _happens(self, rate: float) -> bool:
+        return bool(self._random.random() < rate)
+
+    def _fail(self, what: str) -> None:
+        if self._happens(self.rate):
+            raise pulse.StoreError(f"cannot {what}: a fault was drawn")
+
+    def _other(self, data: Any) -> bytearray:
+        """These bytes, shorter or with one bit turned over."""
+        other = bytearray(data)
+        if not other or self._random.random() < 0.5:
+            return other[: int(self._random.integers(0, len(other) + 1))]
+        # A manifest has no checksum: a version number in it that is read wrong is believed where no patch tells it too.
+        first = max(0, other.find(b'"digest"'))
+        other[int(self._random.integers(first, len(other)))] ^= 1 << int(self._random.integers(8))
+        return other
+
+    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+        self._fail(f"write {name}")
+        whole = data if isinstance(data, bytes) else b"".join(data)
+        if not name.startswith("manifests/") and self._happens(self.lose):
+            whole = bytes(self._other(whole))
+        self._inner.put(name, whole, mode=mode)
+        self._fail(f"hear whether {name} is written")
+
+    def get(self, name: str) -> memoryview:
+        self._fail(f"read {name}")
+        data = self._inner.get(name)
+        return memoryview(self._other(data)) if self._happens(self.rate) else data
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        data = self.get(name)
+        for start in range(0, len(data), 10_000):
+            yield data[start : start + 10_000]
+            self._fail(f"go on reading {name}")
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        self._fail(f"list {prefix}")
+        return self._inner.list(prefix)
+
+    def delete(self, name: str) -> None:
+        self._fail(f"delete {name}")
+        self._inner.delete(name)
+
+
+def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: w.bfloat16() if w.is_floating_point() else w for n, w in weights.items()}
+
+
+class Follower:
+    """A subscriber and its live weights; after each sync they are compared with what was published."""
+
+    def __init__(self, store: Store, trainee: Trainee, offered: dict[int, str]) -> None:
+        self._subscriber = pulse.Subscriber(store)
+        self._live = trainee.empty()
+        self._offered = offered
+        self._states = {pulse.digest(self._live)}
+        self.errors = 0
+
+    def sync(self) -> int | None:
+        try:
+            self._subscriber.sync(self._live)
+        except pulse.PulseError:
+            self.errors += 1
+        version, found = self._subscriber.version, pulse.digest(self._live)
+        if version is not None:
+            assert found == self._subscriber.digest == self._offered[version]
+        assert found in self._states | set(self._offered.values())
+        return version
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+@pytest.mark.parametrize("lose", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(5))
+def test_never_a_wrong_bit_and_all_recovers(trainee: Trainee, codec: Any, lose: float, seed: int) -> None:
+    """Live weights against the digests of what was offered for publication, while a store is at fault and after."""
+    inner = pulse.open_store("memory://")
+    ours, theirs = Faulty(inner, seed, 0.05, lose), Faulty(inner, seed + 100, 0.05)
+    offered: dict[int, str] = {}
+
+    def opened() -> pulse.Publisher:
+        return pulse.Publisher(ours, anchor_every=3, cast="bfloat16", codec=codec)
+
+    publisher, early = opened(), Follower(theirs, trainee, offered)
+    failed = 0
+    for version in range(25):
+        offered[version] = pulse.digest(cast(trainee.step()))
+        try:
+            assert publisher.publish(trainee.weights, version=version).digest == offered[version]
+        except pulse.PulseError as error:
+            failed += 1
+            if "open a new Publisher" in str(error):  # its own commit came through, and it could not hear of it
+                publisher = opened()
+        early.sync()
+        Follower(theirs, trainee, offered).sync()
+    assert failed
+    assert early.errors
+    ours.rate = ours.lose = theirs.rate = 0.0
+    for version in range(25, 29):  # what was not kept is behind the next anchor
+        offered[version] = pulse.digest(cast(trainee.step()))
+        try:
+            publisher.publish(trainee.weights, version=version)
+        except pulse.PulseError:
+            publisher = opened()
+            publisher.publish(trainee.weights, version=version, anchor=bool(lose))
+    assert early.sync() == 28
+    assert Follower(theirs, trainee, offered).sync() == 28
+    assert lose or verify(inner).ok
