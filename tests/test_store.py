@@ -1,13 +1,27 @@
-"""The store protocol, the same tests over every store."""
+"""The store protocol, the same tests over every store that can be written; the servers are real."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 
 import pulse_rl as pulse
 from pulse_rl.store.base import ObjectInfo, Store
+
+
+@pytest.fixture(params=["memory", "file", "s3", "azure"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Every store in turn, empty."""
+    if request.param == "memory":
+        return pulse.open_store("memory://")
+    if request.param == "file":
+        return pulse.open_store((tmp_path / "store").as_uri())
+    if request.param == "s3":
+        servers.use_s3(monkeypatch, servers.moto())
+        return pulse.open_store(f"s3://{servers.s3_bucket()}/runs/a")
+    return pulse.open_store(f"az://{servers.azure_container(monkeypatch)}/runs/a/")
 
 
 def test_put_get_list_delete(store: Store) -> None:
@@ -21,6 +35,9 @@ def test_put_get_list_delete(store: Store) -> None:
     store.delete("x/b")
     store.delete("x/b")
     assert store.list("x") == [ObjectInfo("x/a", 0)]
+    store.put("x/a", b"again")
+    assert bytes(store.get("x/a")) == b"again"
+    assert store.list("probes") == []
 
 
 def test_create_is_put_if_absent(store: Store) -> None:
@@ -105,7 +122,30 @@ def test_what_is_surely_no_store(tmp_path: Path) -> None:
     pulse.Publisher(tmp_path / "other").publish({}, version=0)
 
 
-@pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x"])
+REMOTE = ["s3://bucket/a", "gs://bucket/a", "az://container/a", "https://host/a", "http://host:8080/a"]
+
+
+@pytest.mark.parametrize("url", REMOTE)
+def test_remote_stores_are_not_talked_to_when_they_are_opened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    assert pulse.open_store(url).url == pulse.open_store(f"{url}/").url == url
+
+
+def test_what_the_environment_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(pulse.StoreError, match="cannot open az://container/a: .*Account must be specified$"):
+        pulse.open_store("az://container/a")
+
+
+@pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x", "s3:///x", "https://host/a?token=1"])
 def test_unknown_urls(url: str) -> None:
-    with pytest.raises(ValueError, match="expected file:///path, a path or memory://"):
+    with pytest.raises(ValueError, match="expected file:///path, a path, memory://, s3://bucket/prefix.*found"):
         pulse.open_store(url)
+
+
+@pytest.mark.parametrize("url", ["s3://me:secret@bucket/a", "https://me:secret@host/a"])
+def test_credentials_do_not_belong_in_a_url(url: str) -> None:
+    """They would end up in every message; this one does not show them."""
+    with pytest.raises(ValueError, match="expected credentials in the environment") as raised:
+        pulse.open_store(url)
+    assert "secret" not in str(raised.value)

@@ -7,7 +7,8 @@
 Manifests are numbered by sequence (0, 1, 2, …), not by version, so every commit of every publisher competes
 for the same next name: the store's put-if-absent lets exactly one win, and a history has one line. Objects
 carry a random token, so an attempt that failed can never be mistaken for, or overwrite, one that counts.
-The newest version is found by listing; there is no pointer that could be stale.
+The newest version is found by listing; there is no pointer that could be stale. Where a store cannot list (a web
+server), it is found by trying the numbers from the first one on, in steps that double.
 """
 
 import re
@@ -21,12 +22,14 @@ import msgspec
 from blake3 import blake3
 
 from pulse_rl.errors import IntegrityError, StoreError, VersionNotFoundError
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import CannotListError, Store
 from pulse_rl.store.objects import open_store
 
 FORMAT = "pulse-rl/history"
 FORMAT_VERSION = 1
 MAX_MANIFEST_NBYTES = 16 << 20
+MAX_SEQUENCE = 10**12 - 1  # as many as 12 digits hold
+FIRST = "first.json"  # the number of the oldest manifest, once there was any pruning
 
 _MANIFEST = re.compile(r"manifests/(\d{12})\.json")
 _OBJECT = re.compile(r"(?:patches|anchors)/(\d{12})-[0-9a-f]{16}(?:\.safetensors|/[A-Za-z0-9_-][A-Za-z0-9._-]*)")
@@ -109,9 +112,59 @@ class History:
         self._manifests: dict[int, Manifest] = {}
 
     def sequences(self) -> list[int]:
-        """The numbers of all committed manifests, ascending, by listing the store."""
-        found = (_MANIFEST.fullmatch(info.name) for info in self.store.list("manifests"))
+        """The numbers of all committed manifests, ascending, by listing the store if it can be listed."""
+        try:
+            listed = self.store.list("manifests")
+        except CannotListError:
+            return list(self._tried())
+        found = (_MANIFEST.fullmatch(info.name) for info in listed)
         return [int(match[1]) for match in found if match]
+
+    def _tried(self) -> range:
+        """The numbers of all committed manifests, by trying which are there: they have no gap from the first one on.
+
+        O(log n) requests at first, and about three once a new one is known.
+        """
+        first = self._first()
+        while not self._is_there(first):
+            # Pruned since: then it begins later now.
+            before, first = first, self._first()
+            if first == before == 0:
+                return range(0)
+            if first == before:
+                raise IntegrityError(
+                    f"{FIRST} in {self.store.url} says that the history begins with {manifest_name(first)}, "
+                    "which is missing: a cache on the way may be stale, or the history is damaged"
+                )
+        newest, step = max([first, *self._manifests]), 1
+        while self._is_there(newest + step):
+            newest, step = newest + step, step * 2
+        while step > 1:  # newest is there, newest + step is not
+            step //= 2
+            if self._is_there(newest + step):
+                newest += step
+        return range(first, newest + 1)
+
+    def _first(self) -> int:
+        """The number of the oldest manifest, as the last pruning has left it."""
+        try:
+            return msgspec.json.decode(self.store.get(FIRST), type=Count)
+        except FileNotFoundError:
+            return 0
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"{FIRST} in {self.store.url}: expected a number, found none: {error}") from None
+
+    def _is_there(self, sequence: int) -> bool:
+        """Whether a manifest is there, sound or not."""
+        if sequence > MAX_SEQUENCE:
+            return False
+        try:
+            self.read(sequence)
+        except VersionNotFoundError:
+            return False
+        except IntegrityError:
+            return True
+        return True
 
     def head(self) -> Manifest | None:
         """The newest version, or None for an empty history."""
@@ -267,8 +320,9 @@ class History:
     def prune(self, retain: int) -> int:
         """Delete what is older than the newest `retain` versions and the anchor that they start from.
 
-        Manifests go first, newest of the old ones first, so every version that is still listed can still be
-        reached from its anchor; then the objects. Returns how many manifests went.
+        Where the history begins from now on is written first, for readers that cannot list. Then manifests go,
+        newest of the old ones first, so every version that is still listed can still be reached from its anchor;
+        then the objects. Returns how many manifests went.
         Raises ValueError if retain is not positive.
         """
         if retain < 1:
@@ -278,6 +332,8 @@ class History:
             return 0
         first = self.read(sequences[-retain]).anchor_sequence
         old = [sequence for sequence in sequences if sequence < first]
+        if old:
+            self.store.put(FIRST, msgspec.json.encode(first))
         for sequence in reversed(old):
             self.store.delete(manifest_name(sequence))
             self._manifests.pop(sequence, None)

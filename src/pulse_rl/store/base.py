@@ -1,11 +1,18 @@
 """The protocol of a store: six methods, and what they promise.
 
 Names are relative, "/"-separated, made of letters, digits, ".", "_" and "-". Objects are immutable: nothing in
-pulse-rl writes one name twice, but for `put` with mode="create", which decides who was first.
+pulse-rl writes one name twice, but for `put` with mode="create", which decides who was first, and for the one
+small object that says where a pruned history begins.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
+
+from pulse_rl.errors import StoreError
+
+
+class CannotListError(StoreError):
+    """A store whose objects can be read by name but not listed, as behind a plain web server."""
 
 
 class ObjectInfo(NamedTuple):
@@ -41,7 +48,10 @@ class Store(Protocol):
         """A whole object in parts of a few MB. Raises FileNotFoundError if there is none."""
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose name starts with prefix + "/", sorted by name."""
+        """All objects whose name starts with prefix + "/", sorted by name.
+
+        Raises CannotListError where there is nothing to list by, which a history can do without.
+        """
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error."""

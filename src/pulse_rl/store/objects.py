@@ -1,23 +1,38 @@
-"""Every store that obstore opens: memory and files today, clouds by the same few lines later.
+"""Every store that obstore opens: memory, directories, the buckets of three clouds, and what a web server serves.
 
-obstore (Rust's object_store) brings atomic puts, conditional puts, ranges, streams and retries; this file
-maps its exceptions to ours and creates a file store's directory when something is first written.
+obstore (Rust's object_store) brings credentials, atomic puts, conditional puts, ranges, multipart, streams and
+retries; this file maps its exceptions to ours, creates a directory when something is first written, and believes
+no bucket's put-if-absent before it has seen it work.
 """
 
+import os
+import re
+import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import LocalStore, MemoryStore
+from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
 from pulse_rl.errors import StoreError
-from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.store.base import CannotListError, ObjectInfo, Store
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 PARTS_AT_ONCE = 3  # parts held while they are written; obstore's own 12 would take 100 MB on a slow disk
+
+# By the scheme of their URLs: the store, and how the names of its environment variables begin.
+CLOUDS = {"s3": (S3Store, "AWS"), "gs": (GCSStore, "GOOGLE"), "az": (AzureStore, "AZURE")}
+
+# obstore's own 30 s for a whole request would end every download of an anchor over a home connection. What counts
+# is that bytes come: a part of an upload has this long to be answered, which three at once make at 1.6 Mbit/s.
+CLIENT = {"timeout": "1 day", "read_timeout": "2 min", "connect_timeout": "10 s"}
+# Options given in code make obstore overlook those of the environment, so these are handed on: AWS_ALLOW_HTTP, ….
+CLIENT_ENVIRONMENT = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
 
 
 class ObjectStore:
@@ -32,8 +47,7 @@ class ObjectStore:
         return self._inner
 
     def _reason(self, verb: str, name: str, error: Exception) -> StoreError:
-        # obstore's messages go on with a multi-line debug dump; the first line is the one for people.
-        return StoreError(f"cannot {verb} {name} in {self.url}: {str(error).splitlines()[0]}")
+        return StoreError(f"cannot {verb} {name} in {self.url}: {_for_people(error)}")
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
@@ -116,11 +130,92 @@ class DirectoryStore(ObjectStore):
         return self._inner
 
 
-def open_store(url: str | Path) -> Store:
-    """Open the store at a URL: `file:///runs/a`, a path, or `memory://` (a new, empty one).
+class CloudStore(ObjectStore):
+    """A store in a bucket. Its put-if-absent is tried out before the first object is written, never trusted.
 
-    A directory is created when something is first written. Raises ValueError for a URL of another kind and for
-    a directory that has a store in it (a run's), NotADirectoryError for a file, TypeError for anything else.
+    Some services that speak S3 take no notice of `If-None-Match` and let the second of two publishers overwrite the
+    first one's commit, without an error anywhere.
+    """
+
+    def __init__(self, inner: Any, url: str) -> None:
+        super().__init__(inner, url)
+        self._lock = Lock()
+        self._proved = False
+
+    def put(
+        self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        with self._lock:
+            if not self._proved:
+                self._prove_create(f"probes/{secrets.token_hex(8)}")
+                self._proved = True
+        super().put(name, data, mode=mode)
+
+    def _prove_create(self, probe: str) -> None:
+        """Put two contents under one new name, only if absent; raise StoreError unless the first one stands."""
+        try:
+            # The name is random: what exists already can only be this very request, sent again by a retry.
+            with suppress(FileExistsError):
+                super().put(probe, b"first", mode="create")
+            refused = False
+            try:
+                super().put(probe, b"second", mode="create")
+            except FileExistsError:
+                refused = True
+            if not refused or bytes(self.get(probe)) != b"first":
+                raise StoreError(
+                    f"{self.url} cannot hold a history: expected its service to refuse a put-if-absent "
+                    "(If-None-Match) of an object that exists, found that it overwrites it, so that two publishers "
+                    "could destroy each other's versions; use a service or a release of it that honours conditional "
+                    "writes, or a directory"
+                )
+        finally:
+            # Whoever may write but not delete can publish: a probe that stays is a few bytes that nothing names.
+            with suppress(StoreError):
+                self.delete(probe)
+
+
+class WebStore(ObjectStore):
+    """What a plain web server serves of a store: to be read only, and with nothing to list it by."""
+
+    def put(
+        self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        raise self._read_only("write", name)
+
+    def delete(self, name: str) -> None:
+        raise self._read_only("delete", name)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        raise CannotListError(f"cannot list {prefix} in {self.url}: a web server has no reliable listing")
+
+    def _read_only(self, verb: str, name: str) -> StoreError:
+        return StoreError(
+            f"cannot {verb} {name} in {self.url}: over HTTP a store can only be read; publish to the directory or "
+            "bucket behind it"
+        )
+
+
+def _for_people(error: Exception) -> str:
+    """What obstore's message says to people: one line, without its own counts of retries and its debug dump."""
+    text = str(error).partition("\n\nDebug source")[0]
+    line = re.sub(r" in [0-9.]+m?µ?s(, after \d+ retries)?(, max_retries: .*?)? +- ", r"\1: ", text.splitlines()[0])
+    said = re.search(r"<Message>([^<]*)", text)  # the body of an S3 or Azure error
+    return line.partition(": <?xml")[0] + (f": {said[1].splitlines()[0]}" if said and said[1] else "")
+
+
+def open_store(url: str | Path) -> Store:
+    """Open the store at a URL.
+
+    `file:///runs/a` or a path; `memory://` (a new, empty one); `s3://bucket/prefix`, `gs://bucket/prefix` and
+    `az://container/prefix`, with the credentials and endpoints that the environment gives (`AWS_ENDPOINT_URL`,
+    `AWS_ACCESS_KEY_ID`, …; obstore's documentation lists them all); `https://host/path` (and `http://`), where any
+    web server serves the files of a store, to be read only.
+
+    A directory is created when something is first written; a bucket must exist, and is not talked to before
+    something is read or written. Raises ValueError for a URL of another kind and for a directory that has a store
+    in it (a run's), NotADirectoryError for a file, TypeError for anything else, StoreError where the environment
+    lacks what a cloud needs.
     """
     if not isinstance(url, str | Path):
         raise TypeError(f"store: expected a URL or a path, found {type(url).__name__}")
@@ -134,7 +229,30 @@ def open_store(url: str | Path) -> Store:
         return _open_directory(Path(unquote(parts.path)))
     if parts.scheme == "memory" and not parts.netloc and parts.path in ("", "/"):
         return ObjectStore(MemoryStore(), "memory://")
-    raise ValueError(f"store: expected file:///path, a path or memory://, found {text!r}")
+    if parts.scheme in (*CLOUDS, "http", "https") and parts.hostname and not (parts.query or parts.fragment):
+        return _open_remote(parts)
+    raise ValueError(
+        "store: expected file:///path, a path, memory://, s3://bucket/prefix, gs://bucket/prefix, "
+        f"az://container/prefix or https://host/path, found {text!r}"
+    )
+
+
+def _open_remote(parts: SplitResult) -> Store:
+    url = parts.geturl().rstrip("/")
+    if "@" in parts.netloc:
+        host = parts.netloc.rpartition("@")[2]
+        raise ValueError(
+            f"store: expected credentials in the environment, found some in the URL of {parts.scheme}://{host}"
+        )
+    try:
+        if parts.scheme in CLOUDS:
+            kind, prefix = CLOUDS[parts.scheme]
+            given = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in CLIENT_ENVIRONMENT}
+            client = CLIENT | {name: value for name, value in given.items() if value is not None}
+            return CloudStore(kind.from_url(url, client_options=client), url)
+        return WebStore(HTTPStore(url, client_options=CLIENT | {"allow_http": parts.scheme == "http"}), url)
+    except BaseError as error:
+        raise StoreError(f"store: cannot open {url}: {_for_people(error)}") from None
 
 
 def _open_directory(path: Path) -> Store:

@@ -1,0 +1,117 @@
+"""Histories that a plain web server serves, to be read only: nginx as it is, and a few lines of Python.
+
+There is no listing, so the newest version is found by trying numbers: compared with what listing the same files says.
+"""
+
+from pathlib import Path
+
+import pytest
+import servers
+from conftest import Trainee
+
+import pulse_rl as pulse
+from pulse_rl.history import History
+from pulse_rl.store.base import CannotListError
+
+
+@pytest.fixture(params=["nginx", "python"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A directory, and the URL that it is served at."""
+    (tmp_path / "root" / "runs").mkdir(parents=True)
+    (tmp_path / "nginx").mkdir()
+    root = tmp_path / "root"
+    port = servers.nginx(root, tmp_path / "nginx") if request.param == "nginx" else servers.web(root)
+    return root / "runs" / "a", f"http://127.0.0.1:{port}/runs/a"
+
+
+def test_reading_objects(served: tuple[Path, str]) -> None:
+    directory, url = served
+    written, store = pulse.open_store(directory), pulse.open_store(url)
+    assert store.url == url
+    data = bytes(range(256)) * (80 << 10)
+    written.put("x/a", b"hello")
+    written.put("x/big", data)
+    assert bytes(store.get("x/a")) == b"hello"
+    assert bytes(store.get_range("x/a", 1, 3)) == b"ell"
+    assert b"".join(store.stream("x/big")) == data
+    with pytest.raises(FileNotFoundError):
+        store.get("x/none")
+    with pytest.raises(FileNotFoundError):
+        store.get_range("x/none", 0, 1)
+    with pytest.raises(FileNotFoundError):
+        list(store.stream("x/none"))
+    with pytest.raises(CannotListError, match="a web server has no reliable listing"):
+        store.list("x")
+
+
+def test_nothing_can_be_written(served: tuple[Path, str], trainee: Trainee) -> None:
+    """Refused on this side, whatever the server would say; files are as they were."""
+    directory, url = served
+    pulse.open_store(directory).put("x", b"hello")
+    store = pulse.open_store(url)
+    with pytest.raises(pulse.StoreError, match="over HTTP a store can only be read; publish to the directory"):
+        store.put("y", b"", mode="create")
+    with pytest.raises(pulse.StoreError, match="cannot delete x in http://127.0.0.1:.* can only be read"):
+        store.delete("x")
+    with pytest.raises(pulse.StoreError, match="over HTTP a store can only be read"):
+        pulse.Publisher(store, cast="bfloat16").publish(trainee.weights, version=0)
+    assert [path.name for path in directory.iterdir()] == ["x"]
+
+
+def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Trainee) -> None:
+    """Publish to the directory, subscribe to the server: one that follows through prunings, one that comes late."""
+    directory, url = served
+    publisher = pulse.Publisher(directory, anchor_every=4, retain=3, cast="bfloat16")
+    live, follower, files = trainee.empty(), pulse.Subscriber(url), History(directory)
+    assert follower.latest() is None
+    with pytest.raises(pulse.VersionNotFoundError, match="holds no version yet"):
+        follower.sync(live)
+    for version in range(11):
+        report = publisher.publish(trainee.step(), version=10 * version)
+        assert follower.wait(10 * version, timeout=10) == 10 * version
+        assert follower.sync(live).digest == report.digest == follower.verify(live)
+        assert follower.history.sequences() == History(url).sequences() == files.sequences()
+    assert files.sequences()[0] == 8
+    late, fresh = pulse.Subscriber(url), trainee.empty()
+    assert late.sync(fresh, version=90).route == "anchor"
+    assert late.sync(fresh).digest == publisher.digest == pulse.digest(fresh)
+
+
+def test_no_history_and_no_server(served: tuple[Path, str]) -> None:
+    directory, url = served
+    assert pulse.Subscriber(url).latest() is None
+    directory.mkdir(exist_ok=True)
+    (directory / "first.json").write_text("<html>every address has a page here</html>")
+    with pytest.raises(pulse.IntegrityError, match="first.json in .* expected a number"):
+        pulse.Subscriber(url).latest()
+    (directory / "first.json").write_text("3")
+    with pytest.raises(pulse.IntegrityError, match="begins with manifests/000000000003.json, which is missing"):
+        pulse.Subscriber(url).latest()
+    with pytest.raises(pulse.StoreError, match="cannot read first.json in http://127.0.0.1:.*error sending request"):
+        pulse.Subscriber(f"http://127.0.0.1:{servers.free_port()}/a").latest()
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 100])
+def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> None:
+    """Trying numbers against the numbers themselves; manifests need not be sound."""
+    store = pulse.open_store("memory://")
+    asked: list[str] = []
+
+    class Unlisted:
+        url = store.url
+
+        def list(self, prefix: str) -> None:
+            raise CannotListError("no listing")
+
+        def get(self, name: str) -> memoryview:
+            asked.append(name)
+            return store.get(name)
+
+    if first and count:
+        store.put("first.json", str(first).encode())
+    for sequence in range(first, first + count):
+        store.put(f"manifests/{sequence:012d}.json", b"not sound")
+    history = History(Unlisted())  # type: ignore[arg-type]
+    assert history.sequences() == list(range(first, first + count))
+    assert len(asked) <= 4 + 2 * count.bit_length()
