@@ -12,6 +12,7 @@ from conftest import Trainee
 import pulse_rl as pulse
 from pulse_rl.history import History
 from pulse_rl.store.base import CannotListError
+from pulse_rl.verify import verify
 
 
 @pytest.fixture(params=["nginx", "python"])
@@ -75,6 +76,8 @@ def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Train
     late, fresh = pulse.Subscriber(url), trainee.empty()
     assert late.sync(fresh, version=90).route == "anchor"
     assert late.sync(fresh).digest == publisher.digest == pulse.digest(fresh)
+    assert verify(url).ok
+    assert verify(url).digest == publisher.digest
 
 
 def test_no_history_and_no_server(served: tuple[Path, str]) -> None:

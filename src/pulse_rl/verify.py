@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from pulse_rl.contents import kind_of
 from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
 from pulse_rl.history import History, Manifest, Route
 from pulse_rl.parallel import ordered_map
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import CannotListError, Store
 from pulse_rl.sync.restore import Work, prepare, restore
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
@@ -109,7 +110,9 @@ def verify_history(history: History, tell: Progress) -> VerifyReport:
         tell(len(sequences), len(sequences) + 1, "the newest version, all bits")
         walk.finish()
     named = walk.named
-    leftovers = [o.name for prefix in ("patches", "anchors") for o in history.store.list(prefix)]
+    leftovers: list[str] = []
+    with suppress(CannotListError):  # what no manifest names can only be found by listing
+        leftovers = [o.name for prefix in ("patches", "anchors") for o in history.store.list(prefix)]
     good = walk.good
     return VerifyReport(
         ok=not walk.problems,

@@ -144,7 +144,7 @@ class Publisher:
         """
         with way_out():
             head = self.history.head()
-        self._refuse_overtaken(head)
+        self._notice(head)
         if head is not None and self._baseline is None:
             with way_out(), tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
                 restored = restore(self.history, self.history.anchor_route(head), Path(scratch), Work())
@@ -153,8 +153,13 @@ class Publisher:
             self._head, self._baseline = head, baseline
         return head.version if head else None
 
-    def _refuse_overtaken(self, head: Manifest | None) -> None:
-        if self._head is not None and head != self._head:
+    def _notice(self, head: Manifest | None) -> None:
+        """See whether the history ends where this publisher left it. Raises StoreError if another one went on."""
+        if self._head is None or head == self._head:
+            return
+        if head is not None and head.publisher == self._token and head.sequence > self._head.sequence:
+            self._head = self._baseline = None  # an own commit that came through, though its answer was lost
+        else:
             raise StoreError(
                 f"another publisher ({head.publisher if head else 'unknown'}) has changed "
                 f"{self.history.store.url} since version {self._head.version}: a history has one publisher at a "
@@ -192,7 +197,7 @@ class Publisher:
         cast = self._cast if cast is None else cast_name(cast)
         if anchor and self._baseline is None:
             sequence, head = self.history.end()
-            self._refuse_overtaken(head)
+            self._notice(head)
         else:
             self.resume()
             head = self._head
