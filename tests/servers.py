@@ -96,7 +96,7 @@ def azurite() -> int:
     """The port of Azurite, Azure's own emulator."""
     command = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
     if not command.exists():
-        pytest.skip("no Azurite: `make setup` installs it where npm is there")
+        pytest.skip("no Azurite: `make azurite` installs it where npm is there")
     node = shutil.which("node")
     assert node is not None  # npm has installed it
     port = free_port()
