@@ -8,7 +8,7 @@ is carried through before the interruption is let out: an overwrite can be repea
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -62,11 +62,14 @@ def resolve(tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: 
 
 def live_digest(targets: Mapping[str, Sequence[Bits]]) -> int:
     """Digest the live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
-    for name, (first, *copies) in targets.items():
-        for copy in copies:
-            if digests.tensor_digest(name, copy) != digests.tensor_digest(name, first):
+    total = digests.state_digest({name: live[0] for name, live in targets.items() if len(live) == 1})
+    for name, live in targets.items():
+        if len(live) > 1:
+            counted = {digests.state_digest({name: copy}) for copy in live}
+            if len(counted) > 1:
                 raise BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
-    return digests.state_digest({name: live[0] for name, live in targets.items()})
+            total += counted.pop()
+    return total & digests.MASK
 
 
 def carry_through(write: Callable[[], object]) -> None:
@@ -180,17 +183,14 @@ class Application:
         if self._overlapping:
             self._check_overlaps(before)
 
-    def _places(self) -> Iterator[tuple[Bits, int, Changes]]:
-        """Every live tensor's part that is written: the tensor, where its segment starts, the changes."""
-        for number, (segments, _) in enumerate(self._pieces):
-            changes = self._kept.get(number) or self._decode(number)
-            for segment, part in zip(segments, changes, strict=True):
-                for bits in self._live[segment.tensor]:
-                    yield bits, segment.start, part
-
     def _replaced(self) -> list[tuple[Bits, int, Changes]]:
         """What a write will replace, to be put back if it turns out that it may not stand."""
-        return [(b, start, Changes(c.indices, b.gather(start, c.indices))) for b, start, c in self._places()]
+        return [
+            (bits, segment.start, Changes(indices, bits.gather(segment.start, indices)))
+            for number, (segments, _) in enumerate(self._pieces)
+            for segment, (indices, _) in zip(segments, self._changes(number), strict=True)
+            for bits in self._live[segment.tensor]
+        ]
 
     def _check_overlaps(self, before: list[tuple[Bits, int, Changes]]) -> None:
         """Where tensors overlap in part, only the result can show that what they share was given the same bits."""
@@ -209,6 +209,10 @@ class Application:
         segments, piece = self._pieces[number]
         return piece.decode([partial(self._live[s.tensor][0].read, s.start, s.stop) for s in segments])
 
+    def _changes(self, number: int) -> list[Changes]:
+        """A piece's changes, decoded again if they were not kept."""
+        return self._kept.get(number) or self._decode(number)
+
     def _write_block(self, number: int) -> None:
         with self._locks[number]:  # a write that is repeated waits for what is still going on of the first
             if number not in self._written:
@@ -217,7 +221,7 @@ class Application:
     def _write_piece(self, number: int) -> None:
         segments, _ = self._pieces[number]
         # Kept until all of it is written: a repeated write could no longer decode against the old bits.
-        changes = self._kept[number] = self._kept.get(number) or self._decode(number)
+        changes = self._kept[number] = self._changes(number)
         for segment, (indices, values) in zip(segments, changes, strict=True):
             if not len(indices):
                 continue

@@ -4,7 +4,6 @@ The unit of work is a segment (`digests.SEGMENT` elements of one tensor at most)
 fit 32 bits and that scratch memory is bounded, large enough that a thread is busy for a while.
 """
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +20,6 @@ class Changes(NamedTuple):
     values: UIntArray  # (k,), the new bits at them
 
 
-_scratch = threading.local()
-
-
 def find_changes(old: UIntArray, new: UIntArray) -> Changes:
     """Find the elements whose bit patterns differ.
 
@@ -37,12 +33,9 @@ def find_changes(old: UIntArray, new: UIntArray) -> Changes:
             f"expected two flat arrays of one shape and dtype, found {old.dtype}{list(old.shape)} "
             f"and {new.dtype}{list(new.shape)}"
         )
-    n, itemsize = len(old), old.itemsize
-    # Scratch for the worst case is kept by each thread, so that a sparse segment allocates only its changes.
-    if getattr(_scratch, "capacity", 0) < n:
-        _scratch.capacity = n
-        _scratch.indices = np.empty(n + cpu.SLACK, np.uint32)
-        _scratch.values = np.empty((n + cpu.SLACK) * 8, np.uint8)
-    values = _scratch.values.view(UINTS[itemsize])
-    count = cpu.find_changes(old, new, _scratch.indices, values)
-    return Changes(_scratch.indices[:count].copy(), values[:count].copy())
+    # For the worst case; the values in words, so that one buffer serves every width.
+    capacity = len(old) + cpu.SLACK
+    indices = cpu.buffer("changed", capacity, np.uint32)
+    values = cpu.buffer("values", capacity, np.uint64).view(UINTS[old.itemsize])
+    count = cpu.find_changes(old, new, indices, values)
+    return Changes(indices[:count].copy(), values[:count].copy())

@@ -32,14 +32,6 @@ def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return int.from_bytes(blake3(text.encode()).digest(8), "little")
 
 
-def tensor_digest(name: str, bits: Bits) -> int:
-    """One tensor's share of the digest. Reads every element once."""
-    root = seed(name, bits.dtype, bits.shape)
-    if bits.size == 0:
-        return mix(root)
-    return sum(cpu.digest_range(root, a, bits.read(a, b)) for a, b in segments(bits.size)) & MASK
-
-
 def state_digest(tensors: dict[str, Bits]) -> int:
     """The digest of a whole state as an integer; tensors in parallel."""
     work = []

@@ -19,6 +19,8 @@ from pulse_rl.codecs.base import Codec, Part, every_index
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 
+BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
+
 
 @dataclass(frozen=True)
 class EncodedPatch:
@@ -29,9 +31,6 @@ class EncodedPatch:
     read_s: float  # reading and casting the new weights, seconds of work summed over threads
     diff_s: float  # finding changes and digesting, likewise
     encode_s: float  # coding and compressing, wall time
-
-
-BLOCK_SEGMENTS = 1024  # after which a block is closed too: what a codec learns of each takes memory
 
 
 class _Found(NamedTuple):
@@ -54,7 +53,7 @@ class _Coding:
 
     def add(self, part: Part) -> None:
         self._parts.append(part)
-        self._held += part.spec.changed * (4 + part.spec.itemsize)
+        self._held += part.spec.decoded_nbytes
         if self._held >= self.codec.block_nbytes or len(self._parts) == BLOCK_SEGMENTS:
             self.close()
 
@@ -121,6 +120,9 @@ def encode(
         for coding, part in zip(codings, found.parts, strict=True):
             coding.add(part)
     table = patchfile.encode_table(new, tied or {})
+    elements = sum(bits.size for bits in new.values())
+    full_nbytes = sum(bits.size * bits.itemsize for bits in new.values())
+    changed = sum(counts)
     patches = []
     for coding in codings:
         coding.close()
@@ -132,9 +134,9 @@ def encode(
             target=target,
             base_digest=digests.to_hex(total),
             target_digest=digests.to_hex(total + delta),
-            elements=sum(bits.size for bits in new.values()),
-            changes=sum(counts),
-            full_nbytes=sum(bits.size * bits.itemsize for bits in new.values()),
+            elements=elements,
+            changes=changed,
+            full_nbytes=full_nbytes,
             segment=digests.SEGMENT,
             blocks=len(coding.blocks),
         )

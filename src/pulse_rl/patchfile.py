@@ -284,5 +284,5 @@ def _cut_blocks(sizes: list[int], cut: list[Segment], payload: memoryview) -> It
 
 
 def decoded_nbytes(part: Sequence[Segment]) -> int:
-    """Memory that the decoded changes of these segments may take, bytes (a dense one has count → size)."""
-    return sum((4 + s.spec.itemsize) * s.spec.changed for s in part)
+    """Memory that the decoded changes of these segments may take, bytes."""
+    return sum(segment.spec.decoded_nbytes for segment in part)

@@ -151,7 +151,7 @@ def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairRes
         before, after = map(_load, pair(open_checkpoint(old), open_checkpoint(new))[:2])
         live = _load(before.tensors)
         base_digest = digests.state_digest(before.tensors)
-        full_nbytes = sum(bits.size * bits.itemsize for bits in before.tensors.values())
+        full_nbytes = before.tensors.nbytes
         ways: list[Way] = [_Patch(codec, base_digest) for codec in CODECS.values()]
         skipped = {}
         if full_nbytes <= PATCH_FROM_LIMIT:
@@ -190,7 +190,7 @@ def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairRes
             exact=exact[name],
         )
 
-    elements = sum(bits.size for bits in before.tensors.values())
+    elements = before.tensors.elements
     return PairResult(
         pair=(str(old), str(new)),
         elements=elements,

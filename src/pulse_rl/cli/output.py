@@ -100,7 +100,7 @@ def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
     with progress(what) as update:
 
         def watch(tensors: Layout) -> Layout:
-            total = sum(bits.size for bits in tensors.values())
+            total = tensors.elements
             done = 0
 
             def advance(count: int) -> None:

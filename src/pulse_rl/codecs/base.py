@@ -30,6 +30,11 @@ class SegmentSpec(NamedTuple):
         """Bytes an element: 1, 2, 4 or 8."""
         return ITEMSIZES[self.dtype]
 
+    @property
+    def decoded_nbytes(self) -> int:
+        """Memory that its decoded changes may take, bytes (a dense one has count → size)."""
+        return (4 + self.itemsize) * self.changed
+
 
 Read: TypeAlias = Callable[[], UIntArray]  # a segment's old bits, shape (size,)
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from pulse_rl.changes import Changes, find_changes
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import Part, Piece, SegmentSpec
-from pulse_rl.codecs.model import Ints, Model
+from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
+from pulse_rl.codecs.model import Ints, Model, Start
 from pulse_rl.dtypes import UINTS, Field, UIntArray, field
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.kernels import context, cpu, moves
@@ -73,7 +73,7 @@ class ContextCodec:
             raise PatchFormatError("context block: its head is broken")
         at = 0
         lengths = np.zeros(len(specs), np.int64)
-        start_from: dict[int, Model | None] = {}
+        start_from: dict[int, Start | None] = {}
         for dtype, members in groups.items():
             width = len(model.kinds(field(dtype)))
             models: list[Model] = []
@@ -81,6 +81,7 @@ class ContextCodec:
                 before = models[-1] if models else None
                 models.append(model.from_numbers(numbers[at : at + width], before, field(dtype)))
                 at += width
+            starts = [told.start() for told in models]
             mean = int(numbers[at])
             classes, residues = numbers[at + 1 : at + 1 + 2 * len(members)].reshape(-1, 2).T
             at += 1 + 2 * len(members)
@@ -93,7 +94,7 @@ class ContextCodec:
                         f"context block: a segment of {dense} bytes has class {mine} and {length} bytes"
                     )
                 lengths[number] = length
-                start_from[number] = models[mine] if mine < len(models) else None
+                start_from[number] = starts[mine] if mine < len(starts) else None
         ends = 4 + nbytes + np.cumsum(lengths)
         total = int(ends[-1]) if len(specs) else 4 + nbytes
         if total != len(payload):
@@ -136,12 +137,12 @@ def _encode_group(kind: Field, parts: Sequence[Part]) -> tuple[Ints, list[Model]
         for number, activity in enumerate(activities)
     ]
     size = context.contexts(kind.exponents)[-1]
+    shares = [model.share(activity) for activity in activities]
 
     def count(item: tuple[int, Part]) -> tuple[int, Ints]:
         number, part = item
         counts = np.zeros(size, np.int64)
-        share = model.PROBABILITIES[activities[number] + model.ODDS] >> 16
-        _encode_segment(kind, part, thresholds[number], share, counts, None)
+        _encode_segment(kind, part, Start(thresholds[number], shares[number], counts), None)
         return number, counts
 
     counted = np.zeros((len(activities), size), np.int64)
@@ -152,12 +153,12 @@ def _encode_group(kind: Field, parts: Sequence[Part]) -> tuple[Ints, list[Model]
         for number, activity in enumerate(activities)
     ]
 
+    starts = [learned.start() for learned in models]
+
     def code(item: tuple[int, Part]) -> bytes | None:
         number, part = item
-        mine = models[number]
-        return _encode_segment(
-            kind, part, mine.threshold, mine.share, mine.states(), part.spec.size * part.spec.itemsize
-        )
+        fresh = starts[number]._replace(states=starts[number].states.copy())
+        return _encode_segment(kind, part, fresh, part.spec.size * part.spec.itemsize)
 
     streams = []
     for place, stream in enumerate(ordered_map(code, zip(classes.tolist(), parts, strict=True))):
@@ -177,14 +178,15 @@ def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
     return chosen
 
 
-def _encode_segment(
-    kind: Field, part: Part, threshold: int, share: Ints, states: Ints, limit: int | None
-) -> bytes | None:
+def _encode_segment(kind: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
+    """Code one segment; start's states are changed. limit: as the kernel's."""
     old = part.read()
     moved = moves.moves(_gathered(old, part.changes), part.changes.values, kind)
-    hot = moves.find_hot(old, kind, threshold)
+    hot = moves.find_hot(old, kind, start.threshold)
     place = context.Place(part.spec.stride, part.spec.phase)
-    return context.encode_segment(hot, part.changes.indices, moved, threshold, kind, place, share, states, limit)
+    return context.encode_segment(
+        hot, part.changes.indices, moved, start.threshold, kind, place, start.share, start.states, limit
+    )
 
 
 def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
@@ -200,14 +202,12 @@ def _plain(part: Part) -> bytes:
     return new.tobytes()
 
 
-def _decoder(
-    stream: memoryview, spec: SegmentSpec, start_from: Model | None
-) -> Callable[[Sequence[Callable[[], UIntArray]]], list[Changes]]:
-    def decode(reads: Sequence[Callable[[], UIntArray]]) -> list[Changes]:
+def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Callable[[Sequence[Read]], list[Changes]]:
+    def decode(reads: Sequence[Read]) -> list[Changes]:
         if not spec.changed:
             return [Changes(np.empty(0, np.uint32), np.empty(0, UINTS[spec.itemsize]))]
         old = reads[0]()
-        if start_from is None:
+        if start is None:
             changes = find_changes(old, np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
             if len(changes.indices) != spec.changed:
                 raise PatchFormatError(
@@ -217,7 +217,7 @@ def _decoder(
         place = context.Place(spec.stride, spec.phase)
         kind = field(spec.dtype)
         decoded = context.decode_segment(
-            stream, old, spec.changed, start_from.threshold, kind, place, start_from.share, start_from.states()
+            stream, old, spec.changed, start.threshold, kind, place, start.share, start.states.copy()
         )
         if decoded is None:
             raise PatchFormatError(

@@ -43,16 +43,24 @@ class Model(NamedTuple):
     levels: Ints  # (LEVELS,) what a row's activity adds to them
     rest: Ints  # (contexts − LEVELS · E,) odds of all other contexts
 
-    @property
-    def share(self) -> Ints:
-        """(E,) probability of a change by exponent, in 2^-16."""
-        return PROBABILITIES[self.activity + ODDS] >> 16
-
-    def states(self) -> Ints:
-        """Fresh states of all contexts."""
+    def start(self) -> "Start":
+        """What it makes of itself for the coder: once, for all segments of the class."""
         hot = np.clip(self.activity[:, None] + self.levels, -ODDS, ODDS).reshape(-1)
         states: Ints = (PROBABILITIES[np.concatenate([hot, self.rest]) + ODDS] << context.SEEN) | PRIOR
-        return states
+        return Start(self.threshold, share(self.activity), states)
+
+
+class Start(NamedTuple):
+    """Where the coder starts in a segment."""
+
+    threshold: int
+    share: Ints  # (E,) probability of a change by exponent, in 2^-16
+    states: Ints  # of all contexts; the coder changes them, so every segment takes a copy
+
+
+def share(activity: Ints) -> Ints:
+    """(E,) probability of a change by exponent, in 2^-16."""
+    return PROBABILITIES[activity + ODDS] >> 16
 
 
 def blank(field: Field) -> Model:
@@ -127,7 +135,7 @@ def learn(field: Field, threshold: int, activity: Ints, counts: Ints, all_counts
     counted = _odds(16 * found.sum(1) + prior + 1, 16 * (every - found.sum(1)) + 128 - prior + 1)
     activity = np.where(every > 0, counted, activity)
     activity[threshold:] = activity[threshold - 1] if threshold else 0  # never used, so told for nothing
-    expected = ((PROBABILITIES[activity + ODDS] >> 16) @ tried) >> 16
+    expected = (share(activity) @ tried) >> 16
     tries = tried.sum(0)
     levels = _odds(2 * found.sum(0) + 1, 2 * (tries - found.sum(0)) + 1)
     levels -= _odds(2 * expected + 1, 2 * (tries - expected) + 1)

@@ -20,7 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels import moves
+from pulse_rl.kernels import cpu, moves
 from pulse_rl.kernels.cpu import _ro
 
 # Contexts, for E exponents: where each table starts (see `contexts`).
@@ -486,7 +486,7 @@ def encode_segment(
     limit: bytes; None counts into states (as zeros at first) and returns None, and so does a longer stream.
     """
     columns = np.zeros(place.stride, np.int32)
-    out = None if limit is None else moves.buffer("out", limit + _SLACK, np.uint8)
+    out = None if limit is None else cpu.buffer("out", limit + _SLACK, np.uint8)
     count = _encode_segment(
         hot,
         _ro(indices),

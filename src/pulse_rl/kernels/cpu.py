@@ -8,6 +8,7 @@ Inputs are handed over read-only (`_ro`), so that Numba compiles one variant a w
 of writable and mapped arrays.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -228,6 +229,21 @@ def gap_decode(words: NDArray[np.uint16], n: int, indices: NDArray[np.uint32]) -
     Returns −1 where the words run out, an index leaves the range, or a short gap is written the long way.
     """
     return int(_gap_decode(_ro(words), n, indices))
+
+
+_buffers = threading.local()
+
+
+def buffer(name: str, size: int, dtype: Any) -> NDArray[Any]:
+    """Scratch of this thread by name: at least so many elements, contents undefined, until it asks for it again.
+
+    It is kept at its largest, so that what is sparse allocates only its results.
+    """
+    held: NDArray[Any] | None = getattr(_buffers, name, None)
+    if held is None or len(held) < size:
+        held = np.empty(size, dtype)
+        setattr(_buffers, name, held)
+    return held
 
 
 def scratch(n: int, itemsize: int) -> tuple[NDArray[np.uint32], UIntArray]:

@@ -4,7 +4,6 @@ The naive twins are in `reference_context.py`; the words are those of `docs/form
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import LANES, _ro, _trailing_zeros
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
@@ -133,22 +133,10 @@ class Hot(NamedTuple):
     exponents: NDArray[np.uint16]  # (h,)
 
 
-_scratch = threading.local()
-
-
-def buffer(name: str, size: int, dtype: Any) -> NDArray[Any]:
-    """Scratch of this thread: at least so many elements, contents undefined."""
-    held = getattr(_scratch, name, None)
-    if held is None or len(held) < size:
-        held = np.empty(size, dtype)
-        setattr(_scratch, name, held)
-    return held
-
-
 def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
     """The elements of old (n,) below a threshold. Scratch: good until this thread's next call."""
-    indices = buffer("indices", len(old), np.uint32)
-    exponents = buffer("exponents", len(old), np.uint16)
+    indices = cpu.buffer("indices", len(old), np.uint32)
+    exponents = cpu.buffer("exponents", len(old), np.uint16)
     if threshold >= field.exponents:
         # Every element: a bound above the largest magnitude need not fit the element's width.
         indices[: len(old)] = np.arange(len(old), dtype=np.uint32)

@@ -86,11 +86,11 @@ def check(config: RunConfig) -> RunConfig:
 
 def save(config: RunConfig) -> None:
     """Write config.toml, whole or not at all; TOML has no null, so settings that are None are left out."""
+    from pulse_rl.checkpoint import write_stream  # not for the command line's --help
+
     tomli_w = require("tomli_w", "run")
     document = {k: v for k, v in msgspec.to_builtins(config).items() if v is not None}
-    temporary = config.directory / f".{FILE}.part"
-    temporary.write_text(tomli_w.dumps(document))
-    temporary.replace(config.directory / FILE)
+    write_stream(config.directory / FILE, [tomli_w.dumps(document).encode()])
 
 
 def remove(config: RunConfig) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pulse_rl.checkpoint import write_stream
 from pulse_rl.errors import StoreError
 from pulse_rl.rl.config import RunConfig, begun
 from pulse_rl.store.objects import open_store
@@ -103,10 +104,7 @@ def ask_for_workers(directory: Path, more: int) -> None:
         raise ValueError(f"add: expected at least 1 worker, found {more}")
     if not going_on(directory):
         raise FileNotFoundError(f"no run is going on in {directory}")
-    request = directory / f"{REQUEST}{secrets.token_hex(4)}"
-    temporary = directory / f".{request.name}"
-    temporary.write_text(str(more))
-    temporary.replace(request)
+    write_stream(directory / f"{REQUEST}{secrets.token_hex(4)}", [str(more).encode()])
 
 
 def asked_for(directory: Path) -> int:

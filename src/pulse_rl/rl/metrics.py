@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pulse_rl.checkpoint import write_stream
 from pulse_rl.rl.config import RunConfig
 
 METRICS = "metrics.jsonl"
@@ -33,9 +34,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 def cut_back(directory: Path, step: int) -> None:
     """Leave only the lines up to this step; the file is replaced whole or not at all."""
     kept = "".join(json.dumps(record) + "\n" for record in read(directory) if record["step"] <= step)
-    temporary = directory / f".{METRICS}.part"
-    temporary.write_text(kept)
-    temporary.replace(directory / METRICS)
+    write_stream(directory / METRICS, [kept.encode()])
 
 
 def summary(config: RunConfig, final: dict[str, Any], workers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -157,9 +157,9 @@ class Trainer:
         }
 
     def _publish(self, version: int, *, anchor: bool = False) -> PublishReport:
-        # For codec="auto": the slowest of the links that rollout workers have seen so far.
-        links = [facts["bandwidth"] for facts in self._buffer.board().values() if facts.get("bandwidth")]
-        self._publisher.bandwidth = min(links, default=None)
+        if self._config.codec == "auto":  # by the slowest of the links that rollout workers have seen so far
+            links = [facts["bandwidth"] for facts in self._buffer.board().values() if facts.get("bandwidth")]
+            self._publisher.bandwidth = min(links, default=None)
         return self._publisher.publish(self._model, version=version, anchor=anchor, assets=self._assets)
 
     def _sent(self, report: PublishReport) -> dict[str, Any]:
