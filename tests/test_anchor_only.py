@@ -8,7 +8,7 @@ import torch
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.history import manifest_name
+from pulse_rl.manifest import manifest_name
 from pulse_rl.store.base import Store
 
 WAY_OUT = r"publish\(…, anchor=True\)"
@@ -27,7 +27,8 @@ def history(path: Path, trainee: Trainee, versions: int) -> pulse.Publisher:
 
 
 def lose_patch(path: Path, sequence: int) -> None:
-    next((path / "patches").glob(f"{sequence:012d}-*")).unlink()
+    for patch in (path / "patches").glob(f"{sequence:012d}-*"):
+        patch.unlink()
 
 
 def lose_manifest(path: Path, sequence: int) -> None:
@@ -45,7 +46,7 @@ def lose_anchor(path: Path, sequence: int) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "sequence"),
-    [(lose_patch, 2), (lose_patch, 4), (lose_anchor, 0), (lose_manifest, 2), (empty_manifest, 2), (empty_manifest, 4)],
+    [(lose_patch, 2), (lose_patch, 4), (lose_anchor, 0), (empty_manifest, 4)],
 )
 def test_a_history_that_cannot_be_rebuilt_goes_on(
     tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None], sequence: int
@@ -80,6 +81,27 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
     assert early.verify(follower) == published(trainee)
     # And it can be resumed again.
     assert pulse.Publisher(tmp_path, cast="bfloat16").resume() == 6
+
+
+@pytest.mark.parametrize("damage", [lose_manifest, empty_manifest])
+def test_a_manifest_in_the_middle_is_not_needed(
+    tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None]
+) -> None:
+    """The trail tells of the patches around it: subscribers and a new publisher go on as if nothing were."""
+    publisher = history(tmp_path, trainee, 2)
+    early, follower = pulse.Subscriber(tmp_path), trainee.empty()
+    early.sync(follower)
+    for version in range(2, 5):
+        publisher.publish(trainee.step(), version=version)
+    damage(tmp_path, 2)
+    late = trainee.empty()
+    for subscriber, live, route in ((early, follower, "patches"), (pulse.Subscriber(tmp_path), late, "anchor")):
+        synced = subscriber.sync(live)
+        assert (synced.version, synced.route, synced.recovered) == (4, route, None)
+        assert subscriber.verify(live) == published(trainee)
+    second = pulse.Publisher(tmp_path, cast="bfloat16")
+    assert second.publish(trainee.step(), version=5).base == 4
+    assert early.sync(follower).digest == published(trainee)
 
 
 def test_the_way_out_is_not_for_other_failures(tmp_path: Path, trainee: Trainee) -> None:

@@ -15,14 +15,17 @@ SOURCE = Path(pulse.__file__).parent
 # Lower rows may not import higher ones. Modules of one row may import each other.
 LAYERS = [
     {"errors", "units"},
-    {"parallel", "dtypes"},
+    {"parallel", "dtypes", "zstd"},
     {"kernels", "container"},
     {"bits"},
     {"digests", "changes"},
     {"codecs"},
     {"patchfile", "checkpoint", "store"},
     {"encode", "application"},
+    {"manifest", "signing"},
+    {"route"},
     {"patch", "history"},
+    {"retention"},
     {"sync"},
     {"verify", "contents", "files"},
     {"rl"},

@@ -23,8 +23,8 @@ from pulse_rl import container
 from pulse_rl.bits import layout
 from pulse_rl.checkpoint import stream_shard, tensors_of
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.codecs.gap import decompress
 from pulse_rl.dtypes import DTYPES
+from pulse_rl.zstd import decompress
 
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 1, 3)]
 

@@ -123,7 +123,7 @@ def die() -> NoReturn:
 def publish_until_killed(store: Doomed, directory: Path, codec: Any, seed: int) -> None:
     """Go on with the history, every attempt with weights of its own; what is to be published is written down first."""
     random = np.random.default_rng(seed)
-    publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, codec=codec)
+    publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, grace=0, codec=codec)
     version = publisher.resume()
     bits = first_bits()
     weights = weights_over(bits)
@@ -281,7 +281,7 @@ def kill_publishers(server: Server, directory: Path, codec: str, kills: int) -> 
 
 def _undisturbed(store: Path, published: dict[int, str], codec: Any) -> None:
     """A publisher that nobody kills takes the history up, and retention clears what the dead have left."""
-    publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, codec=codec)
+    publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, grace=0, codec=codec)
     version = publisher.resume()
     assert version is not None
     assert publisher.digest == published[version]

@@ -40,7 +40,7 @@ def proved(store: Store, trainee: Trainee) -> int:
 def test_publish_subscribe_verify(bucket: str, trainee: Trainee) -> None:
     """What the trainer holds, cast, against what subscribers hold: one that follows, one that comes late."""
     store = pulse.open_store(f"{bucket}/runs/a")
-    publisher = pulse.Publisher(store, anchor_every=3, retain=2, cast="bfloat16")
+    publisher = pulse.Publisher(store, anchor_every=3, retain=2, grace=0, cast="bfloat16")
     live, subscriber = trainee.empty(), pulse.Subscriber(f"{bucket}/runs/a/")
     for version in range(8):
         report = publisher.publish(trainee.step(), version=version)

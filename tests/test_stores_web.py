@@ -62,7 +62,7 @@ def test_nothing_can_be_written(served: tuple[Path, str], trainee: Trainee) -> N
 def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Trainee) -> None:
     """Publish to the directory, subscribe to the server: one that follows through prunings, one that comes late."""
     directory, url = served
-    publisher = pulse.Publisher(directory, anchor_every=4, retain=3, cast="bfloat16")
+    publisher = pulse.Publisher(directory, anchor_every=4, retain=3, grace=0, cast="bfloat16")
     live, follower, files = trainee.empty(), pulse.Subscriber(url), History(directory)
     assert follower.latest() is None
     with pytest.raises(pulse.VersionNotFoundError, match="holds no version yet"):

@@ -8,7 +8,7 @@ is carried through before the interruption is let out: an overwrite can be repea
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -177,28 +177,27 @@ class Application:
         Raises IntegrityError if an element does not read back as written (faulty memory, or a concurrent
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
-        before = self._replaced() if self._overlapping else []
+        before = list(self.replaced()) if self._overlapping else []
         numbers = range(len(self._pieces))
         carry_through(lambda: deque(ordered_map(self._write_block, numbers), maxlen=0))
         if self._overlapping:
             self._check_overlaps(before)
 
-    def _replaced(self) -> list[tuple[Bits, int, Changes]]:
-        """What a write will replace, to be put back if it turns out that it may not stand."""
-        return [
-            (bits, segment.start, Changes(indices, bits.gather(segment.start, indices)))
-            for number, (segments, _) in enumerate(self._pieces)
-            for segment, (indices, _) in zip(segments, self._changes(number), strict=True)
-            for bits in self._live[segment.tensor]
-        ]
+    def replaced(self) -> Iterator[tuple[str, Bits, int, Changes]]:
+        """What a write will replace: name and live tensor, a segment's start, indices from there and their bits now."""
+        for number, (segments, _) in enumerate(self._pieces):
+            for segment, (indices, _) in zip(segments, self._changes(number), strict=True):
+                for bits in self._live[segment.tensor] if len(indices) else []:
+                    old = Changes(indices, bits.gather(segment.start, indices))
+                    yield self._patch.tensors[segment.tensor].name, bits, segment.start, old
 
-    def _check_overlaps(self, before: list[tuple[Bits, int, Changes]]) -> None:
+    def _check_overlaps(self, before: list[tuple[str, Bits, int, Changes]]) -> None:
         """Where tensors overlap in part, only the result can show that what they share was given the same bits."""
         names = [tensor.name for tensor in self._patch.tensors]
         live = {name: copies[0] for name, copies in zip(names, self._live, strict=True)}
         if digests.to_hex(digests.state_digest(live)) == self._patch.header.target_digest:
             return
-        for bits, start, (indices, values) in reversed(before):
+        for _, bits, start, (indices, values) in reversed(before):
             bits.scatter(start, indices, values)
         raise BaseMismatchError(
             "tensors overlap in these weights' memory, but the patch gives what they share different bits: expected "

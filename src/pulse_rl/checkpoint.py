@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,14 @@ INDEX = "model.safetensors.index.json"
 def map_file(path: Path, *, writable: bool = False) -> memoryview:
     """Map a file into memory; an empty file gives an empty view. Raises FileNotFoundError."""
     with path.open("r+b" if writable else "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(file.fileno(), 0, access=access))
+        return map_open_file(file, writable=writable)
+
+
+def map_open_file(file: BinaryIO, *, writable: bool = False) -> memoryview:
+    """Likewise of an open file, which may be closed and deleted afterwards."""
+    if os.fstat(file.fileno()).st_size == 0:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
 
 
 def tensors_of(data: memoryview) -> dict[str, Bits]:

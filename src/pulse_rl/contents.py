@@ -13,7 +13,8 @@ from pulse_rl import container, digests, patchfile
 from pulse_rl.bits import Layout
 from pulse_rl.checkpoint import INDEX, map_file
 from pulse_rl.errors import PatchFormatError, VersionNotFoundError
-from pulse_rl.history import History, Manifest
+from pulse_rl.history import History
+from pulse_rl.manifest import Manifest
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
 

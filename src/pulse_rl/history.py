@@ -1,7 +1,8 @@
-"""The history of one run: versions, anchors and patches in a store, and the cheapest way through them.
+"""The history of one run: versions, anchors and patches in a store.
 
     manifests/000000000007.json                     one a version; written last and put-if-absent: the commit
-    patches/000000000007-<token>.safetensors        from the version of manifest 6 to that of manifest 7
+    patches/000000000007-<token>.safetensors        to the version of manifest 7, from an earlier one
+    trails/000000000007-<token>.json.zst            which patches there are between the last versions up to it
     anchors/000000000007-<token>/model.safetensors  a full checkpoint, with config.json and whatever was given
 
 Manifests are numbered by sequence (0, 1, 2, …), not by version, so every commit of every publisher competes
@@ -11,124 +12,74 @@ The newest version is found by listing; there is no pointer that could be stale.
 server), it is found by trying the numbers from the first one on, in steps that double.
 """
 
-import re
-import secrets
+from __future__ import annotations
+
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
 
-from pulse_rl.errors import IntegrityError, StoreError, VersionNotFoundError
-from pulse_rl.store.base import CannotListError, Store
+from pulse_rl import manifest as manifests
+from pulse_rl import route, signing
+from pulse_rl.errors import IntegrityError, PulseError, StoreError, VersionNotFoundError
+from pulse_rl.manifest import MAX_SEQUENCE, Count, Manifest, ObjectRef, manifest_name, manifest_sequence
+from pulse_rl.route import Faults, Step, Trail, decode_trail, state_of, step_of
+from pulse_rl.store.base import CannotListError, ObjectMissingError, Store
 from pulse_rl.store.objects import open_store
 
-FORMAT = "pulse-rl/history"
-FORMAT_VERSION = 1
-MAX_MANIFEST_NBYTES = 16 << 20
-MAX_SEQUENCE = 10**12 - 1  # as many as 12 digits hold
-FIRST = "first.json"  # the number of the oldest manifest, once there was any pruning
+if TYPE_CHECKING:
+    from pulse_rl.signing import PrivateKey, PublicKey
 
-_MANIFEST = re.compile(r"manifests/(\d{12})\.json")
-_OBJECT = re.compile(r"(?:patches|anchors)/(\d{12})-[0-9a-f]{16}(?:\.safetensors|/[A-Za-z0-9_-][A-Za-z0-9._-]*)")
-
-Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
-
-class ObjectRef(msgspec.Struct, frozen=True):
-    """One immutable object, bound by its hash."""
-
-    name: str
-    nbytes: Count
-    blake3: Hash
-
-
-class PatchRef(ObjectRef, frozen=True):
-    """The patch from the previous manifest's version to this one's."""
-
-    base: Count  # version
-    codec: str
-    changes: Count
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """One version of a history."""
-
-    format: str
-    format_version: int
-    sequence: Count
-    version: Count
-    digest: Digest
-    elements: Count
-    full_nbytes: Count
-    tied: dict[str, str]  # further names of tensors → the name that stands for them
-    patch: PatchRef | None  # None for the first version, and for any that is an anchor only
-    anchor: tuple[ObjectRef, ...]  # the files of the full checkpoint; empty if this version has none
-    anchor_sequence: Count  # the newest manifest with an anchor, this one included
-    publisher: str  # random token of the publisher that committed it
-    created: float  # seconds since 1970 by the publisher's clock; for people, nothing depends on it
-
-    @property
-    def anchor_nbytes(self) -> int:
-        return sum(ref.nbytes for ref in self.anchor)
-
-
-class Route(NamedTuple):
-    """How to come to a version: from an anchor or from what is held already, then over patches."""
-
-    anchor: Manifest | None
-    patches: list[Manifest]
-
-    @property
-    def nbytes(self) -> int:
-        return (self.anchor.anchor_nbytes if self.anchor else 0) + sum(
-            manifest.patch.nbytes for manifest in self.patches if manifest.patch
-        )
-
-
-def manifest_name(sequence: int) -> str:
-    return f"manifests/{sequence:012d}.json"
-
-
-def new_token() -> str:
-    """16 random hex digits: makes the names of one attempt's objects its own."""
-    return secrets.token_hex(8)
+FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
+KEPT = 1024  # manifests that a History remembers
 
 
 class History:
     """Reads and extends the history in one store. Manifests are immutable, so each is fetched once.
 
-    store: a Store, or the URL or path of one.
+    store: a Store, or the URL or path of one. sign_with: the key that signs what is committed. public_key: the key
+    that every manifest must be signed by; the one of sign_with if only that is given; None believes all manifests.
     Every method raises StoreError when the store fails.
     """
 
-    def __init__(self, store: Store | str | Path) -> None:
+    def __init__(
+        self, store: Store | str | Path, *, sign_with: PrivateKey | None = None, public_key: PublicKey | None = None
+    ) -> None:
         # None, as from a setting that is not set, is open_store's to refuse.
         self.store = open_store(store) if isinstance(store, str | Path | None) else store
+        self._sign_with = signing.private_key(sign_with) if sign_with is not None else None
+        self._public_key = signing.public_key(public_key) if public_key is not None else None
+        if self._sign_with is not None and self._public_key is None:
+            self._public_key = self._sign_with.public_key()
         self._manifests: dict[int, Manifest] = {}
+        self._trail: Trail | None = None  # the last one read
+
+    def forget(self) -> None:
+        """Read everything anew from now on: what was read wrong once must not be believed for ever."""
+        self._manifests.clear()
+        self._trail = None
 
     def sequences(self) -> list[int]:
         """The numbers of all committed manifests, ascending, by listing the store if it can be listed."""
         try:
-            listed = self.store.list("manifests")
+            found = (manifest_sequence(info.name) for info in self.store.list("manifests"))
+            return [sequence for sequence in found if sequence is not None]
         except CannotListError:
             return list(self._tried())
-        found = (_MANIFEST.fullmatch(info.name) for info in listed)
-        return [int(match[1]) for match in found if match]
 
     def _tried(self) -> range:
         """The numbers of all committed manifests, by trying which are there: they have no gap from the first one on.
 
         O(log n) requests at first, and about three once a new one is known.
         """
-        first = self._first()
+        first = self.first()
         while not self._is_there(first):
             # Pruned since: then it begins later now.
-            before, first = first, self._first()
+            before, first = first, self.first()
             if first == before == 0:
                 return range(0)
             if first == before:
@@ -145,8 +96,8 @@ class History:
                 newest += step
         return range(first, newest + 1)
 
-    def _first(self) -> int:
-        """The number of the oldest manifest, as the last pruning has left it."""
+    def first(self) -> int:
+        """The number of the oldest manifest from which on there is no gap, as the last pruning has left it."""
         try:
             return msgspec.json.decode(self.store.get(FIRST), type=Count)
         except FileNotFoundError:
@@ -187,83 +138,114 @@ class History:
                 data = self.store.get(name)
             except FileNotFoundError:
                 raise VersionNotFoundError(f"{self.store.url} holds no {name}") from None
-            self._manifests[sequence] = self._parse(name, sequence, data)
+            where = f"{name} in {self.store.url}"
+            self._remember(manifests.parse(data, sequence, self._public_key, where))
         return self._manifests[sequence]
 
-    def _parse(self, name: str, sequence: int, data: memoryview) -> Manifest:
-        where = f"{name} in {self.store.url}"
-        if len(data) > MAX_MANIFEST_NBYTES:
-            raise IntegrityError(f"{where}: expected at most {MAX_MANIFEST_NBYTES} bytes, found {len(data)}")
-        try:
-            manifest = msgspec.json.decode(data, type=Manifest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"{where} is no manifest: {error}") from None
-        if (manifest.format, manifest.format_version) != (FORMAT, FORMAT_VERSION):
-            raise IntegrityError(
-                f"{where}: expected {FORMAT} version {FORMAT_VERSION}, "
-                f"found {manifest.format} version {manifest.format_version}"
-            )
-        if manifest.sequence != sequence or manifest.anchor_sequence > sequence:
-            raise IntegrityError(f"{where}: it says it is number {manifest.sequence}")
-        if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
-            raise IntegrityError(f"{where}: its anchor and anchor_sequence contradict each other")
-        if manifest.patch is None and not manifest.anchor:
-            raise IntegrityError(f"{where}: expected a patch, an anchor or both, found neither")
-        for ref in (*manifest.anchor, *filter(None, [manifest.patch])):
-            match = _OBJECT.fullmatch(ref.name)
-            if not match or int(match[1]) != sequence:
-                raise IntegrityError(f"{where}: it names an impossible object {ref.name!r}")
-        return manifest
+    def _remember(self, manifest: Manifest) -> None:
+        self._manifests[manifest.sequence] = manifest
+        if len(self._manifests) > KEPT:
+            del self._manifests[next(iter(self._manifests))]
 
     def manifests(self) -> list[Manifest]:
         """All versions, oldest first."""
         return [self.read(sequence) for sequence in self.sequences()]
 
     def find(self, version: int) -> Manifest:
-        """The manifest of a version, looked for from the newest backwards.
+        """The manifest of a version: they rise with the sequence, so a few have to be read.
 
         Raises VersionNotFoundError, saying which versions there are.
         """
         sequences = self.sequences()
-        for sequence in reversed(sequences):
-            manifest = self.read(sequence)
-            if manifest.version == version:
-                return manifest
-            if manifest.version < version:
-                break
+        at = bisect_left(sequences, version, key=lambda sequence: self.read(sequence).version)
+        if at < len(sequences) and self.read(sequences[at]).version == version:
+            return self.read(sequences[at])
         held = "no version yet"
         if sequences:
             held = f"versions {self.read(sequences[0]).version} to {self.read(sequences[-1]).version}"
         raise VersionNotFoundError(f"no version {version} in {self.store.url}: it holds {held}")
 
-    def route(self, held: int | None, target: Manifest) -> Route:
-        """The way to a version with the fewest bytes: over patches from what is held, or from an anchor.
+    def trail(self, manifest: Manifest) -> Trail | None:
+        """The trail to a version, proved; None for a version without one. Raises IntegrityError or StoreError."""
+        if manifest.trail is None:
+            return None
+        if self._trail is not None and self._trail.states()[-1] == state_of(manifest):
+            return self._trail
+        where = f"{manifest.trail.name} in {self.store.url}"
+        if manifest.trail.nbytes > route.MAX_TRAIL_NBYTES:
+            raise IntegrityError(
+                f"{where}: expected at most {route.MAX_TRAIL_NBYTES} bytes, its manifest says {manifest.trail.nbytes}"
+            )
+        self._trail = decode_trail(self.fetch(manifest.trail), manifest, where)
+        return self._trail
 
-        held: the sequence of the version that is held, None for nothing. A version without a patch can only be
-        come to over its anchor. Raises VersionNotFoundError or IntegrityError if manifests on every way are gone
-        or broken.
+    def steps(self, held: int, target: Manifest, faults: Faults, limit: int | None = None) -> list[Step]:
+        """The patches between what is held (its sequence number) and a version.
+
+        limit: bytes, beyond which a way is not worth looking for. Taken from trails; where one is broken, noted in
+        faults, from manifest after manifest. Reads nothing for the version next to what is held.
         """
-        routes = []
-        if held is not None and held <= target.sequence:
-            # Pruned or broken in the middle: the anchor remains.
-            with suppress(VersionNotFoundError, IntegrityError):
-                after = [self.read(s) for s in range(held + 1, target.sequence + 1)]
-                if all(manifest.patch for manifest in after):
-                    routes.append(Route(None, after))
-        if not routes or routes[0].nbytes >= target.full_nbytes:
-            routes.append(self.anchor_route(target))
-        return min(routes, key=lambda route: route.nbytes)
+        found: dict[str, Step] = {}
+        at = target
+        while at.sequence > held:
+            own = step_of(at)
+            if own is None:
+                break  # an anchor only: no patch leads here
+            found[own.ref.name] = own
+            before = at.sequence - 1
+            if before > held and at.trail is not None and at.trail.name not in faults.names:
+                try:
+                    trail = self.trail(at)
+                    assert trail is not None  # the manifest names one
+                    found |= {step.ref.name: step for step in trail.steps()}
+                    before = min(before, trail.first)
+                except PulseError as error:
+                    faults.add(at.trail.name, error)
+            if before <= held:
+                break
+            so_far = route.cheapest(found.values(), before, target.sequence)
+            if limit is not None and so_far is not None and route.nbytes(so_far) >= limit:
+                break
+            try:
+                at = self.read(before)
+            except VersionNotFoundError:
+                break  # pruned
+            except PulseError as error:
+                faults.add(manifest_name(before), error)
+                break
+        return [step for step in found.values() if step.base >= held and step.ref.name not in faults.names]
 
-    def anchor_route(self, target: Manifest) -> Route:
-        """From the newest anchor at or before a version."""
-        after = range(target.anchor_sequence + 1, target.sequence + 1)
-        return Route(self.read(target.anchor_sequence), [self.read(s) for s in after])
+    def anchors(self, target: Manifest, faults: Faults) -> Iterator[Manifest]:
+        """The versions with an anchor from which a version can be come to, the newest first."""
+        sequence = target.anchor_sequence
+        while True:
+            try:
+                anchor = self.read(sequence)
+                if anchor.anchor:
+                    yield anchor
+                    if sequence == 0:
+                        return
+                    sequence = self.read(sequence - 1).anchor_sequence
+                else:
+                    faults.say(f"version {anchor.version} has no anchor, as another manifest says it has")
+                    sequence = anchor.anchor_sequence
+            except VersionNotFoundError:
+                return  # pruned
+            except IntegrityError as error:
+                faults.add(manifest_name(sequence), error)
+                return
 
     def fetch(self, ref: ObjectRef) -> bytearray:
         """An object of the history, proved by size and hash.
 
-        Raises IntegrityError if it is not what the manifest promised, StoreError if it is missing.
+        What comes damaged is asked for once more: the way here may be at fault, and an object less to take means a
+        longer way. Raises IntegrityError if it is not what the manifest promised, ObjectMissingError or StoreError.
         """
+        with suppress(IntegrityError):
+            return self._fetch(ref)
+        return self._fetch(ref)
+
+    def _fetch(self, ref: ObjectRef) -> bytearray:
         data = bytearray()
         for part in self.fetch_parts(ref):
             data += part
@@ -280,7 +262,7 @@ class History:
                 hasher.update(part)
                 yield part
         except FileNotFoundError:
-            raise StoreError(f"{ref.name} is missing from {self.store.url}") from None
+            raise ObjectMissingError(f"{ref.name} is missing from {self.store.url}") from None
         if taken != ref.nbytes or hasher.hexdigest() != ref.blake3:
             raise IntegrityError(
                 f"{ref.name} in {self.store.url} is corrupt: expected {ref.nbytes} bytes with BLAKE3 "
@@ -293,7 +275,7 @@ class History:
         Raises StoreError if another publisher has committed at this place.
         """
         name = manifest_name(manifest.sequence)
-        data = msgspec.json.encode(manifest)
+        data = manifests.seal(manifest, self._sign_with.sign if self._sign_with else None)
         try:
             self.store.put(name, data, mode="create")
         except FileExistsError:
@@ -308,7 +290,7 @@ class History:
         except StoreError:
             if not self._stands(name, data):
                 raise
-        self._manifests[manifest.sequence] = manifest
+        self._remember(manifest)
 
     def _stands(self, name: str, data: bytes) -> bool:
         """Whether a commit whose answer was lost has happened after all."""
@@ -316,30 +298,3 @@ class History:
             return bytes(self.store.get(name)) == data
         except (StoreError, FileNotFoundError):
             return False
-
-    def prune(self, retain: int) -> int:
-        """Delete what is older than the newest `retain` versions and the anchor that they start from.
-
-        Where the history begins from now on is written first, for readers that cannot list. Then manifests go,
-        newest of the old ones first, so every version that is still listed can still be reached from its anchor;
-        then the objects. Returns how many manifests went.
-        Raises ValueError if retain is not positive.
-        """
-        if retain < 1:
-            raise ValueError(f"retain: expected at least 1 version, found {retain}")
-        sequences = self.sequences()
-        if len(sequences) <= retain:
-            return 0
-        first = self.read(sequences[-retain]).anchor_sequence
-        old = [sequence for sequence in sequences if sequence < first]
-        if old:
-            self.store.put(FIRST, msgspec.json.encode(first))
-        for sequence in reversed(old):
-            self.store.delete(manifest_name(sequence))
-            self._manifests.pop(sequence, None)
-        for prefix in ("patches", "anchors"):
-            for info in self.store.list(prefix):
-                match = _OBJECT.fullmatch(info.name)
-                if match and int(match[1]) < first:
-                    self.store.delete(info.name)
-        return len(old)

@@ -22,10 +22,10 @@ from pulse_rl import container
 from pulse_rl.bits import Bits
 from pulse_rl.codecs.base import Codec, Piece, SegmentSpec
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.codecs.gap import decompress
 from pulse_rl.digests import SEGMENT, segments
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
+from pulse_rl.zstd import decompress
 
 FORMAT = "pulse-rl/patch"
 FORMAT_VERSION = 1

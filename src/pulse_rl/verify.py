@@ -1,9 +1,10 @@
 """verify: prove a patch, a checkpoint or a whole history, and say what is wrong where.
 
-A history is walked once, from its oldest version to its newest. One copy of the model in scratch files follows
-it: it starts from an anchor and takes every patch, each proved as a subscriber would prove it; at every anchor
-and at the end, its digest is counted anew over all bits. A fault does not end the walk: it goes on from the
-next anchor. Needs room for two models in the directory for temporary files; memory holds one patch.
+A history is walked once, from its oldest version to its newest. One copy of the model in scratch files follows it: it
+starts from an anchor and takes every patch, each proved as a subscriber would prove it; skip patches are proved on it
+where they begin; at every anchor and at the end, its digest is counted anew over all bits. A fault does not end the
+walk: it goes on from the next anchor. Needs room for two models in the directory for temporary files; memory holds one
+patch.
 """
 
 import shutil
@@ -21,10 +22,12 @@ from pulse_rl.bits import Layout
 from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
 from pulse_rl.contents import kind_of
 from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
-from pulse_rl.history import History, Manifest, Route
+from pulse_rl.history import History
+from pulse_rl.manifest import Manifest
 from pulse_rl.parallel import ordered_map
+from pulse_rl.route import Step, state_of, step_of
 from pulse_rl.store.base import CannotListError, Store
-from pulse_rl.sync.restore import Work, prepare, restore
+from pulse_rl.sync.restore import Work, load_anchor, prove, unpack
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
 
@@ -42,7 +45,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     digest: str | None = None  # of the checkpoint, the patch's target, or the newest good version
     good_versions: tuple[int, ...] = ()  # of a store: those that a new subscriber can load, bit for bit
     bad_versions: tuple[int, ...] = ()  # the others that have a manifest
-    leftovers: tuple[str, ...] = ()  # objects that no manifest names (of failed attempts); harmless
+    leftovers: tuple[str, ...] = ()  # objects that nothing names (yet): harmless
 
 
 def verify(target: str | Path | Store, *, progress: Progress | None = None) -> VerifyReport:
@@ -103,7 +106,7 @@ def verify_history(history: History, tell: Progress) -> VerifyReport:
     if not sequences:
         raise VersionNotFoundError(f"{history.store.url} holds no version yet")
     with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
-        walk = _Walk(history, Path(scratch))
+        walk = _Walk(history, sequences, Path(scratch))
         for done, sequence in enumerate(sequences):
             tell(done, len(sequences) + 1, f"manifest {sequence}")
             walk.step(sequence)
@@ -112,7 +115,7 @@ def verify_history(history: History, tell: Progress) -> VerifyReport:
     named = walk.named
     leftovers: list[str] = []
     with suppress(CannotListError):  # what no manifest names can only be found by listing
-        leftovers = [o.name for prefix in ("patches", "anchors") for o in history.store.list(prefix)]
+        leftovers = [o.name for prefix in ("patches", "trails", "anchors") for o in history.store.list(prefix)]
     good = walk.good
     return VerifyReport(
         ok=not walk.problems,
@@ -130,8 +133,9 @@ def verify_history(history: History, tell: Progress) -> VerifyReport:
 class _Walk:
     """One way through a history: the copy that follows it, and what was found."""
 
-    def __init__(self, history: History, scratch: Path) -> None:
+    def __init__(self, history: History, sequences: list[int], scratch: Path) -> None:
         self.history = history
+        self._first = history.first()
         self.work = Work()
         self.problems: list[str] = []
         self.good: list[Manifest] = []
@@ -141,30 +145,70 @@ class _Walk:
         self._copy: Layout | None = None  # holds the version of self._held, proved
         self._files: Path | None = None  # the directory that it is mapped from
         self._held: Manifest | None = None
-        self._anchor: int | None = None  # sequence of the newest anchor, where that is sound
         self._last: Manifest | None = None  # the newest manifest read so far
         self._listed: int | None = None  # the number of the newest manifest looked at, broken or not
+        self._skips: dict[int, dict[str, Step]] = {}  # skip patches, by the sequence number where they begin
+        self._read_trails(sequences)
 
     def step(self, sequence: int) -> None:
         """Prove one version: its manifest, its patch on the copy, its anchor against the copy."""
         before, self._listed = self._listed, sequence
-        if before is not None and sequence != before + 1:
+        # Before the number that pruning has left there may be gaps between anchors that are kept for good.
+        if before is not None and sequence != before + 1 and sequence > self._first:
             self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
         try:
             manifest = self.history.read(sequence)
         except FAULTS as error:
             self.problems.append(_sentence(error))
             return
-        self.named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch])))
+        self.named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])))
         self._order(manifest)
+        around = False
         if manifest.patch:
             self._patch(manifest)
+            around = self._held != manifest and self._go_around(manifest)
         if manifest.anchor:
             self._recount()
-            self._anchor = sequence if self._restore(manifest) else None
-        loadable = self._anchor is not None and self._anchor == manifest.anchor_sequence
-        (self.good if loadable and self._held == manifest else self.bad).append(manifest)
+            around = not self._restore(manifest) and around
+        # A skip patch is told of by the next version's trail: it leads to what comes after, and not to this version.
+        (self.good if self._held == manifest and not around else self.bad).append(manifest)
+        for skip in self._skips.get(sequence, {}).values():
+            self._skip(skip, manifest)
         self._last = manifest
+
+    def _read_trails(self, sequences: list[int]) -> None:
+        """Collect what the trails tell of, and say where they are wrong."""
+        there = set(sequences)
+        for sequence in sequences:
+            try:
+                manifest = self.history.read(sequence)
+            except FAULTS:
+                continue  # said in the walk
+            try:
+                trail = self.history.trail(manifest)
+            except FAULTS as error:
+                self._fault(manifest, _sentence(error))
+                continue
+            for step in trail.steps() if trail else []:
+                if step.to.sequence in there and step.to.sequence >= self._first:
+                    self.named.add(step.ref.name)
+                    if step.to.sequence - step.base > 1:
+                        self._skips.setdefault(step.base, {})[step.ref.name] = step
+
+    def _skip(self, step: Step, manifest: Manifest) -> None:
+        """Prove a skip patch on the copy, where it holds the version that the patch begins with."""
+        try:
+            data = self.history.fetch(step.ref)
+            self.work.nbytes += len(data)
+            patch = unpack(data, step, state_of(manifest))
+            if self._copy is not None and self._held == manifest:
+                prove(patch, self._copy, Work())
+            else:
+                _decode_all(patch)
+        except FAULTS as error:
+            self.problems.append(
+                f"the skip patch from version {manifest.version} to {step.to.version}: {_sentence(error)}"
+            )
 
     def finish(self) -> None:
         """Count the digest of the version at the end over all bits."""
@@ -192,6 +236,8 @@ class _Walk:
                 self._fault(manifest, "it is the oldest one and has no anchor to start from")
             return
         contiguous = manifest.sequence == last.sequence + 1
+        if not manifest.anchor and manifest.sequence <= self._first:
+            self._fault(manifest, "it was kept by pruning, and has no anchor")
         if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
             expected, found = last.anchor_sequence, manifest.anchor_sequence
             self._fault(manifest, f"its newest anchor should be number {expected}, its manifest says {found}")
@@ -200,28 +246,37 @@ class _Walk:
 
     def _patch(self, manifest: Manifest) -> None:
         """Bring the copy from the version before to this one, or only decode the patch where there is no copy."""
-        ref = manifest.patch
-        assert ref is not None  # the caller has looked
+        step = step_of(manifest)
+        assert step is not None  # the caller has looked
         try:
+            data = self.history.fetch(step.ref)
+            self.work.nbytes += len(data)
             if self._copy is None or self._held is None or self._held.sequence != manifest.sequence - 1:
-                self._drop()
-                data = self.history.fetch(ref)
-                self.work.nbytes += len(data)
                 _decode_all(patchfile.unpack(data))
                 return
-            application = prepare(self.history, manifest, self._copy, self._held.digest, self.work)
-            application.write()
+            prove(unpack(data, step, state_of(self._held)), self._copy, Work()).write()
             self._held = manifest
         except FAULTS as error:
             self._fault(manifest, _sentence(error))
-            self._drop()
+
+    def _go_around(self, manifest: Manifest) -> bool:
+        """Bring the copy here over a skip patch, where the patch from the version before could not."""
+        if self._copy is None or self._held is None:
+            return False
+        for step in self._skips.get(self._held.sequence, {}).values():
+            if step.to == state_of(manifest):
+                with suppress(*FAULTS):  # said where it begins
+                    prove(unpack(self.history.fetch(step.ref), step, state_of(self._held)), self._copy, Work()).write()
+                    self._held = manifest
+                    return True
+        return False
 
     def _restore(self, manifest: Manifest) -> bool:
         """Load and prove an anchor; the walk goes on from it. A faulty one leaves the copy as it was."""
         files = self._scratch / str(manifest.sequence)
         files.mkdir()
         try:
-            tensors = restore(self.history, Route(manifest, []), files, self.work)
+            tensors = load_anchor(self.history, manifest, files, self.work)
             counts = (tensors.elements, tensors.nbytes)
             if counts != (manifest.elements, manifest.full_nbytes):
                 raise IntegrityError(
@@ -230,7 +285,7 @@ class _Walk:
                 )
         except FAULTS as error:
             shutil.rmtree(files)
-            reach = "; only subscribers that hold the version before can follow" if self._held == manifest else ""
+            reach = "; patches from the anchor before still lead to it" if self._held == manifest else ""
             self._fault(manifest, f"{_sentence(error)}{reach}")
             return False
         self._drop()

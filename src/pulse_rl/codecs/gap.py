@@ -15,6 +15,7 @@ from pulse_rl.changes import Changes
 from pulse_rl.codecs.base import Part, Piece, SegmentSpec, coded_count, every_index, split_values
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.kernels import cpu
+from pulse_rl.zstd import decompress
 
 LEVEL = 1
 GAP_NBYTES = 2
@@ -72,22 +73,3 @@ class GapCodec:
         if at != len(words):
             raise PatchFormatError(f"gaps: expected {at} words, found {len(words)}")
         return changes
-
-
-def decompress(frame: memoryview, limit: int, what: str) -> bytes:
-    """Decompress one zstd frame of at most `limit` bytes.
-
-    The declared size is checked before anything is allocated. Raises PatchFormatError if it is missing or
-    over the limit, or if the frame is broken or followed by anything.
-    """
-    try:
-        size = zstandard.get_frame_parameters(frame).content_size
-        if size == zstandard.CONTENTSIZE_UNKNOWN or size > limit:
-            raise PatchFormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
-        decompressor = zstandard.ZstdDecompressor().decompressobj()
-        data = decompressor.decompress(frame)
-    except zstandard.ZstdError as error:
-        raise PatchFormatError(f"{what}: broken zstd frame: {error}") from None
-    if not decompressor.eof or decompressor.unused_data or len(data) != size:
-        raise PatchFormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}")
-    return data

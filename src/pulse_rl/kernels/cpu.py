@@ -231,6 +231,38 @@ def gap_decode(words: NDArray[np.uint16], n: int, indices: NDArray[np.uint32]) -
     return int(_gap_decode(_ro(words), n, indices))
 
 
+@njit(nogil=True, cache=True)
+def _union(indices, values, more_indices, more_values, all_indices, all_values):  # type: ignore[no-untyped-def]
+    i, j, k = 0, 0, 0
+    while i < indices.shape[0] or j < more_indices.shape[0]:
+        if j == more_indices.shape[0] or (i < indices.shape[0] and indices[i] <= more_indices[j]):
+            if j < more_indices.shape[0] and indices[i] == more_indices[j]:
+                j += 1
+            all_indices[k], all_values[k] = indices[i], values[i]
+            i += 1
+        else:
+            all_indices[k], all_values[k] = more_indices[j], more_values[j]
+            j += 1
+        k += 1
+    return k
+
+
+def union(
+    indices: NDArray[np.uint32],
+    values: UIntArray,
+    more_indices: NDArray[np.uint32],
+    more_values: UIntArray,
+    all_indices: NDArray[np.uint32],
+    all_values: UIntArray,
+) -> int:
+    """Merge two lists of ascending indices with their values, (m,) and (n,); where both have an index the first counts.
+
+    all_indices, all_values: room for m + n. Returns how many there are.
+    """
+    lists = (_ro(indices), _ro(values), _ro(more_indices), _ro(more_values))
+    return int(_union(*lists, all_indices, all_values))
+
+
 _buffers = threading.local()
 
 

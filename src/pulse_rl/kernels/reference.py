@@ -30,6 +30,13 @@ def gather(source: Any, indices: Any, values: Any) -> None:
         values[j] = source[int(index)]
 
 
+def union(indices: Any, values: Any, more_indices: Any, more_values: Any, all_indices: Any, all_values: Any) -> int:
+    merged = dict(zip(more_indices, more_values, strict=True)) | dict(zip(indices, values, strict=True))
+    for k, index in enumerate(sorted(merged)):
+        all_indices[k], all_values[k] = index, merged[index]
+    return len(merged)
+
+
 def mix(x: int) -> int:
     """MurmurHash3's 64-bit finalizer."""
     x ^= x >> 33

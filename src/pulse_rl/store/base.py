@@ -11,6 +11,10 @@ from typing import Literal, NamedTuple, Protocol
 from pulse_rl.errors import StoreError
 
 
+class ObjectMissingError(StoreError):
+    """An object that the history promises is not there."""
+
+
 class CannotListError(StoreError):
     """A store whose objects can be read by name but not listed, as behind a plain web server."""
 
@@ -20,6 +24,7 @@ class ObjectInfo(NamedTuple):
 
     name: str
     nbytes: int
+    modified: float  # seconds since 1970 by the store's own clock
 
 
 class Store(Protocol):

@@ -93,7 +93,11 @@ class ObjectStore:
         if inner is None:
             return []
         try:
-            found = [ObjectInfo(o["path"], o["size"]) for page in obstore.list(inner, prefix) for o in page]
+            found = [
+                ObjectInfo(o["path"], o["size"], o["last_modified"].timestamp())
+                for page in obstore.list(inner, prefix)
+                for o in page
+            ]
         except (BaseError, OSError) as error:
             raise self._reason("list", prefix, error) from error
         return sorted(found)

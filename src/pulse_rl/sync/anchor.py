@@ -15,8 +15,8 @@ from pulse_rl.bits import Bits
 from pulse_rl.checkpoint import INDEX, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
-from pulse_rl.history import ObjectRef
 from pulse_rl.kernels import cpu
+from pulse_rl.manifest import ObjectRef
 from pulse_rl.store.base import Store
 
 

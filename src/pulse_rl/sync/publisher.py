@@ -2,22 +2,25 @@
 
 The publisher holds one copy of the last published bits, its baseline. A version is published in this order:
 find the changes against the baseline and code them; prove that the patch, decoded again, turns the baseline
-into the new version; put the patch, and the anchor if one is due; commit the manifest; and only then move
-the baseline. Whatever fails, the baseline is the newest committed version, so the next patch starts from
-what subscribers have.
+into the new version; move the baseline; put the patch, the anchor if one is due and the trail; commit the manifest;
+and last, where they are due, put skip patches and prune. What fails before the commit is undone: the baseline goes back
+to the newest committed version, so the next patch starts from what subscribers have. All that follows the move needs
+the trainer's weights no more, and can go on behind its back.
 """
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from blake3 import blake3
 
 from pulse_rl import digests, encode, patchfile
 from pulse_rl.application import Application, resolve
@@ -25,18 +28,27 @@ from pulse_rl.bits import Bits, HostBits, Layout, cast_name, compare_layouts, la
 from pulse_rl.codecs.choose import Chooser, CodecName, Trial
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, StoreError
-from pulse_rl.history import FORMAT, FORMAT_VERSION, History, Manifest, ObjectRef, PatchRef, new_token
+from pulse_rl.history import History
+from pulse_rl.manifest import FORMAT, FORMAT_VERSION, Manifest, new_token
+from pulse_rl.retention import GRACE_S, Retention
+from pulse_rl.route import Faults, state_of
 from pulse_rl.store.base import Store
-from pulse_rl.sync.anchor import model_config, put_anchor
+from pulse_rl.sync.anchor import model_config
+from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
+from pulse_rl.sync.overlay import Replaced
 from pulse_rl.sync.restore import Work, restore, way_out
 
 if TYPE_CHECKING:
     import torch
 
+    from pulse_rl.signing import PrivateKey
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publish did. Seconds of cast and diff are work summed over threads; encode and put are wall time."""
+    """What one publish did. Seconds of cast and diff are work summed over threads; the others wall time."""
 
     version: int
     base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
@@ -48,24 +60,30 @@ class PublishReport:
     density: float  # changes / elements
     full_nbytes: int  # of the whole model's bits
     patch_nbytes: int  # what a following subscriber reads; 0 without a patch
+    pending: bool  # on its way in the background: what follows is known, and told by `flush`, when it is committed
     anchor_nbytes: int  # 0 unless this version is an anchor too
-    sent_nbytes: int  # patch and anchor together: what went into the store
+    skip_nbytes: int  # of skip patches to it, for subscribers that slept
+    sent_nbytes: int  # patch, anchor, trail and skip patches together: what went into the store
     reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
     cast_s: float
     diff_s: float
     encode_s: float
-    put_s: float
-    total_s: float
+    prove_s: float  # decoding every patch again, and proving it against the baseline
+    put_s: float  # until the commit
+    skip_s: float  # making and putting skip patches, after the commit
+    total_s: float  # of the call
+    trouble: str | None  # what went wrong after the commit (skip patches, pruning): the version stands all the same
 
 
 class _Coded(NamedTuple):
-    """A new version, ready to be put and committed."""
+    """A new version, coded."""
 
     digest: str
     patch: encode.EncodedPatch | None
     choice: str | None
     cast_s: float
     diff_s: float
+    prove_s: float
 
 
 class Publisher:
@@ -77,11 +95,16 @@ class Publisher:
     slowest link between this trainer and a worker, for that choice; may be set at any time as an attribute; None
     takes what putting the last anchor showed of this side's. cast: the dtype that floating-point tensors
     are published as (torch.bfloat16, or "bfloat16", where the trainer holds FP32 masters); None publishes them
-    as they are. retain: keep at least this many of the newest versions and delete older ones; None keeps all.
+    as they are. sign_with: an Ed25519 private key (a PEM file's path, or the key) that signs every manifest; needs the
+    extra `sign`.
+    retain: keep at least this many of the newest versions and delete older ones, but those that still counted `grace`
+    seconds ago; None keeps all. keep_every: of the older ones keep every so many-th anchor for good.
     Raises ValueError for a setting that makes no sense.
 
     Memory: the published bits once (the baseline), one patch (two where "auto" tries both codecs), decoded changes
-    of up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements).
+    of up to 32 MB for each, what the last patch overwrote, and scratch of up to 8 MB a thread (14 MB for 8-byte
+    elements). For skip patches, what changed in the last 4, 16 and 64 versions lies in temporary files, of up to an
+    eighth of the model each.
 
     A history has one publisher at a time. On a history that has versions already, the first `publish`
     rebuilds the baseline from it, proved, and goes on from its newest version (where it cannot be rebuilt,
@@ -97,22 +120,27 @@ class Publisher:
         codec: CodecName = "auto",
         bandwidth: float | None = None,
         cast: str | torch.dtype | None = None,
+        sign_with: PrivateKey | None = None,
         retain: int | None = None,
+        keep_every: int | None = None,
+        grace: float = GRACE_S,
     ) -> None:
         if anchor_every < 1:
             raise ValueError(f"anchor_every: expected at least 1, found {anchor_every}")
-        if retain is not None and retain < 1:
-            raise ValueError(f"retain: expected at least 1 version, found {retain}")
+        if retain is None and keep_every is not None:
+            raise ValueError("keep_every: expected retain with it, which says what else is kept")
         self.bandwidth = bandwidth
-        self.history = History(store)
-        self._seen_bandwidth: float | None = None
+        self.history = History(store, sign_with=sign_with)
         self._chooser = Chooser(codec)
         self._anchor_every = anchor_every
         self._cast = cast_name(cast) if cast is not None else None
-        self._retain = retain
         self._token = new_token()
-        self._head: Manifest | None = None  # the version that the baseline holds
+        self._delivery = Delivery(self.history, Retention(retain, keep_every, grace) if retain is not None else None)
+        self._head: Manifest | None = None  # the newest version that is committed
+        self._newest: Manifest | None = None  # the version that the baseline holds: the head, or one on its way
         self._baseline: Layout | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: _Pending | None = None
 
     @property
     def bandwidth(self) -> float | None:
@@ -142,15 +170,20 @@ class Publisher:
         Raises IntegrityError or StoreError if the history does not give its newest version back (then
         `publish(…, anchor=True)` goes on without it), StoreError if another publisher has committed since.
         """
+        self.flush()
         with way_out():
             head = self.history.head()
         self._notice(head)
         if head is not None and self._baseline is None:
+            faults = Faults()
             with way_out(), tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
-                restored = restore(self.history, self.history.anchor_route(head), Path(scratch), Work())
-                baseline = _copy(restored)
+                baseline = _copy(restore(self.history, head, Path(scratch), Work(), faults))
+            for fault in faults.said:
+                log.warning("resumed version %d, around this: %s", head.version, fault)
             baseline.tied = dict(head.tied)
-            self._head, self._baseline = head, baseline
+            self._delivery.go_on(head)
+            self._head = self._newest = head
+            self._baseline = baseline
         return head.version if head else None
 
     def _notice(self, head: Manifest | None) -> None:
@@ -158,7 +191,8 @@ class Publisher:
         if self._head is None or head == self._head:
             return
         if head is not None and head.publisher == self._token and head.sequence > self._head.sequence:
-            self._head = self._baseline = None  # an own commit that came through, though its answer was lost
+            # An own commit that came through, though its answer was lost.
+            self._head = self._newest = self._baseline = None
         else:
             raise StoreError(
                 f"another publisher ({head.publisher if head else 'unknown'}) has changed "
@@ -172,6 +206,7 @@ class Publisher:
         *,
         version: int,
         anchor: bool = False,
+        background: bool = False,
         cast: str | torch.dtype | None = None,
         assets: Mapping[str, bytes] | None = None,
     ) -> PublishReport:
@@ -185,17 +220,22 @@ class Publisher:
         call. assets: small files to put beside an anchor (a tokenizer's); a Transformers model's config.json is
         added by itself.
 
+        background: return as soon as the weights are read and the patch is made and proved; the rest goes on in a
+        thread, and the weights may be modified. What fails there is logged, and raised by the next `publish`, `flush`
+        or `close`. One version is on its way at a time: the next one is coded meanwhile, then waits for it.
+
         Raises ValueError (version not newer), BaseMismatchError (other tensors than the version before),
         StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
         while they were read, or the history is damaged). After any of them the history is as it was and `publish`
-        can be called again.
-        One exception: if deleting what `retain` no longer keeps fails, the StoreError comes after the commit, and
-        `version` says that the new version stands.
+        can be called again. What fails after the commit is no error, but the report's `trouble`.
         """
         start = time.perf_counter()
         patchfile.check_version("version", version)
         cast = self._cast if cast is None else cast_name(cast)
-        if anchor and self._baseline is None:
+        if self._pending is not None:
+            head = self._newest
+            sequence = head.sequence + 1 if head else 0
+        elif anchor and self._baseline is None:
             sequence, head = self.history.end()
             self._notice(head)
         else:
@@ -209,27 +249,89 @@ class Publisher:
             application, baseline = None, _copy(tensors)
             copied = time.perf_counter()
             digest = digests.to_hex(digests.state_digest(baseline))
-            coded = _Coded(digest, None, None, copied - start, time.perf_counter() - copied)
-            tensors = baseline
+            coded = _Coded(digest, None, None, copied - start, time.perf_counter() - copied, 0.0)
         else:
             application, coded = self._encode(head, baseline, tensors, version)
-        put = time.perf_counter()
+            self.flush()  # the version before must stand before this one builds on it
+        manifest = self._manifest(sequence, head, baseline, version, coded, anchor)
+        before = state_of(head) if head is not None and application is not None else None
         files = model_config(weights, cast) | dict(assets or {})
-        manifest = self._put(sequence, head, tensors, version, coded, anchor, files)
-        put_s = time.perf_counter() - put
-        # Committed: move the baseline. Should even that fail, the next publish rebuilds it from the history.
-        self._head, self._baseline = manifest, None
+        replaced = self._move(application, baseline, manifest)
+        upcoming = Upcoming(manifest, before, coded.patch, replaced, baseline, files)
+        if background:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
+            future = self._thread.submit(self._delivery.deliver, upcoming)
+            future.add_done_callback(_log_failure)
+            report = _report(manifest, coded, None, start)
+            self._pending = _Pending(future, upcoming, coded, start)
+            return report
+        try:
+            delivered = self._delivery.deliver(upcoming)
+        except BaseException:
+            self._undo(upcoming)
+            raise
+        self._head = self._newest = delivered.manifest
+        return _report(delivered.manifest, coded, delivered, start)
+
+    def flush(self) -> PublishReport | None:
+        """Wait until the version that is on its way in the background is committed.
+
+        Returns its report, None if there is none on its way. Raises what publishing it failed with; then the version
+        is not published, and the next one starts from the one before.
+        """
+        if self._pending is None:
+            return None
+        pending = self._pending
+        try:
+            delivered = pending.future.result()
+        except Exception:
+            self._pending = None
+            self._undo(pending.upcoming)
+            raise
+        self._pending = None
+        self._head = self._newest = delivered.manifest
+        return _report(delivered.manifest, pending.coded, delivered, pending.start)
+
+    def close(self) -> None:
+        """Wait for what is on its way; raises what it failed with. The publisher can be used again."""
+        try:
+            self.flush()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _move(self, application: Application | None, baseline: Layout, manifest: Manifest) -> list[Replaced]:
+        """Bring the baseline to a new version. Returns what that overwrote."""
+        # Should this be interrupted, there is no baseline, and the next publish rebuilds it from the history.
+        self._baseline = None
+        replaced: list[Replaced] = []
         if application is not None:
+            replaced = [Replaced(name, start, old) for name, _, start, old in application.replaced()]
             application.write()
-        self._baseline = baseline
-        if self._retain is not None:
-            self.history.prune(self._retain)
-        return _report(manifest, coded, put_s, start)
+        self._baseline, self._newest = baseline, manifest
+        return replaced
+
+    def _undo(self, upcoming: Upcoming) -> None:
+        """Bring the baseline back to the newest version that is committed."""
+        baseline, self._baseline, self._newest = self._baseline, None, self._head
+        if upcoming.before is not None and baseline is not None:
+            for name, start, (indices, values) in upcoming.replaced:
+                baseline[name].scatter(start, indices, values)
+            self._baseline = baseline
 
     def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, _Coded]:
         """Code the changes since the baseline, and prove the patch against it."""
         base_digest = int(head.digest, 16)
-        bandwidth = self.bandwidth or self._seen_bandwidth
+        bandwidth = self.bandwidth or self._delivery.seen_bandwidth
 
         def prove() -> dict[Trial, tuple[Application, encode.EncodedPatch]]:
             patches = encode.encode(
@@ -257,34 +359,17 @@ class Publisher:
         coded = next(iter(proved.values()))[1]
         density = coded.header.changes / max(1, tensors.elements)
         application, coded = proved[self._chooser.choose(list(proved), density, bandwidth)]
-        made = _Coded(coded.header.target_digest, coded, self._chooser.reason, coded.read_s, coded.diff_s)
+        prove_s = sum(trial.decode_s for trial in proved)
+        made = _Coded(coded.header.target_digest, coded, self._chooser.reason, coded.read_s, coded.diff_s, prove_s)
         return application, made
 
-    def _put(
-        self,
-        sequence: int,
-        head: Manifest | None,
-        tensors: Layout,
-        version: int,
-        coded: _Coded,
-        anchor: bool,
-        assets: Mapping[str, bytes],
+    def _manifest(
+        self, sequence: int, head: Manifest | None, tensors: Layout, version: int, coded: _Coded, anchor: bool
     ) -> Manifest:
-        """Put the objects of a version, then commit its manifest."""
-        token = new_token()
-        store = self.history.store
-        ref = None
-        if head is not None and coded.patch is not None:
-            data, header = coded.patch.data, coded.patch.header
-            name = f"patches/{sequence:012d}-{token}.safetensors"
-            store.put(name, data)
-            ref = PatchRef(name, len(data), blake3(data).hexdigest(), head.version, header.codec, header.changes)
-        full: tuple[ObjectRef, ...] = ()
-        if anchor or head is None or ref is None or sequence - head.anchor_sequence >= self._anchor_every:
-            start = time.perf_counter()
-            full = put_anchor(store, f"anchors/{sequence:012d}-{token}", tensors, coded.digest, assets)
-            self._seen_bandwidth = sum(ref.nbytes for ref in full) / (time.perf_counter() - start)
-        manifest = Manifest(
+        """All of a new version's manifest but its objects."""
+        due = anchor or head is None or coded.patch is None or sequence - head.anchor_sequence >= self._anchor_every
+        number = 0 if head is None else head.anchor_number + due
+        return Manifest(
             format=FORMAT,
             format_version=FORMAT_VERSION,
             sequence=sequence,
@@ -293,14 +378,30 @@ class Publisher:
             elements=tensors.elements,
             full_nbytes=tensors.nbytes,
             tied=tensors.tied,
-            patch=ref,
-            anchor=full,
-            anchor_sequence=sequence if full or head is None else head.anchor_sequence,
+            patch=None,
+            anchor=(),
+            anchor_sequence=sequence if due or head is None else head.anchor_sequence,
+            anchor_number=number,
+            trail=None,
             publisher=self._token,
             created=time.time(),
         )
-        self.history.commit(manifest)
-        return manifest
+
+
+class _Pending(NamedTuple):
+    """A version on its way in the background."""
+
+    future: Future[Delivered]
+    upcoming: Upcoming
+    coded: _Coded
+    start: float
+
+
+def _log_failure(future: Future[Delivered]) -> None:
+    """At once, should nobody ask for it any more."""
+    error = future.exception()
+    if error is not None:
+        log.error("a version could not be published in the background: %s", error)
 
 
 def _check_successor(head: Manifest, baseline: Layout | None, tensors: Layout, version: int) -> None:
@@ -319,28 +420,36 @@ def _check_successor(head: Manifest, baseline: Layout | None, tensors: Layout, v
         raise BaseMismatchError(f"{what}: the tied tensors differ: {head.tied} and {tensors.tied}")
 
 
-def _report(manifest: Manifest, coded: _Coded, put_s: float, start: float) -> PublishReport:
-    patch = manifest.patch
-    patch_nbytes, changes = (patch.nbytes, patch.changes) if patch else (0, 0)
+def _report(manifest: Manifest, coded: _Coded, delivered: Delivered | None, start: float) -> PublishReport:
+    """The report of a version; delivered: None while it is on its way."""
+    patch = coded.patch
+    patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
+    skip_nbytes = delivered.skip_nbytes if delivered else 0
+    trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
     return PublishReport(
         version=manifest.version,
-        base=patch.base if patch else None,
+        base=patch.header.base if patch else None,
         digest=manifest.digest,
-        codec=patch.codec if patch else None,
+        codec=patch.header.codec if patch else None,
         choice=coded.choice,
         elements=manifest.elements,
         changes=changes,
         density=changes / manifest.elements if manifest.elements else 0.0,
         full_nbytes=manifest.full_nbytes,
         patch_nbytes=patch_nbytes,
+        pending=delivered is None,
         anchor_nbytes=manifest.anchor_nbytes,
-        sent_nbytes=patch_nbytes + manifest.anchor_nbytes,
+        skip_nbytes=skip_nbytes,
+        sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
         cast_s=coded.cast_s,
         diff_s=coded.diff_s,
-        encode_s=coded.patch.encode_s if coded.patch else 0.0,
-        put_s=put_s,
+        encode_s=patch.encode_s if patch else 0.0,
+        prove_s=coded.prove_s,
+        put_s=delivered.put_s if delivered else 0.0,
+        skip_s=delivered.skip_s if delivered else 0.0,
         total_s=time.perf_counter() - start,
+        trouble=delivered.trouble if delivered else None,
     )
 
 

@@ -1,12 +1,15 @@
-"""Steps through a history: one patch onto live weights, or a whole version into files.
+"""Ways through a history: over patches onto weights that hold a version, or into files from an anchor.
 
-`restore` serves a subscriber that starts empty or must recover, a publisher that resumes, and `verify`. The
-anchor is downloaded, proved and patched on disk, so memory holds no second model, and live weights are only
-touched when the version that was asked for is proved.
+`follow` takes weights from version to version, the next patch being fetched while one is applied, and goes around
+objects that are missing or damaged. `restore` builds a version in files: for a subscriber that starts empty or must
+recover, for a publisher that resumes. The anchor is downloaded, proved and patched on disk, so memory holds no
+second model, and live weights are only touched when the version that was asked for is proved.
 """
 
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,11 @@ from pulse_rl import digests, patchfile
 from pulse_rl.application import Application, resolve
 from pulse_rl.bits import Layout
 from pulse_rl.checkpoint import open_checkpoint
-from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
-from pulse_rl.history import History, Manifest, Route
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PatchFormatError, PulseError, StoreError
+from pulse_rl.history import History
+from pulse_rl.manifest import Manifest
+from pulse_rl.patchfile import Patch
+from pulse_rl.route import Faults, State, Step, cheapest, state_of
 
 
 @dataclass
@@ -26,7 +32,7 @@ class Work:
     nbytes: int = 0
     patches: int = 0
     changes: int = 0
-    fetch_s: float = 0.0
+    fetch_s: float = 0.0  # waited for, so less than the transfers took where they went on beside other work
     decode_s: float = 0.0
     apply_s: float = 0.0
     prove_s: float = 0.0
@@ -54,44 +60,124 @@ def way_out() -> Iterator[None]:
         raise
 
 
-def prepare(history: History, manifest: Manifest, weights: Layout, held_digest: str, work: Work) -> Application:
-    """Fetch the patch that leads to a manifest's version and prove it against the weights; write nothing.
-
-    weights hold the version of the manifest before, whose digest is held_digest. Raises IntegrityError,
-    StoreError, PatchFormatError or BaseMismatchError.
-    """
-    ref = manifest.patch
-    if ref is None:
-        raise IntegrityError(f"version {manifest.version} has no patch that leads to it")
-    with work.timing("fetch_s"):
-        data = history.fetch(ref)
+def unpack(data: bytes | bytearray, step: Step, held: State) -> Patch:
+    """A patch, parsed; it must lead from where it is said to lead from, to where. Raises what a bad patch raises."""
     patch = patchfile.unpack(data)
     header = patch.header
-    leads = (header.base, header.target, header.target_digest)
-    promised = (ref.base, manifest.version, manifest.digest)
+    leads = (header.base, header.base_digest, header.target, header.target_digest)
+    promised = (held.version, held.digest, step.to.version, step.to.digest)
     if leads != promised:
-        raise IntegrityError(f"{ref.name}: its manifest promises (base, target, digest) {promised}, found {leads}")
+        raise IntegrityError(f"{step.ref.name}: the history promises (base, target) {promised}, found {leads}")
+    return patch
+
+
+def prove(patch: Patch, weights: Layout, work: Work) -> Application:
+    """Prove a patch against weights that hold its base; write nothing. Raises IntegrityError or BaseMismatchError."""
     application = Application(patch, resolve(patch.by_name(), patch.tied, weights))
     try:
-        application.prove(int(held_digest, 16))
+        application.prove(int(patch.header.base_digest, 16))
     finally:
         work.decode_s += application.decode_s
         work.prove_s += application.prove_s
-    work.nbytes += len(data)
+    work.nbytes += patch.nbytes
     work.patches += 1
-    work.changes += header.changes
+    work.changes += patch.header.changes
     return application
 
 
-def restore(history: History, route: Route, directory: Path, work: Work) -> Layout:
-    """Build the version at a route's end in files of an empty directory; every step is proved.
+def follow(
+    history: History,
+    weights: Layout,
+    held: State,
+    target: Manifest,
+    work: Work,
+    faults: Faults,
+    moved: Callable[[State | None], None],
+    *,
+    sure: bool,
+) -> State:
+    """Bring weights from the version that they hold towards another, by the cheapest way over patches.
 
-    route: must start from an anchor. Returns the tensors, mapped from those files. Raises IntegrityError or
-    StoreError, naming the object that is wrong.
+    moved: told None before elements are written, and the version afterwards. sure: whether the weights were proved
+    just now, so that a patch that does not fit them is itself at fault. Objects that are at fault are noted, and gone
+    around. Returns the version that is held in the end: not the target where no way is left. Raises IntegrityError or
+    BaseMismatchError where these are not the weights that they were thought to be.
     """
-    anchor = route.anchor
-    if anchor is None:
-        raise ValueError("expected a route that starts from an anchor")
+    while held.sequence != target.sequence:
+        steps = cheapest(history.steps(held.sequence, target, faults), held.sequence, target.sequence)
+        if steps is None:
+            break
+        for step, data in zip(steps, _fetched(history, steps, faults, work), strict=False):
+            try:
+                patch = unpack(data, step, held)
+            except (PatchFormatError, IntegrityError) as error:
+                faults.add(step.ref.name, error)
+                break
+            try:
+                application = prove(patch, weights, work)
+            except (PatchFormatError, IntegrityError, BaseMismatchError) as error:
+                if not sure and not isinstance(error, PatchFormatError):
+                    raise
+                faults.add(step.ref.name, error)
+                break
+            moved(None)
+            with work.timing("apply_s"):
+                application.write()
+            held = step.to
+            moved(held)
+    return held
+
+
+def _fetched(history: History, steps: Sequence[Step], faults: Faults, work: Work) -> Iterator[bytearray]:
+    """The patches of a chain, one ahead of what is being applied. Ends at the first one that cannot be had."""
+    ahead = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
+    try:
+        pending = ahead.submit(history.fetch, steps[0].ref)
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            try:
+                with work.timing("fetch_s"):
+                    data = pending.result()
+            except (IntegrityError, StoreError) as error:
+                faults.add(step.ref.name, error)
+                return
+            if following is not None:
+                pending = ahead.submit(history.fetch, following.ref)
+            yield data
+    finally:
+        ahead.shutdown(wait=False, cancel_futures=True)
+
+
+def restore(history: History, target: Manifest, directory: Path, work: Work, faults: Faults) -> Layout:
+    """Build a version in files of an empty directory; every step is proved.
+
+    Starts from the newest anchor that a way leads from, an older one if that is at fault. Returns the tensors, mapped
+    from those files. Raises IntegrityError or StoreError, naming the object that is wrong, where there is no way.
+    """
+    for anchor in history.anchors(target, faults):
+        held = state_of(anchor)
+        if cheapest(history.steps(held.sequence, target, faults), held.sequence, target.sequence) is None:
+            continue
+        files = directory / str(anchor.sequence)
+        files.mkdir()
+        try:
+            tensors = load_anchor(history, anchor, files, work)
+        except (IntegrityError, StoreError) as error:
+            faults.add(anchor.anchor[0].name, error)
+            shutil.rmtree(files)
+            continue
+        held = follow(history, tensors, held, target, work, faults, lambda state: None, sure=True)
+        if held.sequence == target.sequence:
+            _check_tied(target, tensors)
+            return tensors
+        shutil.rmtree(files)
+    raise (IntegrityError if faults.damaged else StoreError)(
+        f"no way leads to version {target.version} of {history.store.url}: "
+        + ("; ".join(faults.said) or "the patches that would lead there are missing")
+    )
+
+
+def load_anchor(history: History, anchor: Manifest, directory: Path, work: Work) -> Layout:
+    """Download an anchor into an empty directory and count its digest. Raises IntegrityError or StoreError."""
     with work.timing("fetch_s"):
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:
@@ -108,15 +194,12 @@ def restore(history: History, route: Route, directory: Path, work: Work) -> Layo
         raise IntegrityError(
             f"the anchor of version {anchor.version} should have digest {anchor.digest}, found {found}"
         )
-    held = anchor
-    for manifest in route.patches:
-        application = prepare(history, manifest, tensors, held.digest, work)
-        with work.timing("apply_s"):
-            application.write()
-        held = manifest
-    for alias, owner in held.tied.items():
+    return tensors
+
+
+def _check_tied(target: Manifest, tensors: Layout) -> None:
+    for alias, owner in target.tied.items():
         if owner not in tensors:
             raise IntegrityError(
-                f"version {held.version}: its manifest ties {alias!r} to {owner!r}, which is no tensor of it"
+                f"version {target.version}: its manifest ties {alias!r} to {owner!r}, which is no tensor of it"
             )
-    return tensors

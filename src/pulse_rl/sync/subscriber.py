@@ -2,9 +2,9 @@
 
 A version is reported only once its bits are proved. Every step along the way leaves the live weights at one
 version or the next: a patch is proved before its first element is written, and an anchor is downloaded,
-proved and patched in scratch files before it is copied in. If the way over patches fails (something is
-missing, corrupt, or the live weights are not what they should be), the way over an anchor is taken and the
-report says why.
+proved and patched in scratch files before it is copied in. Objects that are missing or corrupt are gone around;
+where no way over patches is left, or the live weights are not what they should be, the way over an anchor is taken.
+The report says why.
 
 A patch proves the elements that it writes. Whether anything else wrote to the others is told only by counting
 them all: `verify_live` does that before a sync, so that altered weights are found before a patch is put on them.
@@ -14,18 +14,26 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pulse_rl import digests
 from pulse_rl.application import carry_through, live_digest, resolve
 from pulse_rl.bits import Bits, Layout, layout
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
-from pulse_rl.history import History, Manifest, Route
+from pulse_rl.history import History
+from pulse_rl.manifest import Manifest
+from pulse_rl.route import Faults, State, cheapest, nbytes, state_of
 from pulse_rl.store.base import Store
-from pulse_rl.sync.restore import Work, prepare, restore, way_out
+from pulse_rl.sync.restore import Work, follow, restore, way_out
+
+if TYPE_CHECKING:
+    from pulse_rl.signing import PublicKey
+
+Way: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor
 
 POLL_S = 0.05  # between looks at the store while waiting: a listing each, cheap on files, a request on clouds
 
@@ -37,8 +45,8 @@ class SyncReport:
     version: int  # the weights' version now, proved
     previous: int | None  # their version before; None if it was not known, or they were altered
     digest: str  # of the version, 16 hex digits
-    route: Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor
-    patches: int  # how many were applied
+    route: Way
+    patches: int  # how many were applied, skip patches over several versions among them
     changes: int  # elements they overwrote
     density: float  # changes / elements of the model
     full_nbytes: int  # of the whole model's bits
@@ -57,21 +65,29 @@ class Subscriber:
 
     store: a Store, or the URL or path of one. One subscriber belongs to one set of weights: it keeps their
     proved version and digest from sync to sync, and reads only what changed. Any number of subscribers may
-    follow one history; they write nothing to it. Memory: one patch, and a few MB a thread. Not thread-safe.
+    follow one history; they write nothing to it. Memory: the patch that is applied and the one after it, and a few
+    MB a thread. Not thread-safe.
 
     verify_live: recount every live bit before each sync (True), before every so many (a number), or only when
     `verify` is called (False). Weights that something else wrote to are then overwritten by the version synced
     to, and the report's `recovered` says so. A recount reads all weights once, those on a device through the host.
+
+    public_key: an Ed25519 key (a PEM file's path, or the key). Then a history that is not signed by it, or was altered,
+    or has gone back behind what this subscriber holds, is refused. Needs the extra `sign`.
     Raises ValueError for any other value.
     """
 
-    def __init__(self, store: Store | str | Path, *, verify_live: bool | int = False) -> None:
+    def __init__(
+        self, store: Store | str | Path, *, verify_live: bool | int = False, public_key: PublicKey | None = None
+    ) -> None:
         if not isinstance(verify_live, int) or verify_live < 0:
             raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
-        self.history = History(store)
+        self.history = History(store, public_key=public_key)
+        self._signed = public_key is not None
         self._recount_every = int(verify_live)  # syncs; 0 for never
         self._syncs = 0
-        self._held: Manifest | None = None
+        self._held: State | None = None
+        self._tied: dict[str, str] = {}  # of the version that is held
 
     @property
     def version(self) -> int | None:
@@ -129,25 +145,24 @@ class Subscriber:
         previous = self.version
         try:
             target = self._target(version)
-            route, recovered = self._follow(target, live, work)
+            route, recovered = self._come_to(target, live, work)
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")
-            # What was read wrong once must not be believed for ever: the next sync reads its manifests anew.
-            self.history = History(self.history.store)
+            self.history.forget()
             raise
         return SyncReport(
             version=target.version,
             previous=previous,
             digest=target.digest,
-            route="anchor" if route.anchor else "patches" if work.patches else "none",
+            route=route,
             patches=work.patches,
             changes=work.changes,
             density=work.changes / target.elements if target.elements else 0.0,
             full_nbytes=target.full_nbytes,
             fetched_nbytes=work.nbytes,
             reduction=target.full_nbytes / work.nbytes if work.nbytes else float("inf"),
-            recovered="; ".join(filter(None, [altered, recovered])) or None,
+            recovered="; ".join(filter(None, [altered, *recovered])) or None,
             fetch_s=work.fetch_s,
             decode_s=work.decode_s,
             apply_s=work.apply_s,
@@ -167,7 +182,7 @@ class Subscriber:
         live = layout(weights)
         held, self._held = self._held, None  # not known until they are counted
         try:
-            found = digests.to_hex(live_digest(_by_name(live, held)))
+            found = digests.to_hex(live_digest(_by_name(live, self._tied)))
         except BaseMismatchError as error:  # a tied copy
             raise IntegrityError(f"{error}: something other than this subscriber has written to them") from None
         if found != held.digest:
@@ -197,56 +212,77 @@ class Subscriber:
             head = self.history.head()
         if head is None:
             raise VersionNotFoundError(f"{self.history.store.url} holds no version yet")
+        if self._signed and self._held is not None and head.sequence < self._held.sequence:
+            raise IntegrityError(
+                f"{self.history.store.url} has gone back: these weights hold version {self._held.version}, its newest "
+                f"is {head.version}; if that is meant to be, follow it with a new Subscriber"
+            )
         return head
 
     @way_out()
-    def _follow(self, target: Manifest, live: Layout, work: Work) -> tuple[Route, str | None]:
-        """Take the cheapest way to a version. Returns the way taken, and why the first one failed if it did."""
+    def _come_to(self, target: Manifest, live: Layout, work: Work) -> tuple[Way, list[str]]:
+        """Take the cheapest way to a version. Returns which it was, and what was wrong on the way."""
+        faults = Faults()
         if self._held is None:
-            self._recognise(live, target)
-        recovered = None
-        route = self.history.route(self._held.sequence if self._held else None, target)
-        if route.anchor is None:
-            try:
-                for manifest in route.patches:
-                    assert self._held is not None  # a route without an anchor starts from what is held
-                    self._step(self._held, manifest, live, work)
-            except PulseError as error:
-                recovered = str(error)
-                route = self.history.anchor_route(target)
-        if route.anchor is not None:
-            try:
-                self._load(route, target, live, work)
-            except PulseError as error:
-                if recovered and recovered != str(error):
-                    error.add_note(f"after the way over patches had failed: {recovered}")
-                raise
-        return route, recovered
-
-    def _recognise(self, live: Layout, target: Manifest) -> None:
-        """Find out whether the live weights already hold a version between the anchor and the target."""
+            self._recognise(live, target, faults)
+        if self._held is not None and self._held.sequence <= target.sequence:
+            limit = max(1, target.full_nbytes)  # from where on the anchor is fewer bytes
+            steps = self.history.steps(self._held.sequence, target, faults, limit)
+            chain = cheapest(steps, self._held.sequence, target.sequence)
+            if chain is not None and nbytes(chain) < limit:
+                try:
+                    follow(self.history, live, self._held, target, work, faults, self._moved, sure=False)
+                except BaseMismatchError as error:
+                    faults.say(str(error))
+                except IntegrityError as error:
+                    faults.say(str(error))
+                    self._held = None  # these are not its bits
+        if self._held == state_of(target):
+            self._tied = target.tied
+            return "patches" if work.patches else "none", faults.said
         try:
-            found = digests.to_hex(live_digest(_by_name(live, target)))
+            self._load(target, live, work, faults)
+        except PulseError as error:
+            before = [said for said in faults.said if said not in str(error)]
+            if before:
+                error.add_note(f"before that: {'; '.join(before)}")
+            raise
+        return "anchor", faults.said
+
+    def _moved(self, held: State | None) -> None:
+        self._held = held
+
+    def _recognise(self, live: Layout, target: Manifest, faults: Faults) -> None:
+        """Find out whether the live weights already hold a version from which patches lead to the target."""
+        try:
+            found = digests.to_hex(live_digest(_by_name(live, target.tied)))
         except BaseMismatchError:
             return
-        for sequence in range(target.sequence, target.anchor_sequence - 1, -1):
-            manifest = self.history.read(sequence)
-            if manifest.digest == found:
-                self._held = manifest
+        for state in self._known(target, faults):
+            if state.digest == found:
+                self._held, self._tied = state, target.tied
                 return
 
-    def _step(self, held: Manifest, manifest: Manifest, live: Layout, work: Work) -> None:
-        """One patch further."""
-        application = prepare(self.history, manifest, live, held.digest, work)
-        self._held = None  # not known while elements are being written
-        with work.timing("apply_s"):
-            application.write()
-        self._held = manifest
+    def _known(self, target: Manifest, faults: Faults) -> Iterator[State]:
+        """The versions that patches may lead from to the target: of its trail, and its newest anchor's."""
+        yield state_of(target)
+        first = target.sequence
+        if target.trail is not None:
+            try:
+                trail = self.history.trail(target)
+                assert trail is not None  # the manifest names one
+                yield from trail.states()[-2::-1]
+                first = trail.first
+            except PulseError as error:
+                faults.add(target.trail.name, error)
+        if target.anchor_sequence < first:
+            with suppress(VersionNotFoundError, IntegrityError):  # said later, if that anchor is needed
+                yield state_of(self.history.read(target.anchor_sequence))
 
-    def _load(self, route: Route, target: Manifest, live: Layout, work: Work) -> None:
+    def _load(self, target: Manifest, live: Layout, work: Work, faults: Faults) -> None:
         """A version, proved in scratch files, into the live weights."""
         with tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
-            proved = restore(self.history, route, Path(scratch), work)
+            proved = restore(self.history, target, Path(scratch), work, faults)
             targets = resolve(proved, target.tied, live)
             _refuse_shared_memory(proved, targets)
             self._held = None  # not known while elements are being written
@@ -258,14 +294,14 @@ class Subscriber:
             raise IntegrityError(
                 f"the weights should have digest {target.digest} after loading version {target.version}, found {found}"
             )
-        self._held = target
+        self._held, self._tied = state_of(target), target.tied
 
 
-def _by_name(live: Layout, manifest: Manifest) -> dict[str, list[Bits]]:
+def _by_name(live: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
     """Live tensors under the names of a version, with their tied copies."""
     tensors = live.all_names()
-    names = {name: [bits] for name, bits in tensors.items() if name not in manifest.tied}
-    for alias, owner in manifest.tied.items():
+    names = {name: [bits] for name, bits in tensors.items() if name not in tied}
+    for alias, owner in tied.items():
         if alias in tensors and owner in names and tensors[alias].storage != names[owner][0].storage:
             names[owner].append(tensors[alias])
     return names

@@ -1,0 +1,144 @@
+"""Putting a version into the store: its objects, then the manifest that commits it, then what may follow.
+
+Everything here reads the publisher's baseline, which holds the version already and does not change meanwhile; so it
+can run beside the trainer's next step.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+
+from pulse_rl import encode
+from pulse_rl.bits import Layout
+from pulse_rl.codecs.choose import CODECS
+from pulse_rl.errors import PulseError
+from pulse_rl.history import History
+from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, new_token
+from pulse_rl.retention import Retention, carry_out
+from pulse_rl.route import State, Step, Trail, patch_name, state_of, step_of, trail_from
+from pulse_rl.sync.anchor import put_anchor
+from pulse_rl.sync.overlay import Replaced
+from pulse_rl.sync.skips import Skips, skip_patch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """A version that the baseline holds and the store does not yet."""
+
+    manifest: Manifest  # all but its objects
+    before: State | None  # what its patch starts from; None without a patch
+    patch: encode.EncodedPatch | None
+    replaced: list[Replaced]  # what the patch overwrote in the baseline
+    baseline: Layout
+    assets: Mapping[str, bytes]  # small files to go with an anchor
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A version that is committed."""
+
+    manifest: Manifest
+    skip_nbytes: int
+    put_s: float  # until the commit
+    skip_s: float  # skip patches, made and put
+    trouble: str | None  # what went wrong after the commit; the version stands all the same
+
+
+class Delivery:
+    """Puts one publisher's versions into its history, one after another."""
+
+    def __init__(self, history: History, retention: Retention | None) -> None:
+        self.seen_bandwidth: float | None = None  # bytes a second, while the last anchor was put
+        self._history = history
+        self._retention = retention
+        self._trail: Trail | None = None  # to the newest version
+        self._made: list[Step] = []  # skip patches that no trail tells of yet
+        self._skips = Skips()
+
+    def go_on(self, head: Manifest) -> None:
+        """Go on from a version of which the baseline was rebuilt."""
+        self._skips.clear()
+        self._made = []
+        try:
+            self._trail = self._history.trail(head) or trail_from(head)
+        except PulseError as error:
+            log.warning("the trail begins anew at version %d: %s", head.version, error)
+            self._trail = trail_from(head)
+
+    def deliver(self, upcoming: Upcoming) -> Delivered:
+        """Put the objects, commit, then put skip patches and prune.
+
+        Raises IntegrityError or StoreError if the version could not be committed. What fails after that is logged, and
+        told in the result: it takes nothing from the version.
+        """
+        start = time.perf_counter()
+        manifest, trail = self._put(upcoming)
+        self._history.commit(manifest)
+        self._trail, self._made = trail, []
+        committed = time.perf_counter()
+        troubles, skip_nbytes = [], 0
+        try:
+            skip_nbytes = self._put_skips(upcoming, manifest)
+        except (PulseError, OSError) as error:
+            self._skips.clear()
+            troubles.append(f"skip patches to version {manifest.version}: {error}")
+        skipped = time.perf_counter()
+        if self._retention is not None:
+            try:
+                carry_out(self._history, self._retention.plan(self._history))
+            except PulseError as error:
+                troubles.append(f"deleting old versions: {error}")
+        for trouble in troubles:
+            log.warning("version %d stands, but: %s", manifest.version, trouble)
+        put_s, skip_s = committed - start, skipped - committed
+        return Delivered(manifest, skip_nbytes, put_s, skip_s, "; ".join(troubles) or None)
+
+    def _put(self, upcoming: Upcoming) -> tuple[Manifest, Trail]:
+        """Put the objects of a version. Returns its manifest, and the trail to it."""
+        manifest, store, token = upcoming.manifest, self._history.store, new_token()
+        if upcoming.patch is not None and upcoming.before is not None:
+            data, header = upcoming.patch.data, upcoming.patch.header
+            name = patch_name(manifest.sequence, token)
+            store.put(name, data)
+            ref = PatchRef(
+                name, len(data), blake3(data).hexdigest(), upcoming.before.version, header.codec, header.changes
+            )
+            manifest = msgspec.structs.replace(manifest, patch=ref)
+        if manifest.anchor_sequence == manifest.sequence:
+            start = time.perf_counter()
+            directory = f"anchors/{manifest.sequence:012d}-{token}"
+            full = put_anchor(store, directory, upcoming.baseline, manifest.digest, upcoming.assets)
+            manifest = msgspec.structs.replace(manifest, anchor=full)
+            self.seen_bandwidth = manifest.anchor_nbytes / (time.perf_counter() - start)
+        step = step_of(manifest)
+        if step is None or self._trail is None:
+            trail = trail_from(manifest)
+        else:
+            trail = self._trail.extended(state_of(manifest), [*self._made, step])
+            encoded = trail.encode()
+            name = f"trails/{manifest.sequence:012d}-{token}.json.zst"
+            store.put(name, encoded)
+            ref_of_trail = ObjectRef(name, len(encoded), blake3(encoded).hexdigest())
+            manifest = msgspec.structs.replace(manifest, trail=ref_of_trail)
+        return msgspec.structs.replace(manifest, created=time.time()), trail
+
+    def _put_skips(self, upcoming: Upcoming, manifest: Manifest) -> int:
+        """Make and put the skip patches that are due. Returns their bytes."""
+        if upcoming.patch is None or upcoming.before is None:
+            self._skips.clear()
+            return 0
+        state, codec = state_of(manifest), CODECS[upcoming.patch.header.codec]
+        total = 0
+        for base, overlay in self._skips.add(upcoming.before, state, upcoming.replaced, manifest.full_nbytes):
+            data = skip_patch(base, overlay, upcoming.baseline, state, codec).data
+            ref = ObjectRef(patch_name(state.sequence, new_token()), len(data), blake3(data).hexdigest())
+            self._history.store.put(ref.name, data)
+            self._made.append(Step(ref, base.sequence, state))
+            total += len(data)
+        return total

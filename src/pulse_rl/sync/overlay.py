@@ -1,0 +1,123 @@
+"""An older version of weights, seen through what its changed elements held then.
+
+A publisher holds the newest bits only. What a publish overwrites goes into an overlay, the oldest value of each
+element first: with it laid over the newest bits, an older version can be read segment by segment, and a patch be made
+from it. An overlay lies in an unlinked temporary file, so that it takes memory only as long as there is some to spare.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.bits import Bits, Layout
+from pulse_rl.changes import Changes
+from pulse_rl.checkpoint import map_open_file
+from pulse_rl.digests import SEGMENT
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels import cpu
+
+
+class Replaced(NamedTuple):
+    """What elements of one segment held before they were overwritten: indices from its start, and the old bits."""
+
+    name: str
+    start: int
+    old: Changes
+
+
+class Overlay:
+    """What elements held at some version before, for all that changed since. Takes 4 bytes an element and its own."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], Changes] = {}
+        self.nbytes = 0
+
+    def add(self, replaced: Iterable[Replaced]) -> None:
+        """Take in what later changes overwrote; what is held of an element already is older, and stays.
+
+        Raises OSError if there is no room for the file.
+        """
+        held, places = dict(self._held), []
+        with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
+            later = {(name, start): old for name, start, old in replaced}
+            at = 0
+            for key in {**held, **later}:
+                indices, values = _union(held.get(key), later.get(key))
+                file.write(values.tobytes())
+                file.write(b"\0" * (-values.nbytes % 4))
+                file.write(indices.tobytes())
+                places.append((key, at, values.dtype, len(indices)))
+                at = file.tell()
+            file.flush()
+            data = map_open_file(file)
+        self._held = {}
+        for key, place, dtype, count in places:
+            values = np.frombuffer(data, dtype, count, place)
+            indices = np.frombuffer(data, np.uint32, count, place + values.nbytes + -values.nbytes % 4)
+            self._held[key] = Changes(indices, values)
+        self.nbytes = at
+
+    def replaced(self) -> Iterator[Replaced]:
+        """All that it holds."""
+        for (name, start), old in self._held.items():
+            yield Replaced(name, start, old)
+
+    def over(self, newest: Layout) -> dict[str, "PastBits"]:
+        """The older version, to be read through the newest one, which must not change meanwhile."""
+        by_name: dict[str, dict[int, Changes]] = {name: {} for name in newest}
+        for (name, start), old in self._held.items():
+            by_name[name][start] = old
+        return {name: PastBits(bits, by_name[name]) for name, bits in newest.items()}
+
+
+def _union(first: Changes | None, second: Changes | None) -> Changes:
+    if first is None or second is None:
+        only = first or second
+        assert only is not None  # the key is of one of them
+        return only
+    size = len(first.indices) + len(second.indices)
+    indices, values = np.empty(size, np.uint32), np.empty(size, first.values.dtype)
+    count = cpu.union(first.indices, first.values, second.indices, second.values, indices, values)
+    return Changes(indices[:count], values[:count])
+
+
+class PastBits:
+    """One tensor of an older version. Read-only."""
+
+    def __init__(self, newest: Bits, old: dict[int, Changes]) -> None:
+        self._newest = newest
+        self._old = old  # by the start of the segment
+        self.dtype, self.shape = newest.dtype, newest.shape
+        self.size, self.itemsize = newest.size, newest.itemsize
+        self.writable = False
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        """As of any Bits, but within one segment."""
+        segment = start - start % SEGMENT
+        if segment not in self._old:
+            return self._newest.read(start, stop)
+        bits = self._newest.read(segment, min(segment + SEGMENT, self.size)).copy()
+        cpu.scatter(bits, *self._old[segment])
+        return bits[start - segment : stop - segment]
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        """As of any Bits, but within one segment."""
+        values: UIntArray = self.read(start, min(start - start % SEGMENT + SEGMENT, self.size))[indices]
+        return values
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        raise TypeError("an older version cannot be written")
+
+    def write(self, start: int, values: UIntArray) -> None:
+        raise TypeError("an older version cannot be written")
+
+    @property
+    def storage(self) -> object:
+        return ("past", id(self))
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return self._newest.extent
