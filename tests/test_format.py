@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fuzz_context import Block, Decoded, decode, decode_naively
 from patch_tools import changed, from_bytes, random_tensor, snapshot, take_apart
 
@@ -23,6 +24,8 @@ from pulse_rl import digests, patchfile
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS, CodecName
 from pulse_rl.kernels import cpu, reference
+from pulse_rl.manifest import parse, seal
+from pulse_rl.route import decode_trail
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "format.md"
 
@@ -396,3 +399,41 @@ def test_the_document_shows_the_pinned_values() -> None:
     pinned += [CONTEXT_BF16, CONTEXT_MIXED, *(bits for *_, old, new in MIXED for bits in (old, new))]
     squeezed = "".join(text.split())
     assert [value for value in pinned if "".join(value.split()) not in squeezed] == []
+
+
+MANIFEST = (
+    b'{"format":"pulse-rl/history","format_version":2,"sequence":1,"version":20,"digest":"0123456789abcdef",'
+    b'"elements":6,"full_nbytes":12,"tied":{"head":"embed"},"patch":{"name":'
+    b'"patches/000000000001-00112233aabbccdd.safetensors","nbytes":99,"blake3":"' + b"ab" * 32 + b'","base":10,'
+    b'"codec":"context","changes":2},"anchor":[],"anchor_sequence":0,"anchor_number":0,"trail":{"name":'
+    b'"trails/000000000001-00112233aabbccdd.json.zst","nbytes":77,"blake3":"' + b"cd" * 32 + b'"},'
+    b'"publisher":"0011223344556677","created":1.5'
+)
+# BLAKE3 of that, and the Ed25519 signature of both by the private key of the bytes 0 to 31.
+HASH = b"c1de64e36e79c6df42fc7798d9f208f17071caef581a7c8e44c2a4ca36af6231"
+SIGNATURE = (
+    b"fb0170b32f3557671044e5d41e36c18ef4f508ccc87cac12207528df6ea3fe81"
+    b"ce0aab95b3a3dbdb45948d06122270f6d2447a43298e8447c4e0011f666c2402"
+)
+
+
+def test_golden_manifest() -> None:
+    """What the writer makes and the reader takes, with and without a signature."""
+    key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    unsigned = MANIFEST + b',"blake3":"' + HASH + b'"}'
+    signed = unsigned[:-1] + b',"signature":"' + SIGNATURE + b'"}'
+    manifest = parse(unsigned, 1, None, "it")
+    assert manifest == parse(signed, 1, key.public_key(), "it") == parse(signed, 1, None, "it")
+    assert (manifest.version, manifest.patch and manifest.patch.base, manifest.tied) == (20, 10, {"head": "embed"})
+    assert (seal(manifest, None), seal(manifest, key.sign)) == (unsigned, signed)
+    assert blake3(MANIFEST).hexdigest().encode() == HASH
+
+
+def test_golden_trail() -> None:
+    """The document's own form, read; and what the writer makes, decompressed."""
+    written = b'{"sequence":1,"patches":[[0,1,20,"0123456789abcdef","00112233aabbccdd",99,"' + b"ab" * 32 + b'"]]}'
+    trail = decode_trail(zstandard.compress(written), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "")
+    assert zstandard.decompress(trail.encode()) == written
+    (step,) = trail.steps()
+    assert step.ref.name == "patches/000000000001-00112233aabbccdd.safetensors"
+    assert (step.base, step.to) == (0, (1, 20, "0123456789abcdef"))

@@ -161,3 +161,16 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], k: int, n: i
         assert all(index < n for index in indices)
         again = np.zeros(3 * k, np.uint16)
         assert again[: cpu.gap_encode(indices, again)].tolist() == stream[:used]  # one way to write a gap
+
+
+@settings(deadline=None, max_examples=200)
+@given(WIDTHS, st.sets(st.integers(0, 200)), st.sets(st.integers(0, 200)), SEEDS)
+def test_union_equals_its_twin(width: int, one: set[int], other: set[int], seed: int) -> None:
+    indices, more = (np.array(sorted(chosen), np.uint32) for chosen in (one, other))
+    values, more_values = random_bits(width, len(one), seed), random_bits(width, len(other), seed + 1)
+    room = len(one) + len(other)
+    merged, naive = ((np.zeros(room, np.uint32), random_bits(width, room, 0)) for _ in range(2))
+    count = cpu.union(indices, values, more, more_values, *merged)
+    assert count == reference.union(indices, values, more, more_values, *naive) == len(one | other)
+    assert merged[0][:count].tolist() == naive[0][:count].tolist()
+    assert merged[1][:count].tolist() == naive[1][:count].tolist()

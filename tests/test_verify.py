@@ -1,10 +1,13 @@
 """verify: a fault anywhere in a history is found, named, and does not hide what is still good."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import pulse_rl as pulse
 from pulse_rl.history import History
@@ -226,3 +229,43 @@ def test_a_version_with_neither_patch_nor_anchor(path: Path) -> None:
     report = verify(path)
     assert bad(report) == (25,)
     assert "expected a patch, an anchor or both, found neither" in report.problems[0]
+
+
+def test_weights_are_compared_with_the_version_that_they_hold(path: Path) -> None:
+    """Of any version, found by its digest; every bit counts; a tied copy may stand apart."""
+    live = {"w": torch.zeros(3000).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(0)}
+    for version in (30, 10):
+        pulse.Subscriber(path).sync(live, version=version)
+        assert (verify(path, deep=live).weights_version, verify(path, deep=live).ok) == (version, True)
+    live["w"].view(torch.int16)[2999] ^= 1
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    report = verify(path, deep=live)
+    assert (report.ok, report.weights_version, bad(report)) == (False, None, ())
+    assert report.problems[0].startswith("the weights given hold no version; from version 30, the last sound one, they")
+    assert re.search(r"differ in .*w \(\d+ of 3000\)", report.problems[0])
+    assert all(torch.equal(live[name], before[name]) for name in live)
+    report = verify(path, deep={"other": torch.zeros(3)})
+    assert "the tensors differ: 3 missing" in report.problems[0]
+
+
+def test_tied_copies_in_weights_that_are_compared(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    pulse.Publisher(tmp_path).publish({"embed": weight, "head": weight}, version=4)
+    for live in ({"embed": weight}, {"embed": weight, "head": weight}, {"embed": weight, "head": weight.clone()}):
+        assert verify(tmp_path, deep=live).weights_version == 4
+    report = verify(tmp_path, deep={"embed": weight, "head": weight + 1})
+    assert "head (6 of 6)" in report.problems[0]
+
+
+@pytest.mark.parametrize("codec", ["context", "gap"])
+def test_a_patch_is_proved_against_its_base(tmp_path: Path, codec: Any) -> None:
+    old, new = {"w": torch.zeros(100)}, {"w": torch.arange(100.0)}
+    file = tmp_path / "patch"
+    file.write_bytes(pulse.diff(old, new, base=3, target=4, codec=codec))
+    assert (verify(file, deep=old).ok, verify(file, deep=old).weights_version) == (True, 3)
+    assert torch.equal(old["w"], torch.zeros(100))
+    report = verify(file, deep=new)
+    assert "the patch goes from version 3" in report.problems[0]
+    with pytest.raises(ValueError, match="expected a store or a patch to compare weights with"):
+        save_file(old, tmp_path / "checkpoint")
+        verify(tmp_path / "checkpoint", deep=old)

@@ -36,10 +36,13 @@ class HasLayout(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-def resolve(tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout) -> dict[str, list[Bits]]:
+def resolve(
+    tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout, *, written: bool = True
+) -> dict[str, list[Bits]]:
     """Find the live tensors behind each name: the first stands for the name, the others are tied copies.
 
-    tensors: what is expected, by name. tied: further names → the name that stands for them.
+    tensors: what is expected, by name. tied: further names → the name that stands for them. written: whether they are
+    to be written.
     Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
     live tensor that cannot be written.
     """
@@ -52,7 +55,7 @@ def resolve(tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: 
         if alias in live and live[alias].storage != live[owner].storage:
             targets[owner].append(live[alias])
     for name, copies in targets.items():
-        if not all(bits.writable for bits in copies):
+        if written and not all(bits.writable for bits in copies):
             raise ValueError(
                 f"tensor {name!r} is read-only, or its elements share memory (an expanded view): "
                 "expected weights that can be written"

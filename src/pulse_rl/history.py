@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -27,7 +27,7 @@ from pulse_rl import manifest as manifests
 from pulse_rl import route, signing
 from pulse_rl.errors import IntegrityError, PulseError, StoreError, VersionNotFoundError
 from pulse_rl.manifest import MAX_SEQUENCE, Count, Manifest, ObjectRef, manifest_name, manifest_sequence
-from pulse_rl.route import Faults, Step, Trail, decode_trail, state_of, step_of
+from pulse_rl.route import Faults, State, Step, Trail, decode_trail, state_of, step_of
 from pulse_rl.store.base import CannotListError, ObjectMissingError, Store
 from pulse_rl.store.objects import open_store
 
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from pulse_rl.signing import PrivateKey, PublicKey
 
 FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
-KEPT = 1024  # manifests that a History remembers
+KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History remembers
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class History:
@@ -56,12 +59,12 @@ class History:
         if self._sign_with is not None and self._public_key is None:
             self._public_key = self._sign_with.public_key()
         self._manifests: dict[int, Manifest] = {}
-        self._trail: Trail | None = None  # the last one read
+        self._trails: dict[State, Trail] = {}
 
     def forget(self) -> None:
         """Read everything anew from now on: what was read wrong once must not be believed for ever."""
         self._manifests.clear()
-        self._trail = None
+        self._trails.clear()
 
     def sequences(self) -> list[int]:
         """The numbers of all committed manifests, ascending, by listing the store if it can be listed."""
@@ -139,13 +142,9 @@ class History:
             except FileNotFoundError:
                 raise VersionNotFoundError(f"{self.store.url} holds no {name}") from None
             where = f"{name} in {self.store.url}"
-            self._remember(manifests.parse(data, sequence, self._public_key, where))
+            manifest = manifests.parse(data, sequence, self._public_key, where)
+            _remember(self._manifests, sequence, manifest, KEPT)
         return self._manifests[sequence]
-
-    def _remember(self, manifest: Manifest) -> None:
-        self._manifests[manifest.sequence] = manifest
-        if len(self._manifests) > KEPT:
-            del self._manifests[next(iter(self._manifests))]
 
     def manifests(self) -> list[Manifest]:
         """All versions, oldest first."""
@@ -169,15 +168,16 @@ class History:
         """The trail to a version, proved; None for a version without one. Raises IntegrityError or StoreError."""
         if manifest.trail is None:
             return None
-        if self._trail is not None and self._trail.states()[-1] == state_of(manifest):
-            return self._trail
+        if state_of(manifest) in self._trails:
+            return self._trails[state_of(manifest)]
         where = f"{manifest.trail.name} in {self.store.url}"
         if manifest.trail.nbytes > route.MAX_TRAIL_NBYTES:
             raise IntegrityError(
                 f"{where}: expected at most {route.MAX_TRAIL_NBYTES} bytes, its manifest says {manifest.trail.nbytes}"
             )
-        self._trail = decode_trail(self.fetch(manifest.trail), manifest, where)
-        return self._trail
+        trail = decode_trail(self.fetch(manifest.trail), manifest, where)
+        _remember(self._trails, state_of(manifest), trail, KEPT_TRAILS)
+        return trail
 
     def steps(self, held: int, target: Manifest, faults: Faults, limit: int | None = None) -> list[Step]:
         """The patches between what is held (its sequence number) and a version.
@@ -186,32 +186,31 @@ class History:
         faults, from manifest after manifest. Reads nothing for the version next to what is held.
         """
         found: dict[str, Step] = {}
-        at = target
+        at, reached = target, target.sequence
         while at.sequence > held:
             own = step_of(at)
             if own is None:
                 break  # an anchor only: no patch leads here
             found[own.ref.name] = own
-            before = at.sequence - 1
-            if before > held and at.trail is not None and at.trail.name not in faults.names:
+            if own.base > held and at.trail is not None and at.trail.name not in faults.names:
                 try:
                     trail = self.trail(at)
-                    assert trail is not None  # the manifest names one
-                    found |= {step.ref.name: step for step in trail.steps()}
-                    before = min(before, trail.first)
+                    found |= {step.ref.name: step for step in (trail.steps() if trail else [])}
                 except PulseError as error:
                     faults.add(at.trail.name, error)
-            if before <= held:
-                break
-            so_far = route.cheapest(found.values(), before, target.sequence)
-            if limit is not None and so_far is not None and route.nbytes(so_far) >= limit:
-                break
+            costs = route.costs(found.values(), target.sequence, faults.names)
+            before = min(sequence for sequence in costs if sequence >= held)
+            if before in (held, reached) or (limit is not None and costs[before] >= limit):
+                break  # there, or no further, or no longer worth it
+            reached = before
+            # Skip patches to a version are made when it is committed: only the next one's trail tells of them.
+            following = before + (before + 1 < at.sequence)
             try:
-                at = self.read(before)
+                at = self.read(following)
             except VersionNotFoundError:
                 break  # pruned
             except PulseError as error:
-                faults.add(manifest_name(before), error)
+                faults.add(manifest_name(following), error)
                 break
         return [step for step in found.values() if step.base >= held and step.ref.name not in faults.names]
 
@@ -280,7 +279,14 @@ class History:
             self.store.put(name, data, mode="create")
         except FileExistsError:
             # A retried request can meet its own first attempt: what stands there decides.
-            if bytes(self.store.get(name)) != data:
+            try:
+                stands = bytes(self.store.get(name)) == data
+            except FileNotFoundError:
+                raise StoreError(
+                    f"cannot write {name} in {self.store.url}: its service refuses it as one that exists already, and "
+                    "does not have it; publish again"
+                ) from None
+            if not stands:
                 other = self.read(manifest.sequence)
                 raise StoreError(
                     f"another publisher ({other.publisher}) has committed version {other.version} to "
@@ -290,7 +296,7 @@ class History:
         except StoreError:
             if not self._stands(name, data):
                 raise
-        self._remember(manifest)
+        _remember(self._manifests, manifest.sequence, manifest, KEPT)
 
     def _stands(self, name: str, data: bytes) -> bool:
         """Whether a commit whose answer was lost has happened after all."""
@@ -298,3 +304,10 @@ class History:
             return bytes(self.store.get(name)) == data
         except (StoreError, FileNotFoundError):
             return False
+
+
+def _remember(known: dict[K, V], key: K, value: V, most: int) -> None:
+    """Keep a value, and no more than so many: the oldest goes."""
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]

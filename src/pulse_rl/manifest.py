@@ -80,6 +80,21 @@ def manifest_name(sequence: int) -> str:
     return f"manifests/{sequence:012d}.json"
 
 
+def patch_name(sequence: int, token: str) -> str:
+    """The name of a patch to the version at a sequence number."""
+    return f"patches/{sequence:012d}-{token}.safetensors"
+
+
+def trail_name(sequence: int, token: str) -> str:
+    """The name of the trail of a version."""
+    return f"trails/{sequence:012d}-{token}.json.zst"
+
+
+def anchor_name(sequence: int, token: str) -> str:
+    """The name of the directory of an anchor's files."""
+    return f"anchors/{sequence:012d}-{token}"
+
+
 def manifest_sequence(name: str) -> int | None:
     """The sequence number in a manifest's name; None for any other name."""
     match = _MANIFEST.fullmatch(name)

@@ -2,23 +2,24 @@
 
 Beside the patch from each version to the next there are skip patches, over 4, 16 and 64 versions: from a sequence
 number that the span divides to the next such number. So any version is reached from any other over at most three
-patches of a kind on the way up to the longer ones, and as many on the way down. The trail tells of all patches
-between the last versions in one small object: a subscriber that slept reads it and no manifest in between.
+patches of a kind on the way up to the longer ones, and as many on the way down. A trail tells of the patches between
+the last versions in one small object, and of the longer ones further back: a subscriber that slept reads it and no
+manifest in between.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import zstandard
 
 from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, StoreError
-from pulse_rl.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token
+from pulse_rl.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token, patch_name
 from pulse_rl.store.base import ObjectMissingError
 from pulse_rl.zstd import decompress
 
 SPANS = (4, 16, 64)  # of skip patches, versions; each divides the next
-WINDOW = SPANS[-1]  # versions that a trail reaches back
+REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how far back a trail tells of such patches, versions
 MAX_TRAIL_NBYTES = 1 << 20
 # What one more object costs beside its own bytes: its request and a round trip. Small, so that bytes decide.
 REQUEST_NBYTES = 4096
@@ -65,58 +66,45 @@ class Faults:
             self.said.append(what)
 
 
-class _Version(msgspec.Struct, frozen=True, array_like=True):
-    version: Count
-    digest: Digest
-
-
 class _Patch(msgspec.Struct, frozen=True, array_like=True):
     base: Count  # sequence numbers
     target: Count
+    version: Count  # at the target
+    digest: Digest
     token: Token
     nbytes: Count
     blake3: Hash
 
 
 class Trail(msgspec.Struct, frozen=True):
-    """The last versions of a history, at consecutive sequence numbers, and the patches between them."""
+    """What patches there are up to a version, within reach."""
 
-    sequence: Count  # of the last version
-    versions: tuple[_Version, ...]  # oldest first
-    patches: tuple[_Patch, ...]
-
-    @property
-    def first(self) -> int:
-        """The sequence number of the oldest version."""
-        return self.sequence - len(self.versions) + 1
-
-    def states(self) -> list[State]:
-        """The versions, oldest first."""
-        return [State(self.first + i, v.version, v.digest) for i, v in enumerate(self.versions)]
+    sequence: Count
+    patches: tuple[_Patch, ...] = ()
 
     def steps(self) -> list[Step]:
-        """The patches."""
-        states = self.states()
+        """The patches, in order of the versions that they lead to."""
         return [
-            Step(ObjectRef(patch_name(p.target, p.token), p.nbytes, p.blake3), p.base, states[p.target - self.first])
-            for p in self.patches
+            Step(
+                ObjectRef(patch_name(p.target, p.token), p.nbytes, p.blake3),
+                p.base,
+                State(p.target, p.version, p.digest),
+            )
+            for p in sorted(self.patches, key=lambda p: (p.target, p.base))
         ]
 
-    def extended(self, state: State, steps: Iterable[Step]) -> "Trail":
-        """This trail with one more version, and more patches; what lies too far back is dropped."""
-        versions = (*self.versions, _Version(state.version, state.digest))[-WINDOW - 1 :]
-        first = state.sequence - len(versions) + 1
-        new = (_Patch(s.base, s.to.sequence, _token(s.ref.name), s.ref.nbytes, s.ref.blake3) for s in steps)
-        return Trail(state.sequence, versions, tuple(p for p in (*self.patches, *new) if p.base >= first))
+    def extended(self, sequence: int, steps: Iterable[Step]) -> "Trail":
+        """This trail up to a later version, with more patches; what is out of reach is dropped."""
+        new = (
+            _Patch(s.base, s.to.sequence, s.to.version, s.to.digest, _token(s.ref.name), s.ref.nbytes, s.ref.blake3)
+            for s in steps
+        )
+        within = (p for p in (*self.patches, *new) if p.base >= sequence - REACH[p.target - p.base])
+        return Trail(sequence, tuple(within))
 
     def encode(self) -> bytes:
         """zstd of JSON."""
         return zstandard.ZstdCompressor(level=9).compress(msgspec.json.encode(self))
-
-
-def patch_name(sequence: int, token: str) -> str:
-    """The name of the patch to the version at a sequence number."""
-    return f"patches/{sequence:012d}-{token}.safetensors"
 
 
 def _token(name: str) -> str:
@@ -132,42 +120,56 @@ def step_of(manifest: Manifest) -> Step | None:
     return Step(manifest.patch, manifest.sequence - 1, state_of(manifest)) if manifest.patch else None
 
 
-def trail_from(manifest: Manifest) -> Trail:
-    """A trail that begins with a version."""
-    return Trail(manifest.sequence, (_Version(manifest.version, manifest.digest),), ())
-
-
 def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Trail:
-    """The trail of a version. Raises IntegrityError unless it is one, and ends with that version."""
+    """The trail of a version. Raises IntegrityError unless it is one, and leads to that version."""
     try:
         trail = msgspec.json.decode(decompress(memoryview(data), MAX_TRAIL_NBYTES, where), type=Trail)
     except (PatchFormatError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise IntegrityError(f"{where} is no trail: {error}") from None
-    sound = trail.versions and trail.first >= 0 and trail.states()[-1] == state_of(manifest)
-    if not sound or any(not trail.first <= p.base < p.target <= trail.sequence for p in trail.patches):
+    states = {step.to for step in trail.steps()}
+    if (
+        state_of(manifest) not in states
+        or len(states) != len({state.sequence for state in states})
+        or any(p.target > manifest.sequence or p.target - p.base not in REACH for p in trail.patches)
+    ):
         raise IntegrityError(f"{where} is no trail to version {manifest.version}")
     return trail
 
 
+def costs(steps: Iterable[Step], goal: int, avoid: Collection[str] = ()) -> dict[int, int]:
+    """For each sequence number from which a chain leads to a later one: what the cheapest chain costs, bytes.
+
+    avoid: names of patches not to use.
+    """
+    return {sequence: cost for sequence, (cost, _) in _ways(steps, goal, avoid).items()}
+
+
 def cheapest(steps: Iterable[Step], start: int, goal: int) -> list[Step] | None:
     """The chain of fewest bytes from one sequence number to a later one; None if the steps do not lead there."""
-    best: dict[int, tuple[int, Step | None]] = {start: (0, None)}
-    # Every step leads forward, so in order of their ends each is looked at when its beginning is settled.
-    for step in sorted(steps, key=lambda step: (step.to.sequence, step.base)):
-        if step.base in best:
-            cost = best[step.base][0] + step.ref.nbytes + REQUEST_NBYTES
-            if step.to.sequence not in best or cost < best[step.to.sequence][0]:
-                best[step.to.sequence] = (cost, step)
-    if goal not in best:
+    ways = _ways(steps, goal)
+    if start not in ways:
         return None
     chain: list[Step] = []
-    step_back = best[goal][1]
-    while step_back is not None:
-        chain.append(step_back)
-        step_back = best[step_back.base][1]
-    return chain[::-1]
+    while start != goal:
+        step = ways[start][1]
+        assert step is not None  # only the goal has none
+        chain.append(step)
+        start = step.to.sequence
+    return chain
 
 
-def nbytes(steps: Sequence[Step]) -> int:
-    """Bytes of the patches of a chain."""
-    return sum(step.ref.nbytes for step in steps)
+def _ways(steps: Iterable[Step], goal: int, avoid: Collection[str] = ()) -> dict[int, tuple[int, Step | None]]:
+    """For each sequence number the cost of the cheapest chain to the goal, and its first step."""
+    best: dict[int, tuple[int, Step | None]] = {goal: (0, None)}
+    # Every step leads forward, so backwards from the goal each is looked at when its end is settled.
+    for step in sorted(steps, key=lambda step: (-step.to.sequence, -step.base)):
+        if step.to.sequence in best and step.ref.name not in avoid:
+            cost = best[step.to.sequence][0] + step.ref.nbytes + REQUEST_NBYTES
+            if step.base not in best or cost < best[step.base][0]:
+                best[step.base] = (cost, step)
+    return best
+
+
+def cost(chain: Sequence[Step]) -> int:
+    """Bytes of the patches of a chain, and what their requests cost beside."""
+    return sum(step.ref.nbytes + REQUEST_NBYTES for step in chain)

@@ -7,27 +7,33 @@ walk: it goes on from the next anchor. Needs room for two models in the director
 patch.
 """
 
+from __future__ import annotations
+
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from pulse_rl import digests, patchfile
-from pulse_rl.bits import Layout
+from pulse_rl.application import Application, live_digest, resolve
+from pulse_rl.bits import Layout, compare_layouts, layout
 from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
 from pulse_rl.contents import kind_of
-from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
 from pulse_rl.history import History
 from pulse_rl.manifest import Manifest
 from pulse_rl.parallel import ordered_map
 from pulse_rl.route import Step, state_of, step_of
 from pulse_rl.store.base import CannotListError, Store
 from pulse_rl.sync.restore import Work, load_anchor, prove, unpack
+
+if TYPE_CHECKING:
+    from pulse_rl.signing import PublicKey
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
 
@@ -46,41 +52,60 @@ class VerifyReport(msgspec.Struct, frozen=True):
     good_versions: tuple[int, ...] = ()  # of a store: those that a new subscriber can load, bit for bit
     bad_versions: tuple[int, ...] = ()  # the others that have a manifest
     leftovers: tuple[str, ...] = ()  # objects that nothing names (yet): harmless
+    weights_version: int | None = None  # the version that the weights given hold, every bit compared
 
 
-def verify(target: str | Path | Store, *, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    target: str | Path | Store,
+    *,
+    deep: Any = None,
+    public_key: PublicKey | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
     """Prove everything that can be proved about a patch, a checkpoint, a store or a run directory.
 
-    target: a path, a store's URL, or an open Store. progress: called before every step.
-    Patch: its hash, header and index, and every block decoded with all indices in range (with codec
-    "context" only its heads: what it changes can be proved against the base alone). Checkpoint: its
-    layout, and its digest counted. Store: see the module.
+    target: a path, a store's URL, or an open Store. deep: weights to compare it with, a module or a mapping as
+    Subscriber takes them, not modified: which version of a store they hold, or whether they are a patch's base.
+    public_key: the Ed25519 key that a store's manifests must be signed by. progress: called before every step.
+    Patch: its hash, header and index, and every block decoded with all indices in range (with codec "context" only
+    its heads, unless its base is given: what it changes can be proved against that alone). Checkpoint: its layout,
+    and its digest counted. Store: see the module; weights are compared bit by bit with the copy, at the version with
+    their digest, or with the newest.
     Returns a report; problems are listed in it, not raised. Raises FileNotFoundError if there is nothing at
     target, VersionNotFoundError for a store without versions, StoreError if it cannot be listed.
     """
     tell = progress or (lambda done, total, what: None)
+    weights = layout(deep) if deep is not None else None
     if not isinstance(target, str | Path):
-        return verify_history(History(target), tell)
+        return verify_history(History(target, public_key=public_key), tell, weights)
     try:
         kind, place = kind_of(str(target))
     except PatchFormatError as error:
         return VerifyReport(False, "file", str(target), (str(error),), 0)
     if kind == "store":
-        return verify_history(History(place), tell)
+        return verify_history(History(place, public_key=public_key), tell, weights)
     tell(0, 1, place)
     if kind == "patch":
-        return _verify_patch(Path(place))
+        return _verify_patch(Path(place), weights)
+    if weights is not None:
+        raise ValueError(f"deep: expected a store or a patch to compare weights with, found the checkpoint {place}")
     return _verify_checkpoint(Path(place))
 
 
-def _verify_patch(path: Path) -> VerifyReport:
+def _verify_patch(path: Path, base: Layout | None) -> VerifyReport:
     data = map_file(path)
+    version = None
     try:
         patch = patchfile.unpack(data)
-        _decode_all(patch)
-    except PatchFormatError as error:
+        if base is None:
+            _decode_all(patch)
+        else:
+            targets = resolve(patch.by_name(), patch.tied, base, written=False)
+            Application(patch, targets).prove(live_digest(targets))
+            version = patch.header.base
+    except (PatchFormatError, BaseMismatchError, IntegrityError) as error:
         return VerifyReport(False, "patch", str(path), (f"{path}: {error}",), len(data))
-    return VerifyReport(True, "patch", str(path), (), len(data), patch.header.target_digest)
+    return VerifyReport(True, "patch", str(path), (), len(data), patch.header.target_digest, weights_version=version)
 
 
 def _verify_checkpoint(path: Path) -> VerifyReport:
@@ -100,13 +125,13 @@ def _decode_all(patch: patchfile.Patch) -> None:
         deque(ordered_map(lambda piece: piece[1].decode([]), pieces), maxlen=0)
 
 
-def verify_history(history: History, tell: Progress) -> VerifyReport:
+def verify_history(history: History, tell: Progress, weights: Layout | None = None) -> VerifyReport:
     """Walk a whole history. See `verify`."""
     sequences = history.sequences()
     if not sequences:
         raise VersionNotFoundError(f"{history.store.url} holds no version yet")
     with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
-        walk = _Walk(history, sequences, Path(scratch))
+        walk = _Walk(history, sequences, Path(scratch), weights)
         for done, sequence in enumerate(sequences):
             tell(done, len(sequences) + 1, f"manifest {sequence}")
             walk.step(sequence)
@@ -127,13 +152,14 @@ def verify_history(history: History, tell: Progress) -> VerifyReport:
         good_versions=tuple(manifest.version for manifest in good),
         bad_versions=tuple(manifest.version for manifest in walk.bad),
         leftovers=tuple(name for name in leftovers if name not in named),
+        weights_version=walk.weights_version,
     )
 
 
 class _Walk:
     """One way through a history: the copy that follows it, and what was found."""
 
-    def __init__(self, history: History, sequences: list[int], scratch: Path) -> None:
+    def __init__(self, history: History, sequences: list[int], scratch: Path, weights: Layout | None) -> None:
         self.history = history
         self._first = history.first()
         self.work = Work()
@@ -148,6 +174,9 @@ class _Walk:
         self._last: Manifest | None = None  # the newest manifest read so far
         self._listed: int | None = None  # the number of the newest manifest looked at, broken or not
         self._skips: dict[int, dict[str, Step]] = {}  # skip patches, by the sequence number where they begin
+        self._weights = weights
+        self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
+        self.weights_version: int | None = None
         self._read_trails(sequences)
 
     def step(self, sequence: int) -> None:
@@ -174,6 +203,8 @@ class _Walk:
         (self.good if self._held == manifest and not around else self.bad).append(manifest)
         for skip in self._skips.get(sequence, {}).values():
             self._skip(skip, manifest)
+        if manifest.digest == self._weights_digest and self._held == manifest and not self._differing():
+            self.weights_version = manifest.version
         self._last = manifest
 
     def _read_trails(self, sequences: list[int]) -> None:
@@ -211,8 +242,36 @@ class _Walk:
             )
 
     def finish(self) -> None:
-        """Count the digest of the version at the end over all bits."""
+        """Count the digest of the version at the end over all bits, and say what weights that were given differ in."""
         self._recount()
+        if self._weights is None or self.weights_version is not None:
+            return
+        differing = self._differing()
+        if self._held is not None and not differing:
+            self.weights_version = self._held.version  # tied tensors stand apart in them, and have digests of their own
+            return
+        there = f"version {self._held.version}, the last sound one," if self._held else "any version"
+        self.problems.append(f"the weights given hold no version; from {there} they differ in {differing}")
+
+    def _differing(self) -> str:
+        """In which tensors the copy and the weights given differ, and in how many elements; "" if in none."""
+        assert self._weights is not None
+        if self._copy is None:
+            return "everything, for none could be rebuilt"
+        ours, theirs = self._copy.all_names(), self._weights.all_names()
+        tied = self._held.tied if self._held else {}
+        ours |= {alias: ours[owner] for alias, owner in tied.items() if alias in theirs}
+        try:
+            compare_layouts(ours, theirs, "the weights given")
+        except BaseMismatchError as error:
+            return str(error)
+        counts = {
+            name: sum(int((bits.read(a, b) != theirs[name].read(a, b)).sum()) for a, b in digests.segments(bits.size))
+            for name, bits in ours.items()
+        }
+        differing = [f"{name} ({count} of {ours[name].size})" for name, count in counts.items() if count]
+        more = f" and {len(differing) - 8} tensors more" if len(differing) > 8 else ""
+        return ", ".join(differing[:8]) + more
 
     def _recount(self) -> None:
         """Count the copy's digest over all bits; if it is not what it should be, give the copy up."""

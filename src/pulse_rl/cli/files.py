@@ -145,21 +145,36 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
         _print_checkpoint(described, as_json)
 
 
-def verify(target: Target, as_json: AsJson = False) -> None:
+def verify(
+    target: Target,
+    deep: Annotated[
+        Path | None,
+        typer.Option(metavar="CHECKPOINT", help="Weights to compare with: which version do they hold?"),
+    ] = None,
+    public_key: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="The Ed25519 key that every manifest must be signed by.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Prove a whole store, or check a patch or a checkpoint, and say what is wrong where.
 
     A store is walked from its oldest version to its newest: every manifest,
     every object's size and hash, every patch applied to a copy in temporary
     files, every anchor against the patches that lead to it. A lone patch is
-    intact or not, a lone checkpoint readable or not.
+    intact or not, a lone checkpoint readable or not. With --deep every bit of a
+    checkpoint is compared with the version of the store that has its digest,
+    or with the newest; a patch is proved against it as its base.
     Exit code 1 if anything is wrong.
 
     Example: pulse-rl verify runs/main
     """
+    from pulse_rl.checkpoint import open_checkpoint
     from pulse_rl.verify import verify as prove
 
-    with output.progress("verify") as update:
-        report = prove(target, progress=update)
+    with output.checking():
+        weights = open_checkpoint(deep) if deep is not None else None
+        with output.progress("verify") as update:
+            report = prove(target, deep=weights, public_key=public_key, progress=update)
     if as_json:
         output.emit(report)
     else:
@@ -170,7 +185,9 @@ def verify(target: Target, as_json: AsJson = False) -> None:
             lines["good"] = _versions(report.good_versions)
             lines["bad"] = _versions(report.bad_versions)
         if report.leftovers:
-            lines["leftovers"] = f"{len(report.leftovers)} objects that no version names; harmless"
+            lines["leftovers"] = f"{len(report.leftovers)} objects that nothing names; harmless"
+        if report.weights_version is not None:
+            lines["weights"] = f"every bit of version {report.weights_version}"
         output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} wrong:"})
         for problem in report.problems:
             output.write(f"  {problem}\n")

@@ -58,7 +58,9 @@ class ObjectStore:
                 obstore.put(inner, name, data, mode="create")
             else:
                 obstore.put(inner, name, data, chunk_size=PART_NBYTES, max_concurrency=PARTS_AT_ONCE)
-        except AlreadyExistsError:
+        except AlreadyExistsError as error:
+            if mode == "overwrite":  # a conflict that the service speaks of (409), and no object's
+                raise self._reason("write", name, error) from error
             raise FileExistsError(f"{name} exists already in {self.url}") from None
         except (BaseError, OSError) as error:
             raise self._reason("write", name, error) from error
@@ -166,7 +168,14 @@ class CloudStore(ObjectStore):
                 super().put(probe, b"second", mode="create")
             except FileExistsError:
                 refused = True
-            if not refused or bytes(self.get(probe)) != b"first":
+            try:
+                stands = bytes(self.get(probe)) == b"first"
+            except FileNotFoundError:
+                raise StoreError(
+                    f"cannot write {probe} in {self.url}: its service refuses it as one that exists already, and does "
+                    "not have it; try again"
+                ) from None
+            if not (refused and stands):
                 raise StoreError(
                     f"{self.url} cannot hold a history: expected its service to refuse a put-if-absent "
                     "(If-None-Match) of an object that exists, found that it overwrites it, so that two publishers "

@@ -7,6 +7,7 @@ can run beside the trainer's next step.
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -15,11 +16,11 @@ from blake3 import blake3
 from pulse_rl import encode
 from pulse_rl.bits import Layout
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import PulseError, StoreError
 from pulse_rl.history import History
-from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, new_token
+from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
 from pulse_rl.retention import Retention, carry_out
-from pulse_rl.route import State, Step, Trail, patch_name, state_of, step_of, trail_from
+from pulse_rl.route import State, Step, Trail, state_of, step_of
 from pulse_rl.sync.anchor import put_anchor
 from pulse_rl.sync.overlay import Replaced
 from pulse_rl.sync.skips import Skips, skip_patch
@@ -57,7 +58,7 @@ class Delivery:
         self.seen_bandwidth: float | None = None  # bytes a second, while the last anchor was put
         self._history = history
         self._retention = retention
-        self._trail: Trail | None = None  # to the newest version
+        self._trail = Trail(0)  # to the newest version
         self._made: list[Step] = []  # skip patches that no trail tells of yet
         self._skips = Skips()
 
@@ -65,11 +66,11 @@ class Delivery:
         """Go on from a version of which the baseline was rebuilt."""
         self._skips.clear()
         self._made = []
+        self._trail = Trail(head.sequence)
         try:
-            self._trail = self._history.trail(head) or trail_from(head)
+            self._trail = self._history.trail(head) or self._trail
         except PulseError as error:
             log.warning("the trail begins anew at version %d: %s", head.version, error)
-            self._trail = trail_from(head)
 
     def deliver(self, upcoming: Upcoming) -> Delivered:
         """Put the objects, commit, then put skip patches and prune.
@@ -78,7 +79,12 @@ class Delivery:
         told in the result: it takes nothing from the version.
         """
         start = time.perf_counter()
-        manifest, trail = self._put(upcoming)
+        token = new_token()
+        try:
+            manifest, trail = self._put(upcoming, token)
+        except BaseException:
+            self._take_back(upcoming.manifest.sequence, token)
+            raise
         self._history.commit(manifest)
         self._trail, self._made = trail, []
         committed = time.perf_counter()
@@ -99,9 +105,16 @@ class Delivery:
         put_s, skip_s = committed - start, skipped - committed
         return Delivered(manifest, skip_nbytes, put_s, skip_s, "; ".join(troubles) or None)
 
-    def _put(self, upcoming: Upcoming) -> tuple[Manifest, Trail]:
+    def _take_back(self, sequence: int, token: str) -> None:
+        """Delete what was put of a version that will not be committed: the disk may be full of it."""
+        with suppress(StoreError):
+            store, files = self._history.store, self._history.store.list(anchor_name(sequence, token))
+            for name in (patch_name(sequence, token), trail_name(sequence, token), *(info.name for info in files)):
+                store.delete(name)
+
+    def _put(self, upcoming: Upcoming, token: str) -> tuple[Manifest, Trail]:
         """Put the objects of a version. Returns its manifest, and the trail to it."""
-        manifest, store, token = upcoming.manifest, self._history.store, new_token()
+        manifest, store = upcoming.manifest, self._history.store
         if upcoming.patch is not None and upcoming.before is not None:
             data, header = upcoming.patch.data, upcoming.patch.header
             name = patch_name(manifest.sequence, token)
@@ -112,17 +125,16 @@ class Delivery:
             manifest = msgspec.structs.replace(manifest, patch=ref)
         if manifest.anchor_sequence == manifest.sequence:
             start = time.perf_counter()
-            directory = f"anchors/{manifest.sequence:012d}-{token}"
+            directory = anchor_name(manifest.sequence, token)
             full = put_anchor(store, directory, upcoming.baseline, manifest.digest, upcoming.assets)
             manifest = msgspec.structs.replace(manifest, anchor=full)
             self.seen_bandwidth = manifest.anchor_nbytes / (time.perf_counter() - start)
         step = step_of(manifest)
-        if step is None or self._trail is None:
-            trail = trail_from(manifest)
-        else:
-            trail = self._trail.extended(state_of(manifest), [*self._made, step])
+        trail = Trail(manifest.sequence)
+        if step is not None:
+            trail = self._trail.extended(manifest.sequence, [*self._made, step])
             encoded = trail.encode()
-            name = f"trails/{manifest.sequence:012d}-{token}.json.zst"
+            name = trail_name(manifest.sequence, token)
             store.put(name, encoded)
             ref_of_trail = ObjectRef(name, len(encoded), blake3(encoded).hexdigest())
             manifest = msgspec.structs.replace(manifest, trail=ref_of_trail)

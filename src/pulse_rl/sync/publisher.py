@@ -11,7 +11,6 @@ the trainer's weights no more, and can go on behind its back.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +35,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.sync.anchor import model_config
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.overlay import Replaced
-from pulse_rl.sync.restore import Work, restore, way_out
+from pulse_rl.sync.restore import Work, restore, scratch, way_out
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +102,8 @@ class Publisher:
 
     Memory: the published bits once (the baseline), one patch (two where "auto" tries both codecs), decoded changes
     of up to 32 MB for each, what the last patch overwrote, and scratch of up to 8 MB a thread (14 MB for 8-byte
-    elements). For skip patches, what changed in the last 4, 16 and 64 versions lies in temporary files, of up to an
-    eighth of the model each.
+    elements). For skip patches, what changed in the last 4, 16 and 64 versions lies in temporary files, of up to
+    half the model each.
 
     A history has one publisher at a time. On a history that has versions already, the first `publish`
     rebuilds the baseline from it, proved, and goes on from its newest version (where it cannot be rebuilt,
@@ -176,8 +175,8 @@ class Publisher:
         self._notice(head)
         if head is not None and self._baseline is None:
             faults = Faults()
-            with way_out(), tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
-                baseline = _copy(restore(self.history, head, Path(scratch), Work(), faults))
+            with way_out(), scratch() as directory:
+                baseline = _copy(restore(self.history, head, directory, Work(), faults))
             for fault in faults.said:
                 log.warning("resumed version %d, around this: %s", head.version, fault)
             baseline.tied = dict(head.tied)
@@ -260,8 +259,7 @@ class Publisher:
         upcoming = Upcoming(manifest, before, coded.patch, replaced, baseline, files)
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
-            future = self._thread.submit(self._delivery.deliver, upcoming)
-            future.add_done_callback(_log_failure)
+            future = self._thread.submit(self._deliver_behind, upcoming)
             report = _report(manifest, coded, None, start)
             self._pending = _Pending(future, upcoming, coded, start)
             return report
@@ -308,6 +306,14 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _deliver_behind(self, upcoming: Upcoming) -> Delivered:
+        """In the background: a failure is logged at once, should nobody ask for it any more."""
+        try:
+            return self._delivery.deliver(upcoming)
+        except Exception as error:
+            log.error("version %d could not be published: %s", upcoming.manifest.version, error)
+            raise
 
     def _move(self, application: Application | None, baseline: Layout, manifest: Manifest) -> list[Replaced]:
         """Bring the baseline to a new version. Returns what that overwrote."""
@@ -395,13 +401,6 @@ class _Pending(NamedTuple):
     upcoming: Upcoming
     coded: _Coded
     start: float
-
-
-def _log_failure(future: Future[Delivered]) -> None:
-    """At once, should nobody ask for it any more."""
-    error = future.exception()
-    if error is not None:
-        log.error("a version could not be published in the background: %s", error)
 
 
 def _check_successor(head: Manifest, baseline: Layout | None, tensors: Layout, version: int) -> None:

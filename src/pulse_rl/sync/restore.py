@@ -7,6 +7,7 @@ second model, and live weights are only touched when the version that was asked 
 """
 
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,19 @@ def way_out() -> Iterator[None]:
                 "with a full checkpoint"
             )
         raise
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory for the files of a version, gone afterwards. Raises StoreError where this machine has no room."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="pulse-rl-") as directory:
+            yield Path(directory)
+    except OSError as error:
+        raise StoreError(
+            f"cannot keep a version's files in the directory for temporary files: {error}: make room for two models "
+            "there, or let TMPDIR name another one"
+        ) from error
 
 
 def unpack(data: bytes | bytearray, step: Step, held: State) -> Patch:

@@ -14,7 +14,9 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.route import SPANS, State
 from pulse_rl.sync.overlay import Overlay, Replaced
 
-LARGEST = 1 / 8  # of the model's bytes: an overlay beyond that is given up, for an anchor is hardly more to take
+LARGEST = (
+    1 / 2
+)  # of the model's bytes: an overlay beyond that is given up, and the span with it, until the next one begins
 
 
 @dataclass

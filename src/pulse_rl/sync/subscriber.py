@@ -12,7 +12,6 @@ them all: `verify_live` does that before a sync, so that altered weights are fou
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,9 +25,9 @@ from pulse_rl.bits import Bits, Layout, layout
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.history import History
 from pulse_rl.manifest import Manifest
-from pulse_rl.route import Faults, State, cheapest, nbytes, state_of
+from pulse_rl.route import REQUEST_NBYTES, Faults, State, cheapest, cost, state_of
 from pulse_rl.store.base import Store
-from pulse_rl.sync.restore import Work, follow, restore, way_out
+from pulse_rl.sync.restore import Work, follow, restore, scratch, way_out
 
 if TYPE_CHECKING:
     from pulse_rl.signing import PublicKey
@@ -73,7 +72,7 @@ class Subscriber:
     to, and the report's `recovered` says so. A recount reads all weights once, those on a device through the host.
 
     public_key: an Ed25519 key (a PEM file's path, or the key). Then a history that is not signed by it, or was altered,
-    or has gone back behind what this subscriber holds, is refused. Needs the extra `sign`.
+    is refused. Needs the extra `sign`.
     Raises ValueError for any other value.
     """
 
@@ -83,7 +82,6 @@ class Subscriber:
         if not isinstance(verify_live, int) or verify_live < 0:
             raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
         self.history = History(store, public_key=public_key)
-        self._signed = public_key is not None
         self._recount_every = int(verify_live)  # syncs; 0 for never
         self._syncs = 0
         self._held: State | None = None
@@ -133,10 +131,11 @@ class Subscriber:
         What is proved: every element that a patch writes, and through the digest kept from version to version
         the whole, provided that nothing else wrote to the weights since. `verify_live` and `verify` recount all.
 
-        Raises VersionNotFoundError (empty history, or no such version), StoreError, IntegrityError,
-        BaseMismatchError (tensors of another model). After any of them the weights hold a version of the
-        history, bit for bit, and `version` says which; if they never were synced, they are as they were. Where
-        they were found altered, or a write failed, `version` is None until a later sync has repaired them.
+        Raises VersionNotFoundError (empty history, or no such version), StoreError, IntegrityError (also where the
+        newest version is older than the one that is held), BaseMismatchError (tensors of another model). After any
+        of them the weights hold a version of the history, bit for bit, and `version` says which; if they never were
+        synced, they are as they were. Where they were found altered, or a write failed, `version` is None until a
+        later sync has repaired them.
         """
         start = time.perf_counter()
         live = layout(weights)
@@ -212,7 +211,7 @@ class Subscriber:
             head = self.history.head()
         if head is None:
             raise VersionNotFoundError(f"{self.history.store.url} holds no version yet")
-        if self._signed and self._held is not None and head.sequence < self._held.sequence:
+        if self._held is not None and head.sequence < self._held.sequence:
             raise IntegrityError(
                 f"{self.history.store.url} has gone back: these weights hold version {self._held.version}, its newest "
                 f"is {head.version}; if that is meant to be, follow it with a new Subscriber"
@@ -226,10 +225,10 @@ class Subscriber:
         if self._held is None:
             self._recognise(live, target, faults)
         if self._held is not None and self._held.sequence <= target.sequence:
-            limit = max(1, target.full_nbytes)  # from where on the anchor is fewer bytes
+            limit = target.full_nbytes + REQUEST_NBYTES  # from where on the anchor is less to take
             steps = self.history.steps(self._held.sequence, target, faults, limit)
             chain = cheapest(steps, self._held.sequence, target.sequence)
-            if chain is not None and nbytes(chain) < limit:
+            if chain is not None and cost(chain) < limit:
                 try:
                     follow(self.history, live, self._held, target, work, faults, self._moved, sure=False)
                 except BaseMismatchError as error:
@@ -266,23 +265,19 @@ class Subscriber:
     def _known(self, target: Manifest, faults: Faults) -> Iterator[State]:
         """The versions that patches may lead from to the target: of its trail, and its newest anchor's."""
         yield state_of(target)
-        first = target.sequence
         if target.trail is not None:
             try:
                 trail = self.history.trail(target)
-                assert trail is not None  # the manifest names one
-                yield from trail.states()[-2::-1]
-                first = trail.first
+                yield from dict.fromkeys(step.to for step in reversed(trail.steps() if trail else []))
             except PulseError as error:
                 faults.add(target.trail.name, error)
-        if target.anchor_sequence < first:
-            with suppress(VersionNotFoundError, IntegrityError):  # said later, if that anchor is needed
-                yield state_of(self.history.read(target.anchor_sequence))
+        with suppress(VersionNotFoundError, IntegrityError):  # said later, if that anchor is needed
+            yield state_of(self.history.read(target.anchor_sequence))
 
     def _load(self, target: Manifest, live: Layout, work: Work, faults: Faults) -> None:
         """A version, proved in scratch files, into the live weights."""
-        with tempfile.TemporaryDirectory(prefix="pulse-rl-") as scratch:
-            proved = restore(self.history, target, Path(scratch), work, faults)
+        with scratch() as directory:
+            proved = restore(self.history, target, directory, work, faults)
             targets = resolve(proved, target.tied, live)
             _refuse_shared_memory(proved, targets)
             self._held = None  # not known while elements are being written

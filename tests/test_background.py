@@ -1,0 +1,169 @@
+"""publish(background=True): the trainer goes on at once, nothing is lost, and a failure is told."""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import Trainee
+
+import pulse_rl as pulse
+from pulse_rl.store.base import Store
+
+
+def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
+
+
+class Gate:
+    """A store whose writes wait until it is opened, and fail where told to."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.open = threading.Event()
+        self.open.set()
+        self.failing = ""  # how the names begin that cannot be written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+        assert self.open.wait(30)
+        if self.failing and name.startswith(self.failing):
+            raise pulse.StoreError(f"cannot write {name}: no more credit")
+        self._inner.put(name, data, mode=mode)
+
+
+@pytest.fixture
+def gate(store: Store) -> Gate:
+    return Gate(store)
+
+
+def follow(gate: Gate, trainee: Trainee) -> tuple[int, str]:
+    """What a new subscriber ends with: the version, and the digest counted over its bits."""
+    live = trainee.empty()
+    report = pulse.Subscriber(gate).sync(live)
+    return report.version, pulse.digest(live)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_the_weights_may_be_modified_at_once(gate: Gate, trainee: Trainee, anchor: bool) -> None:
+    """What subscribers get is what the weights were at the call, whatever became of them during the upload."""
+    with pulse.Publisher(gate, cast="bfloat16") as publisher:
+        for version in range(3):
+            gate.open.clear()
+            weights = trainee.step()
+            expected = pulse.digest(cast(weights))
+            started = publisher.publish(weights, version=version, anchor=anchor, background=True)
+            assert started.pending
+            assert started.digest == expected
+            assert publisher.version == (version - 1 if version else None)
+            trainee.step()
+            gate.open.set()
+            report = publisher.flush()
+            assert report is not None
+            assert not report.pending
+            assert (report.version, report.digest) == (version, expected)
+            assert report.sent_nbytes >= report.patch_nbytes + report.anchor_nbytes > 0
+            assert (report.anchor_nbytes > 0) == (anchor or version == 0)
+            assert follow(gate, trainee) == (version, expected)
+        assert publisher.flush() is None
+
+
+def test_the_next_version_waits_for_the_one_before(gate: Gate, trainee: Trainee) -> None:
+    """It is coded meanwhile, against the version that is on its way."""
+    publisher = pulse.Publisher(gate, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    gate.open.clear()
+    publisher.publish(trainee.step(), version=1, background=True)
+    trainee.step()
+    reports = []
+    second = threading.Thread(target=lambda: reports.append(publisher.publish(trainee.weights, version=2)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    assert follow(gate, trainee)[0] == 0
+    gate.open.set()
+    second.join(30)
+    assert [(report.version, report.base) for report in reports] == [(2, 1)]
+    assert follow(gate, trainee) == (2, pulse.digest(cast(trainee.weights)))
+
+
+@pytest.mark.parametrize("failing", ["patches", "anchors", "trails", "manifests"])
+@pytest.mark.parametrize("asked", ["publish", "flush", "close", "resume"])
+def test_a_failure_is_told_by_the_next_call_and_undone(
+    gate: Gate, trainee: Trainee, failing: str, asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = pulse.Publisher(gate, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    old = pulse.digest(cast(trainee.weights))
+    gate.failing = failing
+    with caplog.at_level(logging.ERROR):
+        publisher.publish(trainee.step(), version=1, anchor=True, background=True)
+        trainee.step()
+        with pytest.raises(pulse.StoreError, match=f"cannot write {failing}.*no more credit"):
+            publisher.publish(trainee.weights, version=2) if asked == "publish" else getattr(publisher, asked)()
+    assert "no more credit" in caplog.text
+    assert publisher.version == 0
+    assert follow(gate, trainee) == (0, old)
+    gate.failing = ""
+    # The version number is free again, and the patch starts from what subscribers have.
+    report = publisher.publish(trainee.weights, version=1)
+    assert (report.base, report.trouble) == (0, None)
+    assert follow(gate, trainee) == (1, pulse.digest(cast(trainee.weights)))
+    assert publisher.resume() == 1
+
+
+def test_a_first_version_that_fails_leaves_nothing(gate: Gate, trainee: Trainee) -> None:
+    publisher = pulse.Publisher(gate, cast="bfloat16")
+    gate.failing = "anchors"
+    with pytest.raises(pulse.StoreError, match="no more credit"), publisher:
+        publisher.publish(trainee.step(), version=0, background=True)
+    gate.failing = ""
+    assert publisher.version is None
+    publisher.publish(trainee.step(), version=0, background=True)
+    publisher.close()
+    assert follow(gate, trainee) == (0, pulse.digest(cast(trainee.weights)))
+
+
+def test_what_fails_after_the_commit_is_said_and_takes_nothing_from_the_version(
+    gate: Gate, trainee: Trainee, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Skip patches and pruning: here they are the second patch of version 4, and first.json."""
+    publisher = pulse.Publisher(gate, cast="bfloat16", anchor_every=2, retain=1, grace=0)
+    for version in range(4):
+        publisher.publish(trainee.step(), version=version)
+    gate.failing = "first.json"
+    with caplog.at_level(logging.WARNING):
+        report = publisher.publish(trainee.step(), version=4)
+    assert report.trouble is not None
+    assert "deleting old versions: cannot write first.json" in report.trouble
+    assert "no more credit" in caplog.text
+    assert publisher.version == 4
+    gate.failing = ""
+    assert publisher.publish(trainee.step(), version=5).trouble is None
+    assert follow(gate, trainee) == (5, pulse.digest(cast(trainee.weights)))
+
+
+def test_a_skip_patch_that_cannot_be_put_is_done_without(store: Store) -> None:
+    class Second(Gate):
+        """Refuses the second patch of a version."""
+
+        def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+            if name.startswith("patches") and any(info.name[:20] == name[:20] for info in self._inner.list("patches")):
+                raise pulse.StoreError(f"cannot write {name}: no more credit")
+            super().put(name, data, mode=mode)
+
+    publisher = pulse.Publisher(Second(store))
+    weights, live = {"w": torch.zeros(100_000)}, {"w": torch.zeros(100_000)}
+    sleeper = pulse.Subscriber(store)
+    for version in range(7):
+        weights["w"][version] = 1.0
+        report = publisher.publish(weights, version=version)
+        assert bool(report.trouble) == (version == 4)
+        if version == 0:
+            sleeper.sync(live)
+    synced = sleeper.sync(live)
+    assert (synced.route, synced.patches, synced.version) == ("patches", 6, 6)
+    assert torch.equal(live["w"], weights["w"])
