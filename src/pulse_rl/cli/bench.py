@@ -87,6 +87,49 @@ def sync(
 
 
 @bench.command()
+def link(
+    rates: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate", min=0.1, help="Mbit/s of each worker's link; may be given again.", show_default="100, 10"
+        ),
+    ] = None,
+    versions: Annotated[
+        int, typer.Option(min=1, help="By each way at each rate; full checkpoints: as many as take 2 minutes, or 1.")
+    ] = 5,
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Time from publish to proved over narrow links: patches against full checkpoints, two workers, an S3 service.
+
+    Makes network namespaces that nobody else sees and that end with it. Needs Linux, root, and the extras run and dev.
+    """
+    from pulse_rl.bench.link import run
+
+    with output.progress("link") as update:
+        report = run(rates=rates or [100.0, 10.0], versions=versions, layers=layers, progress=update)
+    _show(report, as_json)
+
+
+@bench.command()
+def fanout(
+    subscribers: Annotated[int, typer.Option(min=1, help="Processes that follow one history.")] = 64,
+    versions: Annotated[int, typer.Option(min=1, help="Versions to publish after the first.")] = 10,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of the model.")] = 4_000_000,
+    as_json: AsJson = False,
+) -> None:
+    """Count what a publisher asks of its store, and time it, with one subscriber and with many.
+
+    A subscriber is a process of about 150 MB and the model; the history is in a directory.
+    """
+    from pulse_rl.bench.fanout import run
+
+    with output.progress("fanout") as update:
+        report = run(subscribers=subscribers, versions=versions, elements=elements, progress=update)
+    _show(report, as_json)
+
+
+@bench.command()
 def identical(
     out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
     model: Annotated[str, typer.Option(help="smollm2, tiny, or a path or hub id.")] = "smollm2",

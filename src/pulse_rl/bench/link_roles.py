@@ -1,0 +1,160 @@
+"""The processes of `bench link`: `python -m pulse_rl.bench.link_roles store|publisher|subscriber SETTINGS`.
+
+Each prints a line when it is ready. Publisher and subscriber then take one order a line, an `Order` in JSON, and
+answer each with one line of JSON. All end when their standard input does. See `link` for what is measured and how.
+"""
+
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.bench.link import BUCKET, PORT, Order
+from pulse_rl.bench.roles import live_weights, masters, step, warm
+from pulse_rl.sync.subscriber import POLL_S
+
+PIECE_NBYTES = 8 << 20  # a checkpoint goes up in such parts
+WAIT_S = 3600.0
+
+
+def store(directory: str) -> None:
+    """An S3 service on all addresses, with one bucket."""
+    from moto.server import ThreadedMotoServer
+
+    tempfile.tempdir = directory  # it keeps large objects in temporary files
+    ThreadedMotoServer("0.0.0.0", PORT, verbose=False).start()
+    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{PORT}/{BUCKET}", method="PUT")).close()
+    _say({})
+    sys.stdin.read()
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _orders(elements: int) -> Iterator[Order]:
+    _say({"elements": elements})
+    for line in sys.stdin:
+        yield msgspec.json.decode(line, type=Order)
+
+
+def publisher(directory: str, layers: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = masters(layers, generator)
+    warm()
+    file = Path(directory) / "saved.safetensors"
+    for order in _orders(sum(tensor.numel() for tensor in weights.values())):
+        if order.version == 0:
+            bucket = pulse.open_store(order.history)
+            by_patch = None
+            if order.way != "full":
+                by_patch = pulse.Publisher(bucket, cast="bfloat16", codec=order.way, anchor_every=10**9)
+                by_patch.publish(weights, version=0)
+            _say({})
+            continue
+        step(weights, generator)
+        start = time.monotonic()
+        if by_patch:
+            report = by_patch.publish(weights, version=order.version)
+            seconds = time.monotonic() - start
+            answer = {"nbytes": report.sent_nbytes, "digest": report.digest, "density": report.density}
+        else:
+            nbytes = _publish_full(bucket, order.version, weights, file)
+            seconds = time.monotonic() - start
+            answer = {"nbytes": nbytes, "digest": pulse.digest(_cast(weights))}
+        _say(answer | {"start": start, "seconds": seconds})
+
+
+def _cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def _publish_full(bucket: Any, version: int, weights: dict[str, torch.Tensor], file: Path) -> int:
+    from safetensors.torch import save_file
+
+    save_file(_cast(weights), file)
+    with file.open("rb") as saved:
+        bucket.put(_full_name(version), iter(lambda: saved.read(PIECE_NBYTES), b""))
+    return file.stat().st_size
+
+
+def _full_name(version: int) -> str:
+    return f"full/{version:06d}.safetensors"
+
+
+def subscriber(directory: str, layers: int) -> None:
+    start = masters(layers, torch.Generator().manual_seed(0))
+    live = live_weights(layers)
+    for name, tensor in live.items():
+        tensor.copy_(start.pop(name))  # the publisher's first version
+    warm()
+    file = Path(directory) / "loaded.safetensors"
+    for order in _orders(sum(tensor.numel() for tensor in live.values())):
+        if order.version == 0:
+            bucket = pulse.open_store(order.history)
+            by_patch = None
+            if order.way != "full":
+                # Over a narrow link an anchor takes minutes. These weights hold the version already, as after
+                # loading it from a local file, and are recognised by their digest.
+                by_patch = pulse.Subscriber(bucket)
+                report = by_patch.sync(live)
+                if report.route != "none":
+                    raise ValueError(f"expected to hold version 0 already, found the way over {report.route}")
+            _say({})
+        elif by_patch:
+            by_patch.wait(order.version, WAIT_S)
+            report = by_patch.sync(live)
+            proved = time.monotonic()
+            _say(
+                {
+                    "proved": proved,
+                    "nbytes": report.fetched_nbytes,
+                    "digest": by_patch.verify(live),
+                    "sync_s": report.total_s,
+                    "fetch_s": report.fetch_s,
+                    "decode_s": report.decode_s,
+                    "prove_s": report.prove_s,
+                    "locked_s": report.apply_s,  # the write: before it all is proved, and weights are only read
+                }
+            )
+        else:
+            _say(_sync_full(bucket, order.version, live, file) | {"digest": pulse.digest(live)})
+
+
+def _sync_full(bucket: Any, version: int, live: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    while all(found.name != _full_name(version) for found in bucket.list("full")):
+        time.sleep(POLL_S)
+    start = time.monotonic()
+    with file.open("wb") as loaded:
+        for part in bucket.stream(_full_name(version)):
+            loaded.write(part)
+    fetched = time.monotonic()
+    tensors = load_file(file)
+    mapped = time.monotonic()
+    for name, tensor in tensors.items():
+        live[name].copy_(tensor)
+    done = time.monotonic()
+    return {
+        "proved": done,
+        "nbytes": file.stat().st_size,
+        "sync_s": done - start,
+        "fetch_s": fetched - start,
+        "load_s": done - fetched,
+        "locked_s": done - mapped,
+    }
+
+
+ROLES: dict[str, Callable[..., None]] = {"store": store, "publisher": publisher, "subscriber": subscriber}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](**json.loads(sys.argv[2]))
