@@ -24,6 +24,7 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.patchfile import Patch, Segment, decoded_nbytes
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
+BATCH = 1 << 15  # changes that are worth the way to another thread: written and read back in about 0.3 ms
 
 
 class HasLayout(Protocol):
@@ -181,8 +182,7 @@ class Application:
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
         before = list(self.replaced()) if self._overlapping else []
-        numbers = range(len(self._pieces))
-        carry_through(lambda: deque(ordered_map(self._write_block, numbers), maxlen=0))
+        carry_through(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
         if self._overlapping:
             self._check_overlaps(before)
 
@@ -214,6 +214,21 @@ class Application:
     def _changes(self, number: int) -> list[Changes]:
         """A piece's changes, decoded again if they were not kept."""
         return self._kept.get(number) or self._decode(number)
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Runs of pieces of BATCH changes or more each, but for the last."""
+        batch, changes = list[int](), 0
+        for number, (segments, _) in enumerate(self._pieces):
+            batch.append(number)
+            changes += sum(segment.spec.changed for segment in segments)
+            if changes >= BATCH:
+                yield batch
+                batch, changes = [], 0
+        yield batch
+
+    def _write_batch(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._write_block(number)
 
     def _write_block(self, number: int) -> None:
         with self._locks[number]:  # a write that is repeated waits for what is still going on of the first
