@@ -97,7 +97,8 @@ class History:
             step //= 2
             if self._is_there(newest + step):
                 newest += step
-        return range(first, newest + 1)
+        # Pruned meanwhile: what was tried may have been an anchor that is kept for good, before a gap.
+        return range(first, newest + 1) if self.first() <= newest else self._tried()
 
     def first(self) -> int:
         """The number of the oldest manifest from which on there is no gap, as the last pruning has left it."""
@@ -271,7 +272,7 @@ class History:
     def commit(self, manifest: Manifest) -> None:
         """Make a version visible, all at once. Its objects must be in the store already.
 
-        Raises StoreError if another publisher has committed at this place.
+        Raises StoreError if another publisher has committed at this place, or beyond it and pruned.
         """
         name = manifest_name(manifest.sequence)
         data = manifests.seal(manifest, self._sign_with.sign if self._sign_with else None)
@@ -296,6 +297,15 @@ class History:
         except StoreError:
             if not self._stands(name, data):
                 raise
+        pruned = False
+        with suppress(StoreError, IntegrityError):  # the commit stands; that somebody has pruned beyond it is rare
+            pruned = self.first() > manifest.sequence
+        if pruned:
+            self.store.delete(name)
+            raise StoreError(
+                f"another publisher has gone on with {self.store.url} and pruned it: a history has one publisher at a "
+                "time; open a new Publisher to go on from its newest version"
+            )
         _remember(self._manifests, manifest.sequence, manifest, KEPT)
 
     def _stands(self, name: str, data: bytes) -> bool:

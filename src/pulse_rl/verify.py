@@ -295,8 +295,6 @@ class _Walk:
                 self._fault(manifest, "it is the oldest one and has no anchor to start from")
             return
         contiguous = manifest.sequence == last.sequence + 1
-        if not manifest.anchor and manifest.sequence <= self._first:
-            self._fault(manifest, "it was kept by pruning, and has no anchor")
         if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
             expected, found = last.anchor_sequence, manifest.anchor_sequence
             self._fault(manifest, f"its newest anchor should be number {expected}, its manifest says {found}")

@@ -14,6 +14,7 @@ import typer
 from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
+from pulse_rl.cli.stores import prune, status
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.errors import PulseError
 
@@ -31,6 +32,8 @@ app.command()(diff)
 app.command()(apply)
 app.command()(inspect)
 app.command()(verify)
+app.command()(status)
+app.command()(prune)
 app.add_typer(bench, name="bench")
 
 

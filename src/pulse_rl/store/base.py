@@ -1,8 +1,8 @@
-"""The protocol of a store: six methods, and what they promise.
+"""The protocol of a store: seven methods, and what they promise.
 
 Names are relative, "/"-separated, made of letters, digits, ".", "_" and "-". Objects are immutable: nothing in
-pulse-rl writes one name twice, but for `put` with mode="create", which decides who was first, and for the one
-small object that says where a pruned history begins.
+pulse-rl writes one name twice, but for `put` with mode="create", which decides who was first, and for small objects
+that no version is made of: where a pruned history begins, and what subscribers say of themselves.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,6 +42,9 @@ class Store(Protocol):
         mode="create": atomically, only if no object of that name exists; raises FileExistsError otherwise.
         It takes bytes. mode="overwrite" also takes an iterable of parts, which is streamed in bounded memory.
         """
+
+    def check_create(self) -> None:
+        """Raise StoreError unless mode="create" can be relied on here; looks once, before anything is published."""
 
     def get(self, name: str) -> memoryview:
         """A whole object. Raises FileNotFoundError if there is none."""

@@ -65,6 +65,9 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._reason("write", name, error) from error
 
+    def check_create(self) -> None:
+        """Memory and directories can be relied on."""
+
     def get(self, name: str) -> memoryview:
         try:
             return memoryview(obstore.get(self._there(name), name).bytes())
@@ -137,7 +140,7 @@ class DirectoryStore(ObjectStore):
 
 
 class CloudStore(ObjectStore):
-    """A store in a bucket. Its put-if-absent is tried out before the first object is written, never trusted.
+    """A store in a bucket. Its put-if-absent is tried out before it is relied on, never trusted.
 
     Some services that speak S3 take no notice of `If-None-Match` and let the second of two publishers overwrite the
     first one's commit, without an error anywhere.
@@ -151,11 +154,15 @@ class CloudStore(ObjectStore):
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
+        if mode == "create":
+            self.check_create()
+        super().put(name, data, mode=mode)
+
+    def check_create(self) -> None:
         with self._lock:
             if not self._proved:
                 self._prove_create(f"probes/{secrets.token_hex(8)}")
                 self._proved = True
-        super().put(name, data, mode=mode)
 
     def _prove_create(self, probe: str) -> None:
         """Put two contents under one new name, only if absent; raise StoreError unless the first one stands."""
@@ -195,6 +202,9 @@ class WebStore(ObjectStore):
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
         raise self._read_only("write", name)
+
+    def check_create(self) -> None:
+        raise self._read_only("write", "anything")
 
     def delete(self, name: str) -> None:
         raise self._read_only("delete", name)

@@ -230,6 +230,7 @@ class Publisher:
         """
         start = time.perf_counter()
         patchfile.check_version("version", version)
+        self.history.store.check_create()
         cast = self._cast if cast is None else cast_name(cast)
         if self._pending is not None:
             head = self._newest

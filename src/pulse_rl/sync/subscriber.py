@@ -23,6 +23,7 @@ from pulse_rl import digests
 from pulse_rl.application import carry_through, live_digest, resolve
 from pulse_rl.bits import Bits, Layout, layout
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.heartbeat import Heart, Heartbeat, sentence
 from pulse_rl.history import History
 from pulse_rl.manifest import Manifest
 from pulse_rl.route import REQUEST_NBYTES, Faults, State, cheapest, cost, state_of
@@ -64,8 +65,8 @@ class Subscriber:
 
     store: a Store, or the URL or path of one. One subscriber belongs to one set of weights: it keeps their
     proved version and digest from sync to sync, and reads only what changed. Any number of subscribers may
-    follow one history; they write nothing to it. Memory: the patch that is applied and the one after it, and a few
-    MB a thread. Not thread-safe.
+    follow one history; they write nothing to it but heartbeats. Memory: the patch that is applied and the one after
+    it, and a few MB a thread. Not thread-safe.
 
     verify_live: recount every live bit before each sync (True), before every so many (a number), or only when
     `verify` is called (False). Weights that something else wrote to are then overwritten by the version synced
@@ -73,17 +74,28 @@ class Subscriber:
 
     public_key: an Ed25519 key (a PEM file's path, or the key). Then a history that is not signed by it, or was altered,
     is refused. Needs the extra `sign`.
+
+    heartbeat: an id for this subscriber (at most 64 letters, digits and `. _ -`). Then it tells in the store, after
+    each sync, done or failed, what it holds and what went wrong, for `pulse-rl status`: in the background, at once if
+    that is news and every 15 s otherwise. What cannot be written is a logged warning, once for each cause.
     Raises ValueError for any other value.
     """
 
     def __init__(
-        self, store: Store | str | Path, *, verify_live: bool | int = False, public_key: PublicKey | None = None
+        self,
+        store: Store | str | Path,
+        *,
+        verify_live: bool | int = False,
+        public_key: PublicKey | None = None,
+        heartbeat: str | None = None,
     ) -> None:
         if not isinstance(verify_live, int) or verify_live < 0:
             raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
         self.history = History(store, public_key=public_key)
+        self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None else None
         self._recount_every = int(verify_live)  # syncs; 0 for never
         self._syncs = 0
+        self._newest = 0  # the highest sequence number of a version that it was to come to
         self._held: State | None = None
         self._tied: dict[str, str] = {}  # of the version that is held
 
@@ -138,12 +150,40 @@ class Subscriber:
         later sync has repaired them.
         """
         start = time.perf_counter()
+        try:
+            report = self._sync(weights, version, start)
+        except Exception as error:
+            self._beat(error, None, start)
+            raise
+        self._beat(None, report, start)
+        return report
+
+    def _beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
+        """Tell what has become of a sync."""
+        if self._heart is None:
+            return
+        held = self._held
+        self._heart.beat(
+            Heartbeat(
+                id=self._heart.id,
+                version=held.version if held else None,
+                sequence=held.sequence if held else None,
+                lag=max(0, self._newest - held.sequence) if held else None,
+                error=sentence(error) if error else None,
+                sync_s=time.perf_counter() - start,
+                fetched_nbytes=report.fetched_nbytes if report else None,
+            )
+        )
+
+    def _sync(self, weights: Any, version: int | None, start: float) -> SyncReport:
+        """See `sync`."""
         live = layout(weights)
         work = Work()
         altered = self._altered(live, work)
         previous = self.version
         try:
             target = self._target(version)
+            self._newest = max(self._newest, target.sequence)
             route, recovered = self._come_to(target, live, work)
         except PulseError as error:
             if altered:

@@ -1,0 +1,208 @@
+"""status and prune: what an operator does with a store."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
+from pulse_rl.units import nbytes
+
+if TYPE_CHECKING:
+    from pulse_rl.history import History
+    from pulse_rl.retention import Pruning
+    from pulse_rl.status import Objects, Status, SubscriberInfo
+
+StoreTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE", help="A store (directory or URL), or the directory of a run with one.", show_default=False
+    ),
+]
+
+
+def status(store: StoreTarget, as_json: AsJson = False) -> None:
+    """Show a store at a glance: versions, sizes, reductions, anchors, and who follows it.
+
+    Reads no more than listings, the newest version's manifest and trail, and the
+    heartbeats of subscribers that report themselves, as
+    Subscriber(store, heartbeat="worker-3") does. Proves nothing: see verify.
+
+    Example: pulse-rl status s3://bucket/run-a
+    """
+    from pulse_rl.status import status as look
+
+    info = look(_open(store))
+    if as_json:
+        output.emit(info)
+    else:
+        _print_status(info)
+
+
+def prune(
+    store: StoreTarget,
+    retain: Annotated[int, typer.Option(min=1, help="Keep at least this many of the newest versions.")],
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of older versions, keep every so many-th anchor for good; otherwise none.", show_default=False
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Keep what still counted so long before the newest version was written: readers may be at it.",
+        ),
+    ] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old versions of a store, and what failed attempts and interrupted prunings have left.
+
+    What is kept can be loaded bit for bit all the while: the newest versions, the
+    anchor that the oldest of them starts from, and everything after it. Anchors
+    that an earlier pruning has kept for good stay only with the same --keep-every.
+    A publisher prunes by itself with Publisher(store, retain=…).
+
+    Example: pulse-rl prune s3://bucket/run-a --retain 100 --keep-every 10 --dry-run
+    """
+    from pulse_rl.retention import Retention, carry_out
+
+    with output.checking():
+        retention = Retention(retain, keep_every, grace)
+    history = _open(store)
+    pruning = retention.plan(history, leftovers=True)
+    if not as_json:
+        _print_pruning(history, pruning, dry_run)
+    if not dry_run:
+        with output.progress("prune") as update:
+            carry_out(history, pruning, update)
+    if as_json:
+        output.emit(pruning)
+
+
+def _open(target: str) -> History:
+    from pulse_rl.contents import kind_of
+    from pulse_rl.history import History
+
+    kind, place = kind_of(target)
+    if kind != "store":
+        raise ValueError(f"{target}: expected a store or the directory of a run, found a {kind}")
+    return History(place)
+
+
+def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
+    stays = f"{len(pruning.kept)} versions"
+    if pruning.kept_nbytes is not None:
+        stays += f", {nbytes(pruning.kept_nbytes)}"
+    if pruning.kept and pruning.kept[-1] >= pruning.first:
+        stays += f": all from {_version(history, pruning.first)} on"
+    good = [sequence for sequence in pruning.kept if sequence < pruning.first]
+    if good:
+        stays += f", and for good {_sequences(good)}"
+    goes = "nothing"
+    if pruning.manifests or pruning.objects:
+        goes = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects, {nbytes(pruning.nbytes)}"
+    if pruning.manifests:
+        goes += f": {_sequences(pruning.manifests[::-1])}"
+    output.facts({"store": pruning.url, "would go" if dry_run else "goes": goes, "stays": stays})
+
+
+def _version(history: History, sequence: int) -> str:
+    """A version as people and the names of objects call it."""
+    from pulse_rl.errors import PulseError
+
+    try:
+        return f"version {history.read(sequence).version} (sequence number {sequence})"
+    except PulseError:  # what is damaged is no matter of pruning
+        return f"sequence number {sequence}"
+
+
+def _sequences(numbers: list[int] | tuple[int, ...]) -> str:
+    """Which sequence numbers: "sequence numbers 0, 50"."""
+    if len(numbers) > 8:
+        return f"sequence numbers {numbers[0]} … {numbers[-1]}"
+    return f"sequence number{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _print_status(info: Status) -> None:
+    now = time.time()
+    lines = {"store": info.url}
+    oldest = "?" if info.oldest is None else info.oldest
+    written = info.listing.modified if info.listing else info.created
+    clock = "" if info.listing else " by the publisher's clock"
+    lines["versions"] = f"{info.versions}, {oldest} to {info.newest}, the newest {_age(now - written)} ago{clock}"
+    if info.listing and info.listing.interval_s is not None:
+        lines["interval"] = f"{_seconds(info.listing.interval_s)}, the median between the last versions"
+    lines["model"] = f"{info.elements:,} elements, {nbytes(info.full_nbytes)}"
+    if info.recent and info.recent.patches.count:
+        recent = info.recent
+        lines["patches"] = (
+            f"{nbytes(recent.patch_nbytes)} the median of the last {recent.patches.count}, "
+            f"{recent.reduction:,.1f} times less than the model"
+        )
+        if recent.skips.count:
+            lines["skip patches"] = f"{_objects(recent.skips)}, among the last {recent.versions} versions"
+    since = info.sequence - info.anchor_sequence
+    lines["anchors"] = "the newest version is one" if since == 0 else f"the newest {since} versions ago"
+    if info.listing is None:
+        lines["in the store"] = "not known: it cannot be listed, nor who follows it"
+    else:
+        listing = info.listing
+        lines["anchors"] = (
+            f"{_sequences(listing.anchor_sequences) if listing.anchor_sequences else 'none'}; " + (lines["anchors"])
+        )
+        lines["in the store"] = ", ".join(
+            f"{folder} {_objects(total)}"
+            for folder, total in {
+                "manifests": listing.manifests,
+                "patches": listing.patches,
+                "anchors": listing.anchors,
+                "trails": listing.trails,
+            }.items()
+        )
+        if listing.unnamed.count:
+            lines["unnamed"] = f"{_objects(listing.unnamed)} of them of no version: failed attempts, or under way"
+    output.facts(lines)
+    for problem in info.problems:
+        output.write(f"problem: {problem}\n")
+    if info.subscribers:
+        output.write("\n")
+        output.table(
+            ["subscriber", "version", "lag", "last seen", "last sync", "fetched", "last error"],
+            [_row(subscriber, now) for subscriber in info.subscribers],
+        )
+
+
+def _row(subscriber: SubscriberInfo, now: float) -> tuple[object, ...]:
+    return (
+        subscriber.id,
+        "–" if subscriber.version is None else subscriber.version,
+        "–" if subscriber.lag is None else subscriber.lag,
+        f"{_age(now - subscriber.seen)} ago",
+        "–" if subscriber.sync_s is None else _seconds(subscriber.sync_s),
+        "–" if subscriber.fetched_nbytes is None else nbytes(subscriber.fetched_nbytes),
+        subscriber.unreadable or subscriber.error or "–",
+    )
+
+
+def _objects(total: Objects) -> str:
+    return f"{total.count:,} ({nbytes(total.nbytes)})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 100 else _age(seconds)
+
+
+def _age(seconds: float) -> str:
+    """A time that has passed, in the largest unit that fits. The store's clock may be ahead of this machine's."""
+    seconds = max(0.0, seconds)
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
