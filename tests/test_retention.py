@@ -14,7 +14,7 @@ import pulse_rl as pulse
 from pulse_rl.history import FIRST, History
 from pulse_rl.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.retention import Retention, carry_out
-from pulse_rl.route import WINDOW
+from pulse_rl.route import SPANS
 from pulse_rl.store.base import CannotListError, ObjectInfo, Store
 from pulse_rl.verify import verify
 
@@ -48,6 +48,9 @@ class Watched:
         self._operation()
         self.inner.put(name, data, mode=mode)
         self._modified[name] = self.clock
+
+    def check_create(self) -> None:
+        self.inner.check_create()
 
     def get(self, name: str) -> memoryview:
         self._operation()
@@ -298,14 +301,14 @@ def test_a_pruned_history_is_sound_to_verify(tmp_path: Path) -> None:
     """With anchors kept for good before the first version, skip patches and trails; and nothing is left over."""
     bits = {"w": np.arange(4000, dtype=np.uint16)}
     publisher = pulse.Publisher(tmp_path, anchor_every=5, retain=8, keep_every=3, grace=0, codec="gap")
-    for version in range(WINDOW + 20):
+    for version in range(SPANS[-1] + 20):
         bits["w"][version : version + 3] += 1
         assert publisher.publish(bits, version=version).trouble is None
     report = verify(tmp_path)
     assert report.problems == ()
-    assert report.good_versions == (0, 15, 30, 45, 60, *range(75, WINDOW + 20))
+    assert report.good_versions == (0, 15, 30, 45, 60, *range(75, SPANS[-1] + 20))
     # The newest version's skip patches are not told of yet.
-    assert all(object_sequence(name) == WINDOW + 19 for name in report.leftovers)
+    assert all(object_sequence(name) == SPANS[-1] + 19 for name in report.leftovers)
 
 
 def test_what_is_behind_stays_while_the_newest_anchor_is_not_whole() -> None:

@@ -196,7 +196,7 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
     skips = [step.ref.nbytes for step in steps if step.to.sequence - step.base > 1]
     middle = int(median(patches)) if patches else 0
     return Recent(
-        versions=newest.sequence + 1 - max(first, trail.first if trail else newest.sequence),
+        versions=len(patches),
         patches=Objects(len(patches), sum(patches)),
         skips=Objects(len(skips), sum(skips)),
         patch_nbytes=middle,
