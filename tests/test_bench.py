@@ -287,7 +287,7 @@ def test_many_subscribers_ask_no_more_of_the_publisher(capsys: pytest.CaptureFix
     one, many = json.loads(capsys.readouterr().out)["results"]
     assert (one["subscribers"], many["subscribers"]) == (1, 3)
     assert one["requests"] == many["requests"]
-    assert one["requests"]["put"] == 6  # an anchor, two patches, three manifests
+    assert one["requests"]["put"] == 8  # an anchor, two patches with their trails, three manifests
     for each in (one, many):
         assert each["strangers"] == 0
         assert each["held_nbytes"] == each["put_nbytes"]

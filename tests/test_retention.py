@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Trainee
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -371,3 +372,48 @@ def test_the_grace_period_by_a_clock_that_jumps() -> None:
     assert stamped(100, 200, 50, 60, 70) == (0, 1, 2, 3, 4)  # back: by the new time nothing is that old yet
     assert stamped(100, 200, 50, 60, 130) == (0, 1, 2, 3, 4)  # not before the time that was there before is over
     assert stamped(380, 390, 30, 400) == (0, 1, 2, 3)  # back for a while: no version is older than those before it
+
+
+def test_a_publisher_that_slept_through_a_pruning_is_told(trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number that it commits at was used and pruned meanwhile, so put-if-absent lets it through."""
+    store = pulse.open_store("memory://")
+    sleeper = pulse.Publisher(store)
+    sleeper.publish(trainee.step(), version=0)
+    put = sleeper._delivery._put
+
+    def sleep(*arguments: Any) -> Any:
+        other = pulse.Publisher(store, anchor_every=2, retain=1, grace=0)
+        for version in range(1, 6):
+            other.publish(trainee.step(), version=version)
+        return put(*arguments)
+
+    monkeypatch.setattr(sleeper._delivery, "_put", sleep)
+    with pytest.raises(pulse.StoreError, match="another publisher has gone on with .* and pruned it"):
+        sleeper.publish(trainee.step(), version=9)
+    history = History(store)
+    assert [manifest.version for manifest in history.manifests()] == [4, 5]
+    assert verify(store).problems == ()
+    assert pulse.Publisher(store).publish(trainee.step(), version=6).base == 5
+
+
+def test_a_reader_without_a_listing_that_a_pruning_overtakes(trainee: Trainee) -> None:
+    """Between reading where the history begins and trying the numbers; number 0 is an anchor that stays for good."""
+    inner = pulse.open_store("memory://")
+    publisher = pulse.Publisher(inner, anchor_every=4)
+    for version in range(10):
+        publisher.publish(trainee.step(), version=version)
+
+    class Overtaken(Unlisted):
+        def get(self, name: str) -> memoryview:
+            try:
+                return self._inner.get(name)
+            finally:
+                if name == FIRST and not pruned:
+                    pruned.append(name)
+                    history = History(self._inner)
+                    carry_out(history, Retention(retain=1, keep_every=9, grace=0).plan(history))
+
+    pruned: list[str] = []
+    assert History(Overtaken(inner)).sequences() == [8, 9]
+    assert pruned
+    assert History(inner).sequences() == [0, 8, 9]

@@ -282,3 +282,16 @@ def test_a_span_whose_overlay_grows_too_large_is_given_up_and_taken_up_again() -
     assert pulse.Subscriber(store).sync(live).version == 40
     assert (live["w"] == states[40]).all()
     assert verify(store).ok
+
+
+def test_a_version_is_found_with_few_manifests(run: Run) -> None:
+    """Every version of a history, and those that are none; the newest one by its own manifest."""
+    for newest in (0, 1, 2, VERSIONS - 1):
+        for version in range(newest + 1):
+            view = View(run.store, newest)
+            assert pulse.History(view).find(version).version == version
+            assert len(view.read) <= 2 + 2 * (newest - version).bit_length()
+        with pytest.raises(pulse.VersionNotFoundError, match=f"it holds versions 0 to {newest}"):
+            pulse.History(View(run.store, newest)).find(newest + 1)
+    with pytest.raises(pulse.VersionNotFoundError, match="no version yet"):
+        pulse.History("memory://").find(0)

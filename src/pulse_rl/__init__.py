@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from pulse_rl.patchfile import TensorInfo
     from pulse_rl.store.base import Store
     from pulse_rl.store.objects import open_store
-    from pulse_rl.sync.publisher import Publisher, PublishReport
-    from pulse_rl.sync.subscriber import Subscriber, SyncReport
+    from pulse_rl.sync.publisher import Publisher
+    from pulse_rl.sync.reports import PublishReport, SyncReport
+    from pulse_rl.sync.subscriber import Subscriber
 
 __version__ = "0.1.0"
 
@@ -44,13 +45,13 @@ _HOME = {
     "MissingExtraError": "errors",
     "PatchFormatError": "errors",
     "PatchInfo": "patch",
-    "PublishReport": "sync.publisher",
+    "PublishReport": "sync.reports",
     "Publisher": "sync.publisher",
     "PulseError": "errors",
     "Store": "store.base",
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
-    "SyncReport": "sync.subscriber",
+    "SyncReport": "sync.reports",
     "TensorInfo": "patchfile",
     "VersionNotFoundError": "errors",
     "apply": "patch",

@@ -152,12 +152,15 @@ class History:
         return [self.read(sequence) for sequence in self.sequences()]
 
     def find(self, version: int) -> Manifest:
-        """The manifest of a version: they rise with the sequence, so a few have to be read.
+        """The manifest of a version. They rise with the sequence, so a few have to be read, fewest near the newest.
 
         Raises VersionNotFoundError, saying which versions there are.
         """
         sequences = self.sequences()
-        at = bisect_left(sequences, version, key=lambda sequence: self.read(sequence).version)
+        high = low = len(sequences)
+        while low == high > 0 or (low > 0 and self.read(sequences[low]).version > version):
+            high, low = low, max(0, 2 * low - len(sequences) - 1)
+        at = bisect_left(sequences, version, low, high, key=lambda sequence: self.read(sequence).version)
         if at < len(sequences) and self.read(sequences[at]).version == version:
             return self.read(sequences[at])
         held = "no version yet"

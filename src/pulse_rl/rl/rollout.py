@@ -15,7 +15,8 @@ from pulse_rl.rl import model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer, Work
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.tasks import Task
-from pulse_rl.sync.subscriber import Subscriber, SyncReport
+from pulse_rl.sync.reports import SyncReport
+from pulse_rl.sync.subscriber import Subscriber
 
 IDLE_S = 0.02  # between looks for work
 SEED_STRIDE = 1_000_003  # a prime: seeds of different runs share no chunk's seed for the first million chunks
@@ -34,7 +35,7 @@ class RolloutWorker:
         self._loaded = model.build(assets)
         self._stops = policy.stop_tokens(self._loaded.tokenizer)
         self._task = Task(config.task, config.seed)
-        self._subscriber = Subscriber(config.store_url)
+        self._subscriber = Subscriber(config.store_url, heartbeat=name)
         self._totals = {"syncs": 0, "fetched_nbytes": 0, "sync_s": 0.0}
         self._bandwidth: float | None = None  # bytes a second, as the last full checkpoint came
 
@@ -69,7 +70,7 @@ class RolloutWorker:
             return
         if self._config.sync == "full":
             # A subscriber that holds nothing takes the version's own full checkpoint.
-            self._subscriber = Subscriber(self._config.store_url)
+            self._subscriber = Subscriber(self._config.store_url, heartbeat=self._name)
         report = self._subscriber.sync(self._loaded.model, version=version)
         # Over an anchor, sync itself has just counted every live bit.
         digest = report.digest if report.route == "anchor" else self._subscriber.verify(self._loaded.model)

@@ -20,7 +20,8 @@ from pulse_rl.rl import config as settings
 from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.sync.publisher import Publisher, PublishReport
+from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.reports import PublishReport
 
 CAST = "bfloat16"  # what rollout workers hold
 IDLE_S = 0.02  # between looks for a batch

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +34,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.sync.anchor import model_config
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.overlay import Replaced
+from pulse_rl.sync.reports import Coded, PublishReport, publish_report
 from pulse_rl.sync.restore import Work, restore, scratch, way_out
 
 if TYPE_CHECKING:
@@ -43,46 +43,6 @@ if TYPE_CHECKING:
     from pulse_rl.signing import PrivateKey
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """What one publish did. Seconds of cast and diff are work summed over threads; the others wall time."""
-
-    version: int
-    base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
-    digest: str  # of the published version, 16 hex digits
-    codec: str | None  # None without a patch
-    choice: str | None  # why this codec: what each candidate took; None without a patch
-    elements: int
-    changes: int  # elements whose bits differ from the base
-    density: float  # changes / elements
-    full_nbytes: int  # of the whole model's bits
-    patch_nbytes: int  # what a following subscriber reads; 0 without a patch
-    pending: bool  # on its way in the background: what follows is known, and told by `flush`, when it is committed
-    anchor_nbytes: int  # 0 unless this version is an anchor too
-    skip_nbytes: int  # of skip patches to it, for subscribers that slept
-    sent_nbytes: int  # patch, anchor, trail and skip patches together: what went into the store
-    reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
-    cast_s: float
-    diff_s: float
-    encode_s: float
-    prove_s: float  # decoding every patch again, and proving it against the baseline
-    put_s: float  # until the commit
-    skip_s: float  # making and putting skip patches, after the commit
-    total_s: float  # of the call
-    trouble: str | None  # what went wrong after the commit (skip patches, pruning): the version stands all the same
-
-
-class _Coded(NamedTuple):
-    """A new version, coded."""
-
-    digest: str
-    patch: encode.EncodedPatch | None
-    choice: str | None
-    cast_s: float
-    diff_s: float
-    prove_s: float
 
 
 class Publisher:
@@ -249,7 +209,7 @@ class Publisher:
             application, baseline = None, _copy(tensors)
             copied = time.perf_counter()
             digest = digests.to_hex(digests.state_digest(baseline))
-            coded = _Coded(digest, None, None, copied - start, time.perf_counter() - copied, 0.0)
+            coded = Coded(digest, None, None, copied - start, time.perf_counter() - copied, 0.0)
         else:
             application, coded = self._encode(head, baseline, tensors, version)
             self.flush()  # the version before must stand before this one builds on it
@@ -261,7 +221,7 @@ class Publisher:
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
             future = self._thread.submit(self._deliver_behind, upcoming)
-            report = _report(manifest, coded, None, start)
+            report = publish_report(manifest, coded, None, start)
             self._pending = _Pending(future, upcoming, coded, start)
             return report
         try:
@@ -270,7 +230,7 @@ class Publisher:
             self._undo(upcoming)
             raise
         self._head = self._newest = delivered.manifest
-        return _report(delivered.manifest, coded, delivered, start)
+        return publish_report(delivered.manifest, coded, delivered, start)
 
     def flush(self) -> PublishReport | None:
         """Wait until the version that is on its way in the background is committed.
@@ -289,7 +249,7 @@ class Publisher:
             raise
         self._pending = None
         self._head = self._newest = delivered.manifest
-        return _report(delivered.manifest, pending.coded, delivered, pending.start)
+        return publish_report(delivered.manifest, pending.coded, delivered, pending.start)
 
     def close(self) -> None:
         """Wait for what is on its way; raises what it failed with. The publisher can be used again."""
@@ -335,7 +295,7 @@ class Publisher:
                 baseline[name].scatter(start, indices, values)
             self._baseline = baseline
 
-    def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, _Coded]:
+    def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, Coded]:
         """Code the changes since the baseline, and prove the patch against it."""
         base_digest = int(head.digest, 16)
         bandwidth = self.bandwidth or self._delivery.seen_bandwidth
@@ -367,11 +327,11 @@ class Publisher:
         density = coded.header.changes / max(1, tensors.elements)
         application, coded = proved[self._chooser.choose(list(proved), density, bandwidth)]
         prove_s = sum(trial.decode_s for trial in proved)
-        made = _Coded(coded.header.target_digest, coded, self._chooser.reason, coded.read_s, coded.diff_s, prove_s)
+        made = Coded(coded.header.target_digest, coded, self._chooser.reason, coded.read_s, coded.diff_s, prove_s)
         return application, made
 
     def _manifest(
-        self, sequence: int, head: Manifest | None, tensors: Layout, version: int, coded: _Coded, anchor: bool
+        self, sequence: int, head: Manifest | None, tensors: Layout, version: int, coded: Coded, anchor: bool
     ) -> Manifest:
         """All of a new version's manifest but its objects."""
         due = anchor or head is None or coded.patch is None or sequence - head.anchor_sequence >= self._anchor_every
@@ -400,7 +360,7 @@ class _Pending(NamedTuple):
 
     future: Future[Delivered]
     upcoming: Upcoming
-    coded: _Coded
+    coded: Coded
     start: float
 
 
@@ -418,39 +378,6 @@ def _check_successor(head: Manifest, baseline: Layout | None, tensors: Layout, v
         )
     if head.tied != tensors.tied:
         raise BaseMismatchError(f"{what}: the tied tensors differ: {head.tied} and {tensors.tied}")
-
-
-def _report(manifest: Manifest, coded: _Coded, delivered: Delivered | None, start: float) -> PublishReport:
-    """The report of a version; delivered: None while it is on its way."""
-    patch = coded.patch
-    patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
-    skip_nbytes = delivered.skip_nbytes if delivered else 0
-    trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
-    return PublishReport(
-        version=manifest.version,
-        base=patch.header.base if patch else None,
-        digest=manifest.digest,
-        codec=patch.header.codec if patch else None,
-        choice=coded.choice,
-        elements=manifest.elements,
-        changes=changes,
-        density=changes / manifest.elements if manifest.elements else 0.0,
-        full_nbytes=manifest.full_nbytes,
-        patch_nbytes=patch_nbytes,
-        pending=delivered is None,
-        anchor_nbytes=manifest.anchor_nbytes,
-        skip_nbytes=skip_nbytes,
-        sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
-        reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
-        cast_s=coded.cast_s,
-        diff_s=coded.diff_s,
-        encode_s=patch.encode_s if patch else 0.0,
-        prove_s=coded.prove_s,
-        put_s=delivered.put_s if delivered else 0.0,
-        skip_s=delivered.skip_s if delivered else 0.0,
-        total_s=time.perf_counter() - start,
-        trouble=delivered.trouble if delivered else None,
-    )
 
 
 def _copy(tensors: Layout) -> Layout:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pulse_rl import digests
 from pulse_rl.application import carry_through, live_digest, resolve
@@ -28,36 +27,13 @@ from pulse_rl.history import History
 from pulse_rl.manifest import Manifest
 from pulse_rl.route import REQUEST_NBYTES, Faults, State, cheapest, cost, state_of
 from pulse_rl.store.base import Store
+from pulse_rl.sync.reports import SyncReport, Way
 from pulse_rl.sync.restore import Work, follow, restore, scratch, way_out
 
 if TYPE_CHECKING:
     from pulse_rl.signing import PublicKey
 
-Way: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor
-
 POLL_S = 0.05  # between looks at the store while waiting: a listing each, cheap on files, a request on clouds
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync did. Seconds of decode and prove are work summed over threads; the others wall time."""
-
-    version: int  # the weights' version now, proved
-    previous: int | None  # their version before; None if it was not known, or they were altered
-    digest: str  # of the version, 16 hex digits
-    route: Way
-    patches: int  # how many were applied, skip patches over several versions among them
-    changes: int  # elements they overwrote
-    density: float  # changes / elements of the model
-    full_nbytes: int  # of the whole model's bits
-    fetched_nbytes: int
-    reduction: float  # full_nbytes / fetched_nbytes; infinite if nothing was fetched
-    recovered: str | None  # what was wrong on the way and was got past: with the live weights, or with the history
-    fetch_s: float
-    decode_s: float
-    apply_s: float
-    prove_s: float
-    total_s: float
 
 
 class Subscriber:
