@@ -61,7 +61,7 @@ def files_of(path: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index}: expected a JSON index with a weight_map: {error!r}") from None
         if any(not isinstance(name, str) or name in ("", "..") or Path(name).name != name for name in names):
             raise ValueError(f"{index}: expected plain file names, found {names}")

@@ -25,7 +25,7 @@ MAX_SEQUENCE = 10**12 - 1  # as many as 12 digits hold
 
 _MANIFEST = re.compile(r"manifests/(\d{12})\.json")
 _OBJECT = re.compile(
-    r"(?:patches|trails|anchors)/(\d{12})-[0-9a-f]{16}(?:\.safetensors|\.json\.zst|/[A-Za-z0-9_-][A-Za-z0-9._-]*)"
+    r"(?:patches|trails|anchors)/(\d{12})-[0-9a-f]{16}(?:\.safetensors|\.json\.zst|/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})"
 )
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
 _SIGNATURE_NBYTES = len(',"signature":""}') + 128
@@ -132,7 +132,7 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
         _verify(data, found[2], key, where)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise IntegrityError(f"{where} is no manifest: {error}") from None
     if (manifest.format, manifest.format_version) != (FORMAT, FORMAT_VERSION):
         raise IntegrityError(

@@ -9,27 +9,29 @@ first, sizes are checked before memory is taken, and the index must account for 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, overload
 
 import msgspec
 import numpy as np
 import zstandard
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from pulse_rl import container
 from pulse_rl.bits import Bits
 from pulse_rl.codecs.base import Codec, Piece, SegmentSpec
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.digests import SEGMENT, segments
+from pulse_rl.digests import SEGMENT
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.zstd import decompress
 
 FORMAT = "pulse-rl/patch"
 FORMAT_VERSION = 1
-MAX_TABLE_NBYTES = 64 << 20
+MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
 MAX_TENSORS = 1 << 20
 MAX_ELEMENTS = 1 << 41
 MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writer closes blocks far earlier
@@ -78,6 +80,36 @@ class Segment(NamedTuple):
     start: int
     stop: int
     spec: SegmentSpec
+
+
+class Segments(Sequence[Segment]):
+    """Consecutive segments of a patch, each made when it is asked for: a few bytes can name millions of them."""
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+        starts: list[int],  # the number of each tensor's first segment, and how many there are
+        counts: NDArray[np.uint32],  # changes of each segment
+        numbers: range,  # of the segments that are in here
+    ) -> None:
+        self._tensors, self._starts, self._counts, self._numbers = tensors, starts, counts, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Segment: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Segments": ...
+    def __getitem__(self, place: int | slice) -> "Segment | Segments":
+        if isinstance(place, slice):
+            return Segments(self._tensors, self._starts, self._counts, self._numbers[place])
+        number = self._numbers[place]
+        tensor = bisect_right(self._starts, number) - 1  # the last one that starts here: the others are empty
+        _, dtype, shape = self._tensors[tensor]
+        start = (number - self._starts[tensor]) * SEGMENT
+        stop = min(start + SEGMENT, math.prod(shape))
+        return Segment(tensor, start, stop, segment_spec(dtype, shape, start, stop, int(self._counts[number])))
 
 
 class Block(NamedTuple):
@@ -202,36 +234,35 @@ def unpack(data: bytes | bytearray | memoryview) -> Patch:
         return view[offset + entries[name].start : offset + entries[name].stop]
 
     shapes, tied = _read_table(stream("table"))
-    places = [(t, a, b) for t, (_, _, shape) in enumerate(shapes) for a, b in segments(math.prod(shape))]
-    words = 2 * header.blocks + len(places)
-    if header.blocks > len(places):
-        raise PatchFormatError(f"blocks: expected at most {len(places)}, found {header.blocks}")
+    sizes = np.array([math.prod(shape) for _, _, shape in shapes], np.int64)
+    itemsizes = np.array([ITEMSIZES[dtype] for _, dtype, _ in shapes], np.int64)
+    starts = np.concatenate([[0], np.cumsum(-(-sizes // SEGMENT))])  # the number of each tensor's first segment
+    total = int(starts[-1])
+    words = 2 * header.blocks + total
+    if header.blocks > total:
+        raise PatchFormatError(f"blocks: expected at most {total}, found {header.blocks}")
     numbers = decompress(stream("index"), 4 * words, "index")
     if len(numbers) != 4 * words:
         raise PatchFormatError(f"index: expected {4 * words} bytes, found {len(numbers)}")
-    index = np.frombuffer(numbers, "<u4").tolist()
-    itemsizes = [ITEMSIZES[dtype] for _, dtype, _ in shapes]
-    changes = [0] * len(shapes)
-    cut: list[Segment] = []
-    for (tensor, start, stop), count in zip(places, index[2 * header.blocks :], strict=True):
-        if count > stop - start:
-            raise PatchFormatError(
-                f"tensor {shapes[tensor][0]!r}: {count} changes in a segment of {stop - start} elements"
-            )
-        changes[tensor] += count
-        _, dtype, shape = shapes[tensor]
-        cut.append(Segment(tensor, start, stop, segment_spec(dtype, shape, start, stop, count)))
-    blocks = list(_cut_blocks(index[: 2 * header.blocks], cut, stream("payload")))
+    index = np.frombuffer(numbers, "<u4")
+    counts = index[2 * header.blocks :]
+    limits = np.full(total, SEGMENT, np.int64)
+    limits[starts[1:][sizes > 0] - 1] = (sizes[sizes > 0] - 1) % SEGMENT + 1
+    over = np.flatnonzero(counts > limits)
+    if len(over):
+        name = shapes[int(np.searchsorted(starts, over[0], "right")) - 1][0]
+        raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {limits[over[0]]} elements")
+    reached = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    changes = (reached[starts[1:]] - reached[starts[:-1]]).tolist()
+    decoded = counts * np.repeat(4 + itemsizes, np.diff(starts))
+    cut = Segments(shapes, starts.tolist(), counts, range(total))
+    blocks = list(_cut_blocks(index[: 2 * header.blocks].tolist(), cut, decoded, stream("payload")))
     tensors = tuple(TensorInfo(*entry, changes=k) for entry, k in zip(shapes, changes, strict=True))
     patch = Patch(header, tensors, tied, blocks, len(view))
     totals = (
-        ("elements", header.elements, sum(math.prod(shape) for _, _, shape in shapes)),
+        ("elements", header.elements, int(sizes.sum())),
         ("changes", header.changes, sum(changes)),
-        (
-            "full_nbytes",
-            header.full_nbytes,
-            sum(math.prod(s) * n for (_, _, s), n in zip(shapes, itemsizes, strict=True)),
-        ),
+        ("full_nbytes", header.full_nbytes, int(sizes @ itemsizes)),
     )
     for what, declared, actual in totals:
         if declared != actual:
@@ -266,13 +297,18 @@ def _read_table(stream: memoryview) -> tuple[list[tuple[str, str, tuple[int, ...
     return table.tensors, table.tied
 
 
-def _cut_blocks(sizes: list[int], cut: list[Segment], payload: memoryview) -> Iterator[Block]:
+def _cut_blocks(
+    sizes: list[int],
+    cut: "Segments",
+    decoded: NDArray[np.int64],  # bytes of each segment
+    payload: memoryview,
+) -> Iterator[Block]:
     at = taken = 0
     for segment_count, nbytes in zip(sizes[::2], sizes[1::2], strict=True):
         if segment_count == 0 or taken + segment_count > len(cut) or at + nbytes > len(payload):
             raise PatchFormatError("index: a block reaches past the segments or the payload")
         part = cut[taken : taken + segment_count]
-        if decoded_nbytes(part) > MAX_BLOCK_NBYTES:
+        if decoded[taken : taken + segment_count].sum() > MAX_BLOCK_NBYTES:
             raise PatchFormatError(f"index: a block decodes to more than {MAX_BLOCK_NBYTES} bytes")
         yield Block(part, payload[at : at + nbytes])
         taken += segment_count

@@ -124,7 +124,7 @@ def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Tra
     """The trail of a version. Raises IntegrityError unless it is one, and leads to that version."""
     try:
         trail = msgspec.json.decode(decompress(memoryview(data), MAX_TRAIL_NBYTES, where), type=Trail)
-    except (PatchFormatError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (PatchFormatError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise IntegrityError(f"{where} is no trail: {error}") from None
     states = {step.to for step in trail.steps()}
     if (

@@ -201,7 +201,7 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, work: Work)
     with work.timing("prove_s"):
         try:
             tensors = open_checkpoint(directory, writable=True)
-        except (ValueError, FileNotFoundError) as error:  # its manifest may be as wrong as its files
+        except (PatchFormatError, ValueError, OSError) as error:  # its manifest may be as wrong as its files
             raise IntegrityError(f"the anchor of version {anchor.version} is no checkpoint: {error}") from None
         found = digests.to_hex(digests.state_digest(tensors))
     if found != anchor.digest:
