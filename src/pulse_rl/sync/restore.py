@@ -124,6 +124,8 @@ def follow(
         for step, data in zip(steps, _fetched(history, steps, faults, work), strict=False):
             try:
                 patch = unpack(data, step, held)
+                if patch.tied != target.tied:  # what is tied is counted once, so it must be what was counted so far
+                    raise IntegrityError(f"{step.ref.name}: the history ties {target.tied}, the patch {patch.tied}")
             except (PatchFormatError, IntegrityError) as error:
                 faults.add(step.ref.name, error)
                 break
@@ -175,13 +177,13 @@ def restore(history: History, target: Manifest, directory: Path, work: Work, fau
         files.mkdir()
         try:
             tensors = load_anchor(history, anchor, files, work)
+            _check_tied(target, tensors)
         except (IntegrityError, StoreError) as error:
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
         held = follow(history, tensors, held, target, work, faults, lambda state: None, sure=True)
         if held.sequence == target.sequence:
-            _check_tied(target, tensors)
             return tensors
         shutil.rmtree(files)
     raise (IntegrityError if faults.damaged else StoreError)(
@@ -213,7 +215,6 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, work: Work)
 
 def _check_tied(target: Manifest, tensors: Layout) -> None:
     for alias, owner in target.tied.items():
-        if owner not in tensors:
-            raise IntegrityError(
-                f"version {target.version}: its manifest ties {alias!r} to {owner!r}, which is no tensor of it"
-            )
+        if owner not in tensors or alias in tensors:
+            what = "which is no tensor of it" if owner not in tensors else f"but {alias!r} is a tensor of its own"
+            raise IntegrityError(f"version {target.version}: its manifest ties {alias!r} to {owner!r}, {what}")

@@ -240,7 +240,9 @@ class Subscriber:
         faults = Faults()
         if self._held is None:
             self._recognise(live, target, faults)
-        if self._held is not None and self._held.sequence <= target.sequence:
+        # What is tied is counted once: what was proved of these weights holds only while the same names are.
+        tied_alike = self._held is not None and self._tied == target.tied
+        if self._held is not None and tied_alike and self._held.sequence <= target.sequence:
             limit = target.full_nbytes + REQUEST_NBYTES  # from where on the anchor is less to take
             steps = self.history.steps(self._held.sequence, target, faults, limit)
             chain = cheapest(steps, self._held.sequence, target.sequence)
@@ -252,8 +254,7 @@ class Subscriber:
                 except IntegrityError as error:
                     faults.say(str(error))
                     self._held = None  # these are not its bits
-        if self._held == state_of(target):
-            self._tied = target.tied
+        if self._held == state_of(target) and tied_alike:
             return "patches" if work.patches else "none", faults.said
         try:
             self._load(target, live, work, faults)
