@@ -6,7 +6,7 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test azurite fuzz check clean
+.PHONY: setup train test azurite fuzz fuzz-history check clean
 
 setup: .venv/.ready
 
@@ -33,6 +33,10 @@ azurite: setup
 fuzz: setup
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/pip install --quiet $(FUZZER)
 	$(BIN)/python tests/fuzz_context.py -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
+
+# Everything that comes over the network, 100,000 times mutated; what is found is told with its seed and number.
+fuzz-history: setup
+	$(BIN)/python tests/fuzz_history.py --cases 100000 $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

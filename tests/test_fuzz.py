@@ -1,0 +1,121 @@
+"""Hostile patches and histories: 2,000 of what `make fuzz-history` makes 100,000 of; and whether that would tell."""
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import fuzz_history
+import history_world
+import mutations
+import numpy as np
+import pytest
+from blake3 import blake3
+from patch_tools import seal, take_apart
+
+import pulse_rl as pulse
+from pulse_rl.application import Application
+from pulse_rl.manifest import manifest_name
+
+
+def test_two_thousand_mutations_end_in_our_own_errors_or_in_proved_weights() -> None:
+    """Each case's outcome against what `fuzz_history` allows, in child processes with a limit on their memory."""
+    outcomes, findings, _ = fuzz_history.run(seed=1, cases=2000, processes=2)
+    assert findings == []
+    assert sum(outcomes.values()) == 2000
+    # Mutations must get as far as this for the others to mean anything.
+    told = (
+        "patch accepted",
+        "patch forged",
+        "manifest accepted",
+        "manifests synced",
+        "trails around",
+        "anchors around",
+    )
+    assert [outcome for outcome in told if not outcomes[outcome]] == []
+
+
+def test_a_few_kilobytes_cannot_take_more_memory_than_the_limits_say() -> None:
+    """What a child with a limit on its memory says of patches that decompress to as much as may be, or more."""
+    program = (
+        "from random import Random; import fuzz_history, history_world, mutations\n"
+        "subject = history_world.patches()[3]\n"
+        "for kind in mutations.BOMBS:\n"
+        "    bomb = mutations.bomb(Random(1), subject.patch, kind)\n"
+        "    with fuzz_history.bounded(fuzz_history.SECONDS, fuzz_history.ALLOWED):\n"
+        "        print(kind, fuzz_history.apply_patch(subject, bomb)[0], sep=': ')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert [line.partition(": refused: ")[0] for line in lines] == list(mutations.BOMBS)
+
+
+def test_a_patch_that_ties_what_the_history_does_not_is_refused() -> None:
+    """Hashes and digests are right, and two equal tensors are called one: both would be written and one counted."""
+    store = pulse.open_store("memory://")
+    weights = {"a": np.ones(1000, np.uint16), "b": np.ones(1000, np.uint16)}
+    publisher, subscriber = pulse.Publisher(store, codec="raw"), pulse.Subscriber(store)
+    publisher.publish(weights, version=0)
+    live = {name: array.copy() for name, array in weights.items()}
+    subscriber.sync(live)
+    weights["a"][7] = 9
+    publisher.publish(weights, version=1)
+    name = manifest_name(1)
+    document, _ = mutations.members(bytes(store.get(name)))
+    metadata, streams = take_apart(bytes(store.get(document["patch"]["name"])))
+    streams["table"] = mutations.compress(mutations.dumps({"tensors": [["a", "U16", [1000]]], "tied": {"b": "a"}}))
+    streams["index"] = mutations.compress(np.array([1, len(streams["payload"]), 1], "<u4").tobytes())
+    patch = seal(metadata | {"elements": "1000", "full_nbytes": "2000"}, streams)
+    store.put(document["patch"]["name"], patch)
+    document["patch"] |= {"nbytes": len(patch), "blake3": blake3(patch).hexdigest()}
+    for tied in ({}, {"b": "a"}):  # as the manifest says too, or does not
+        store.put(name, mutations.sealed_manifest(document | {"tied": tied}))
+        with pytest.raises(pulse.PulseError):
+            subscriber.sync(live)
+        assert subscriber.version == 0
+        assert pulse.digest(live) == subscriber.digest
+
+
+def test_a_case_is_the_same_when_it_is_run_again() -> None:
+    first = [mutations.mutated_patch(Random(seed), *[history_world.patches()[0].patch] * 2) for seed in range(50)]
+    again = [mutations.mutated_patch(Random(seed), *[history_world.patches()[0].patch] * 2) for seed in range(50)]
+    assert first == again
+    assert len(set(first)) > 40
+
+
+def test_a_library_that_does_not_prove_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same check on an `apply` that writes whatever a patch decodes to."""
+    prove = Application.prove
+
+    def careless(self: Any, base_digest: int) -> None:
+        try:
+            prove(self, base_digest)
+        except pulse.IntegrityError:
+            return
+
+    monkeypatch.setattr(Application, "prove", careless)
+    subject = history_world.patches()[8]  # raw
+    metadata, streams = take_apart(subject.patch)
+    streams["payload"] = streams["payload"][:-1] + bytes([streams["payload"][-1] ^ 1])
+    with pytest.raises(fuzz_history.Wrong, match="the digest is not the target's"):
+        fuzz_history.apply_patch(subject, seal(metadata, streams))
+
+
+def test_what_takes_too_long_or_too_much_is_found_out() -> None:
+    program = (
+        "import fuzz_history, numpy\n"
+        "for seconds, nbytes in ((0.2, 1 << 30), (60, 1 << 24)):\n"
+        "    try:\n"
+        "        with fuzz_history.bounded(seconds, nbytes):\n"
+        "            while seconds < 1: pass\n"
+        "            numpy.zeros(1 << 26, 'u1')\n"
+        "    except (fuzz_history.Wrong, MemoryError) as error: print(type(error).__name__)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["Wrong", "MemoryError"]
