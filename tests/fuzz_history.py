@@ -87,7 +87,7 @@ def patch_case(random: Random) -> str:
         donor = random.choice(subjects[: world.BIG]).patch
         data = mutations.mutated_patch(random, subject.patch, donor)
         if random.random() < 0.15 and _readable(data):
-            with suppress(zstandard.ZstdError):  # where a frame that is to be changed is broken already
+            with suppress(zstandard.ZstdError, ValueError):  # where what is to be changed is broken already
                 data = mutations.mutated_patch(random, data, donor)
     outcome, reached = apply_patch(subject, data)
     if reached is not None:  # a forger who has counted where it leads: now it must be accepted, or refused for another
