@@ -165,12 +165,10 @@ class History:
             if document["trail"] is not None and name.startswith("patches/"):
                 trail = json.loads(decompressed(self.objects[document["trail"]["name"]]))
                 said = dumps(trail)
-                for number, (base, target, other, _, _) in enumerate(trail["patches"]):
-                    if other == token:
-                        trail["patches"][number] = [base, target, other, *told.values()]
-                place = sequence - (trail["sequence"] - len(trail["versions"]) + 1)
-                if digest is not None and 0 <= place < len(trail["versions"]):
-                    trail["versions"][place][1] = digest
+                for number, (base, target, version, old, other, *hashed) in enumerate(trail["patches"]):
+                    now = digest if digest is not None and target == sequence else old
+                    bound = told.values() if other == token else hashed
+                    trail["patches"][number] = [base, target, version, now, other, *bound]
                 if dumps(trail) != said:
                     retold = result[document["trail"]["name"]] = compress(dumps(trail))
                     document["trail"].update(nbytes=len(retold), blake3=blake3(retold).hexdigest())

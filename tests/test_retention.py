@@ -404,14 +404,13 @@ def test_a_reader_without_a_listing_that_a_pruning_overtakes(trainee: Trainee) -
         publisher.publish(trainee.step(), version=version)
 
     class Overtaken(Unlisted):
-        def get(self, name: str) -> memoryview:
-            try:
-                return self._inner.get(name)
-            finally:
-                if name == FIRST and not pruned:
-                    pruned.append(name)
-                    history = History(self._inner)
-                    carry_out(history, Retention(retain=1, keep_every=9, grace=0).plan(history))
+        def stream(self, name: str) -> Iterator[memoryview]:
+            if name == FIRST and not pruned:
+                pruned.append(name)
+                history = History(self._inner)
+                carry_out(history, Retention(retain=1, keep_every=9, grace=0).plan(history))
+                raise FileNotFoundError(name)  # as it was before
+            yield from self._inner.stream(name)
 
     pruned: list[str] = []
     assert History(Overtaken(inner)).sequences() == [8, 9]

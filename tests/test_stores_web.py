@@ -3,6 +3,7 @@
 There is no listing, so the newest version is found by trying numbers: compared with what listing the same files says.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,9 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
         def list(self, prefix: str) -> None:
             raise CannotListError("no listing")
 
-        def get(self, name: str) -> memoryview:
+        def stream(self, name: str) -> Iterator[memoryview]:
             asked.append(name)
-            return store.get(name)
+            return store.stream(name)
 
     if first and count:
         store.put("first.json", str(first).encode())

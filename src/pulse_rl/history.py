@@ -26,7 +26,15 @@ from blake3 import blake3
 from pulse_rl import manifest as manifests
 from pulse_rl import route, signing
 from pulse_rl.errors import IntegrityError, PulseError, StoreError, VersionNotFoundError
-from pulse_rl.manifest import MAX_SEQUENCE, Count, Manifest, ObjectRef, manifest_name, manifest_sequence
+from pulse_rl.manifest import (
+    MAX_MANIFEST_NBYTES,
+    MAX_SEQUENCE,
+    Count,
+    Manifest,
+    ObjectRef,
+    manifest_name,
+    manifest_sequence,
+)
 from pulse_rl.route import Faults, State, Step, Trail, decode_trail, state_of, step_of
 from pulse_rl.store.base import CannotListError, ObjectMissingError, Store
 from pulse_rl.store.objects import open_store
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from pulse_rl.signing import PrivateKey, PublicKey
 
 FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
+MAX_FIRST_NBYTES = 64  # a number with white space around it
 KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History remembers
 
 K = TypeVar("K")
@@ -103,11 +112,20 @@ class History:
     def first(self) -> int:
         """The number of the oldest manifest from which on there is no gap, as the last pruning has left it."""
         try:
-            return msgspec.json.decode(self.store.get(FIRST), type=Count)
+            return msgspec.json.decode(self._small(FIRST, MAX_FIRST_NBYTES), type=Count)
         except FileNotFoundError:
             return 0
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise IntegrityError(f"{FIRST} in {self.store.url}: expected a number, found none: {error}") from None
+
+    def _small(self, name: str, limit: int) -> bytes:
+        """An object that no hash binds, and no more of it than one byte over a limit."""
+        data = bytearray()
+        for part in self.store.stream(name):
+            data += part[: limit + 1 - len(data)]
+            if len(data) > limit:
+                break
+        return bytes(data)
 
     def _is_there(self, sequence: int) -> bool:
         """Whether a manifest is there, sound or not."""
@@ -139,7 +157,7 @@ class History:
         if sequence not in self._manifests:
             name = manifest_name(sequence)
             try:
-                data = self.store.get(name)
+                data = self._small(name, MAX_MANIFEST_NBYTES)
             except FileNotFoundError:
                 raise VersionNotFoundError(f"{self.store.url} holds no {name}") from None
             where = f"{name} in {self.store.url}"
@@ -199,7 +217,8 @@ class History:
             if own.base > held and at.trail is not None and at.trail.name not in faults.names:
                 try:
                     trail = self.trail(at)
-                    found |= {step.ref.name: step for step in (trail.steps() if trail else [])}
+                    # What a manifest says itself counts: a trail comes from the same writer, but tells of others.
+                    found = {step.ref.name: step for step in (trail.steps() if trail else [])} | found
                 except PulseError as error:
                     faults.add(at.trail.name, error)
             costs = route.costs(found.values(), target.sequence, faults.names)
@@ -228,7 +247,8 @@ class History:
                     yield anchor
                     if sequence == 0:
                         return
-                    sequence = self.read(sequence - 1).anchor_sequence
+                    sequence -= 1
+                    sequence = self.read(sequence).anchor_sequence
                 else:
                     faults.say(f"version {anchor.version} has no anchor, as another manifest says it has")
                     sequence = anchor.anchor_sequence
