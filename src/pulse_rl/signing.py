@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pulse_rl.errors import require
 
@@ -20,33 +20,26 @@ if TYPE_CHECKING:
 
 def private_key(key: PrivateKey) -> Ed25519PrivateKey:
     """Raises MissingExtraError, FileNotFoundError, ValueError for what is no Ed25519 private key."""
-    serialization = require("cryptography.hazmat.primitives.serialization", "sign")
-    ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
-    if not isinstance(key, str | Path):
-        loaded, where = key, "the key"
-    else:
-        where = str(key)
-        try:
-            loaded = serialization.load_pem_private_key(Path(key).read_bytes(), password=None)
-        except (ValueError, TypeError) as error:  # a TypeError is an encrypted one
-            raise ValueError(f"{where}: expected an Ed25519 private key in PEM, without a password: {error}") from None
-    if not isinstance(loaded, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{where}: expected an Ed25519 private key, found {type(loaded).__name__}")
-    return loaded  # type: ignore[no-any-return]
+    found: Ed25519PrivateKey = _key(key, "private", password=None)
+    return found
 
 
 def public_key(key: PublicKey) -> Ed25519PublicKey:
     """Raises MissingExtraError, FileNotFoundError, ValueError for what is no Ed25519 public key."""
+    found: Ed25519PublicKey = _key(key, "public")
+    return found
+
+
+def _key(key: Any, what: Literal["private", "public"], **more: None) -> Any:
     serialization = require("cryptography.hazmat.primitives.serialization", "sign")
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
-    if not isinstance(key, str | Path):
-        loaded, where = key, "the key"
-    else:
+    where = "the key"
+    if isinstance(key, str | Path):
         where = str(key)
         try:
-            loaded = serialization.load_pem_public_key(Path(key).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{where}: expected an Ed25519 public key in PEM: {error}") from None
-    if not isinstance(loaded, ed25519.Ed25519PublicKey):
-        raise ValueError(f"{where}: expected an Ed25519 public key, found {type(loaded).__name__}")
-    return loaded  # type: ignore[no-any-return]
+            key = getattr(serialization, f"load_pem_{what}_key")(Path(key).read_bytes(), **more)
+        except (ValueError, TypeError) as error:  # a TypeError is an encrypted one
+            raise ValueError(f"{where}: expected an Ed25519 {what} key in PEM, without a password: {error}") from None
+    if not isinstance(key, getattr(ed25519, f"Ed25519{what.capitalize()}Key")):
+        raise ValueError(f"{where}: expected an Ed25519 {what} key, found {type(key).__name__}")
+    return key
