@@ -115,6 +115,35 @@ def test_a_failure_is_told_by_the_next_call_and_undone(
     assert publisher.resume() == 1
 
 
+@pytest.mark.parametrize("room", [True, False])
+def test_a_failure_of_a_version_that_overwrote_too_much_to_keep(
+    store: Store, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """All of the weights, or any of them where temporary files have no room: the baseline comes from the history."""
+    gate = Gate(store)
+    weights = {"w": torch.zeros(5000, dtype=torch.int16)}
+    publisher = pulse.Publisher(gate)
+    publisher.publish(weights, version=0)
+    if not room:
+        monkeypatch.setattr("pulse_rl.sync.overlay.map_open_file", _no_room)
+    weights["w"][: 5000 if room else 3] += 1
+    gate.failing = "manifests"
+    publisher.publish(weights, version=1, background=True)
+    with pytest.raises(pulse.StoreError, match="no more credit"):
+        publisher.flush()
+    gate.failing = ""
+    for version in range(1, 6):
+        weights["w"][version * 7] += 1
+        assert publisher.publish(weights, version=version).base == version - 1
+        live = {"w": torch.zeros(5000, dtype=torch.int16)}
+        pulse.Subscriber(store).sync(live)
+        assert torch.equal(live["w"], weights["w"])
+
+
+def _no_room(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_first_version_that_fails_leaves_nothing(gate: Gate, trainee: Trainee) -> None:
     publisher = pulse.Publisher(gate, cast="bfloat16")
     gate.failing = "anchors"

@@ -257,7 +257,7 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
                 old = Changes((inside - start).astype(np.uint32), array[inside].copy())
                 replaced.append(Replaced(name, start, old))
             array[where] ^= random.integers(1, 256, len(where)).astype(array.dtype)
-        overlay.add(replaced)
+        overlay = overlay.and_later(Overlay(replaced))
     for name, bits in overlay.over(layout(arrays)).items():
         for start, stop in segments(bits.size):
             assert (bits.read(start, stop) == first[name][start:stop]).all()

@@ -175,6 +175,11 @@ class Application:
                     "them different bits: expected weights in which they are not tied"
                 )
 
+    @property
+    def changed_nbytes(self) -> int:
+        """Memory that all decoded changes take together."""
+        return sum(decoded_nbytes(block.segments) for block in self._patch.blocks)
+
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
 

@@ -23,7 +23,7 @@ from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_to
 from pulse_rl.retention import Retention, carry_out
 from pulse_rl.route import State, Step, Trail, state_of
 from pulse_rl.sync.anchor import put_anchor
-from pulse_rl.sync.overlay import Replaced
+from pulse_rl.sync.overlay import Overlay
 from pulse_rl.sync.skips import Skips, skip_patch
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Upcoming:
     manifest: Manifest  # all but its objects
     before: State | None  # what its patch starts from; None without a patch
     patch: encode.EncodedPatch | None
-    replaced: list[Replaced]  # what the patch overwrote in the baseline
+    replaced: Overlay | None  # what the patch overwrote in the baseline; None if that is too much to keep
     baseline: Layout
     assets: Mapping[str, bytes]  # small files to go with an anchor
 
@@ -140,7 +140,7 @@ class Delivery:
 
     def _put_skips(self, upcoming: Upcoming, manifest: Manifest) -> int:
         """Make and put the skip patches that are due. Returns their bytes."""
-        if upcoming.patch is None or upcoming.before is None:
+        if upcoming.patch is None or upcoming.before is None or upcoming.replaced is None:
             self._skips.clear()
             return 0
         state, codec = state_of(manifest), CODECS[upcoming.patch.header.codec]

@@ -29,36 +29,32 @@ class Replaced(NamedTuple):
 
 
 class Overlay:
-    """What elements held at some version before, for all that changed since. Takes 4 bytes an element and its own."""
+    """What elements held at some version before, for all that changed since. Takes 4 bytes an element and its own.
 
-    def __init__(self) -> None:
+    replaced: each segment of a tensor once at most. Raises OSError if there is no room for the file.
+    """
+
+    def __init__(self, replaced: Iterable[Replaced] = ()) -> None:
         self._held: dict[tuple[str, int], Changes] = {}
-        self.nbytes = 0
-
-    def add(self, replaced: Iterable[Replaced]) -> None:
-        """Take in what later changes overwrote; what is held of an element already is older, and stays.
-
-        Raises OSError if there is no room for the file.
-        """
-        held, places = dict(self._held), []
+        places = []
         with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
-            later = {(name, start): old for name, start, old in replaced}
-            at = 0
-            for key in {**held, **later}:
-                indices, values = _union(held.get(key), later.get(key))
+            for name, start, (indices, values) in replaced:
+                places.append(((name, start), file.tell(), values.dtype, len(values)))
                 file.write(values.tobytes())
                 file.write(b"\0" * (-values.nbytes % 4))
                 file.write(indices.tobytes())
-                places.append((key, at, values.dtype, len(indices)))
-                at = file.tell()
+            self.nbytes = file.tell()
             file.flush()
             data = map_open_file(file)
-        self._held = {}
         for key, place, dtype, count in places:
             values = np.frombuffer(data, dtype, count, place)
             indices = np.frombuffer(data, np.uint32, count, place + values.nbytes + -values.nbytes % 4)
             self._held[key] = Changes(indices, values)
-        self.nbytes = at
+
+    def and_later(self, later: "Overlay") -> "Overlay":
+        """This, and what later changes overwrote: where both hold an element, this is older, and stays."""
+        keys = {**self._held, **later._held}
+        return Overlay(Replaced(*key, _union(self._held.get(key), later._held.get(key))) for key in keys)
 
     def replaced(self) -> Iterator[Replaced]:
         """All that it holds."""

@@ -33,9 +33,10 @@ from pulse_rl.route import Faults, state_of
 from pulse_rl.store.base import Store
 from pulse_rl.sync.anchor import model_config
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
-from pulse_rl.sync.overlay import Replaced
+from pulse_rl.sync.overlay import Overlay, Replaced
 from pulse_rl.sync.reports import Coded, PublishReport, publish_report
 from pulse_rl.sync.restore import Work, restore, scratch, way_out
+from pulse_rl.sync.skips import LARGEST
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +62,8 @@ class Publisher:
     Raises ValueError for a setting that makes no sense.
 
     Memory: the published bits once (the baseline), one patch (two where "auto" tries both codecs), decoded changes
-    of up to 32 MB for each, what the last patch overwrote, and scratch of up to 8 MB a thread (14 MB for 8-byte
-    elements). For skip patches, what changed in the last 4, 16 and 64 versions lies in temporary files, of up to
-    half the model each.
+    of up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements). What the last version and
+    the last 4, 16 and 64 overwrote lies in temporary files, of up to half the model each.
 
     A history has one publisher at a time. On a history that has versions already, the first `publish`
     rebuilds the baseline from it, proved, and goes on from its newest version (where it cannot be rebuilt,
@@ -276,22 +276,26 @@ class Publisher:
             log.error("version %d could not be published: %s", upcoming.manifest.version, error)
             raise
 
-    def _move(self, application: Application | None, baseline: Layout, manifest: Manifest) -> list[Replaced]:
-        """Bring the baseline to a new version. Returns what that overwrote."""
-        # Should this be interrupted, there is no baseline, and the next publish rebuilds it from the history.
-        self._baseline = None
-        replaced: list[Replaced] = []
+    def _move(self, application: Application | None, baseline: Layout, manifest: Manifest) -> Overlay | None:
+        """Bring the baseline to a new version. Returns what that overwrote, unless it is too much to keep."""
+        replaced = None
         if application is not None:
-            replaced = [Replaced(name, start, old) for name, _, start, old in application.replaced()]
+            if application.changed_nbytes <= baseline.nbytes * LARGEST:
+                try:
+                    replaced = Overlay(Replaced(name, start, old) for name, _, start, old in application.replaced())
+                except OSError as error:
+                    log.warning("version %d: no skip patches, for want of temporary files: %s", manifest.version, error)
+            # Should this be interrupted, there is no baseline, and the next publish rebuilds it from the history.
+            self._baseline = None
             application.write()
         self._baseline, self._newest = baseline, manifest
         return replaced
 
     def _undo(self, upcoming: Upcoming) -> None:
-        """Bring the baseline back to the newest version that is committed."""
+        """Bring the baseline back to the newest version that is committed; without what it held it is given up."""
         baseline, self._baseline, self._newest = self._baseline, None, self._head
-        if upcoming.before is not None and baseline is not None:
-            for name, start, (indices, values) in upcoming.replaced:
+        if upcoming.replaced is not None and baseline is not None:
+            for name, start, (indices, values) in upcoming.replaced.replaced():
                 baseline[name].scatter(start, indices, values)
             self._baseline = baseline
 

@@ -12,7 +12,7 @@ from pulse_rl.bits import Layout
 from pulse_rl.codecs.base import Codec
 from pulse_rl.errors import IntegrityError
 from pulse_rl.route import SPANS, State
-from pulse_rl.sync.overlay import Overlay, Replaced
+from pulse_rl.sync.overlay import Overlay
 
 LARGEST = (
     1 / 2
@@ -42,7 +42,7 @@ class Skips:
         for window in self._windows:
             window.restart(None)
 
-    def add(self, before: State, now: State, replaced: list[Replaced], full_nbytes: int) -> list[tuple[State, Overlay]]:
+    def add(self, before: State, now: State, replaced: Overlay, full_nbytes: int) -> list[tuple[State, Overlay]]:
         """Take in that one version followed another, and what that overwrote.
 
         Returns the bases of the skip patches that are due to the new version, the nearest first, with their overlays.
@@ -52,7 +52,7 @@ class Skips:
             if before.sequence % window.span == 0:
                 window.restart(before)
             if window.base is not None:
-                window.overlay.add(replaced)
+                window.overlay = window.overlay.and_later(replaced)
                 if window.overlay.nbytes > full_nbytes * LARGEST:
                     window.restart(None)
             if now.sequence % window.span:
@@ -60,7 +60,7 @@ class Skips:
             if window.base is None:
                 break
             due.append((window.base, window.overlay))
-            before, replaced = window.base, list(window.overlay.replaced())
+            before, replaced = window.base, window.overlay
         # What the windows beyond hold lacks this one's changes.
         for window in self._windows[len(due) + 1 :]:
             window.restart(None)
