@@ -246,7 +246,7 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
     sizes = [int(random.integers(1, 50)) + SEGMENT * (i == 0) for i in range(tensors)]
     arrays = {f"t{i}": random.integers(0, 256, n * width, np.uint8).view(UINTS[width]) for i, n in enumerate(sizes)}
     first = {name: array.copy() for name, array in arrays.items()}
-    overlay = Overlay()
+    overlay = Overlay([])
     for _ in range(versions):
         replaced = []
         for name, array in arrays.items():

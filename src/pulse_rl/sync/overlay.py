@@ -34,7 +34,7 @@ class Overlay:
     replaced: each segment of a tensor once at most. Raises OSError if there is no room for the file.
     """
 
-    def __init__(self, replaced: Iterable[Replaced] = ()) -> None:
+    def __init__(self, replaced: Iterable[Replaced]) -> None:
         self._held: dict[tuple[str, int], Changes] = {}
         places = []
         with tempfile.TemporaryFile(prefix="pulse-rl-") as file:

@@ -4,7 +4,7 @@ The publisher makes them from what it knows: its baseline, and what its publishe
 the version is committed, in no one's way; the trail of the next version tells of them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pulse_rl import encode, patchfile
 from pulse_rl.application import Application
@@ -25,10 +25,10 @@ class _Window:
 
     span: int
     base: State | None = None  # None while there is none to patch from
-    overlay: Overlay = field(default_factory=Overlay)
+    overlay: Overlay | None = None  # of the base; None before the first version after it
 
     def restart(self, base: State | None) -> None:
-        self.base, self.overlay = base, Overlay()
+        self.base, self.overlay = base, None
 
 
 class Skips:
@@ -52,12 +52,12 @@ class Skips:
             if before.sequence % window.span == 0:
                 window.restart(before)
             if window.base is not None:
-                window.overlay = window.overlay.and_later(replaced)
+                window.overlay = window.overlay.and_later(replaced) if window.overlay else replaced
                 if window.overlay.nbytes > full_nbytes * LARGEST:
                     window.restart(None)
             if now.sequence % window.span:
                 return due
-            if window.base is None:
+            if window.base is None or window.overlay is None:
                 break
             due.append((window.base, window.overlay))
             before, replaced = window.base, window.overlay
