@@ -24,8 +24,9 @@ MAX_MANIFEST_NBYTES = 16 << 20
 MAX_SEQUENCE = 10**12 - 1  # as many as 12 digits hold
 
 _MANIFEST = re.compile(r"manifests/(\d{12})\.json")
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _OBJECT = re.compile(
-    r"(?:patches|trails|anchors)/(\d{12})-[0-9a-f]{16}(?:\.safetensors|\.json\.zst|/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})"
+    rf"(?:patches|trails|anchors)/(\d{{12}})-[0-9a-f]{{16}}(?:\.safetensors|\.json\.zst|/{_FILE.pattern})"
 )
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
 _SIGNATURE_NBYTES = len(',"signature":""}') + 128
@@ -93,6 +94,11 @@ def trail_name(sequence: int, token: str) -> str:
 def anchor_name(sequence: int, token: str) -> str:
     """The name of the directory of an anchor's files."""
     return f"anchors/{sequence:012d}-{token}"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether an anchor's file can have this name."""
+    return _FILE.fullmatch(name) is not None
 
 
 def manifest_sequence(name: str) -> int | None:

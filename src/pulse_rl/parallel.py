@@ -41,6 +41,22 @@ def _first(pending: "deque[Future[R]]") -> R:
     return result
 
 
+def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *args: object) -> "Future[R]":
+    """Have a pool call a function. While the process ends no pool takes anything more: then it is called here, so
+    that a version on its way gets there."""
+    try:
+        return pool.submit(function, *args)
+    except RuntimeError as error:
+        if "cannot schedule new futures after" not in str(error):  # no thread to be had
+            raise
+    future: Future[R] = Future()
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
+    return future
+
+
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield function(item) in the items' order, at most two results a thread ahead of the consumer."""
     if threads() == 1:
@@ -49,7 +65,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     pending: deque[Future[R]] = deque()
     try:
         for item in items:
-            pending.append(_pool().submit(function, item))
+            pending.append(submit(_pool(), function, item))
             if len(pending) > 2 * threads():
                 yield _first(pending)
         while pending:

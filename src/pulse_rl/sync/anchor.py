@@ -16,7 +16,7 @@ from pulse_rl.checkpoint import INDEX, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
-from pulse_rl.manifest import ObjectRef
+from pulse_rl.manifest import ObjectRef, is_file_name
 from pulse_rl.store.base import Store
 
 
@@ -63,6 +63,20 @@ def put_anchor(
     for name, data in sorted(files.items()):
         put(name, [data])
     return tuple(refs)
+
+
+def check_assets(assets: Mapping[str, bytes]) -> None:
+    """Raise ValueError or TypeError for files that cannot lie beside an anchor's own, or that no reader would take."""
+    for name, data in assets.items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"assets: expected bytes for {name!r}, found {type(data).__name__}")
+        if not is_file_name(name):
+            raise ValueError(
+                "assets: expected names of up to 200 ASCII letters, digits and . _ -, not beginning with a dot, "
+                f"found {name!r}"
+            )
+        if name.endswith(".safetensors") or name == INDEX:
+            raise ValueError(f"assets: {name!r} would be one of the anchor's own files: name it otherwise")
 
 
 def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:

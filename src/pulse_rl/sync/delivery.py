@@ -20,6 +20,7 @@ from pulse_rl.codecs.choose import CODECS
 from pulse_rl.errors import PulseError, StoreError
 from pulse_rl.history import History
 from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
+from pulse_rl.parallel import submit
 from pulse_rl.retention import Retention, carry_out
 from pulse_rl.route import State, Step, Trail, state_of
 from pulse_rl.sync.anchor import put_anchor
@@ -124,7 +125,7 @@ class Delivery:
             encoded = trail.encode()
             told = _ref(trail_name(manifest.sequence, token), encoded)
             with ThreadPoolExecutor(1) as beside:  # both at once: a round trip less until the commit
-                second = beside.submit(self._history.store.put, told.name, encoded)
+                second = submit(beside, self._history.store.put, told.name, encoded)
                 self._history.store.put(patch.name, data)
                 second.result()
             facts = (upcoming.before.version, header.codec, header.changes)

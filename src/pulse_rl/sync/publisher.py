@@ -31,7 +31,7 @@ from pulse_rl.manifest import FORMAT, FORMAT_VERSION, Manifest, new_token
 from pulse_rl.retention import GRACE_S, Retention
 from pulse_rl.route import Faults, state_of
 from pulse_rl.store.base import Store
-from pulse_rl.sync.anchor import model_config
+from pulse_rl.sync.anchor import check_assets, model_config
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.overlay import Overlay, Replaced
 from pulse_rl.sync.reports import Coded, PublishReport, publish_report
@@ -130,6 +130,7 @@ class Publisher:
         `publish(…, anchor=True)` goes on without it), StoreError if another publisher has committed since.
         """
         self.flush()
+        self._settle()
         with way_out():
             head = self.history.head()
         self._notice(head)
@@ -144,6 +145,18 @@ class Publisher:
             self._head = self._newest = head
             self._baseline = baseline
         return head.version if head else None
+
+    def _settle(self) -> None:
+        """Give the baseline up if it holds a version that is neither committed nor on its way.
+
+        That is what an interruption (Ctrl-C, no thread to be had) can leave wherever it comes: a patch made from such
+        a baseline would lead from bits that no subscriber has.
+        """
+        if self._pending is None and self._newest is not self._head:
+            if self._thread is not None:
+                self._thread.shutdown()  # the version may be on its way all the same
+                self._thread = None
+            self._baseline, self._newest = None, self._head
 
     def _notice(self, head: Manifest | None) -> None:
         """See whether the history ends where this publisher left it. Raises StoreError if another one went on."""
@@ -183,8 +196,8 @@ class Publisher:
         thread, and the weights may be modified. What fails there is logged, and raised by the next `publish`, `flush`
         or `close`. One version is on its way at a time: the next one is coded meanwhile, then waits for it.
 
-        Raises ValueError (version not newer), BaseMismatchError (other tensors than the version before),
-        StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
+        Raises ValueError (version not newer, an asset's name that no anchor can have), BaseMismatchError (other tensors
+        than the version before), StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
         while they were read, or the history is damaged). After any of them the history is as it was and `publish`
         can be called again. What fails after the commit is no error, but the report's `trouble`.
         """
@@ -192,6 +205,8 @@ class Publisher:
         patchfile.check_version("version", version)
         self.history.store.check_create()
         cast = self._cast if cast is None else cast_name(cast)
+        check_assets(assets or {})
+        self._settle()
         if self._pending is not None:
             head = self._newest
             sequence = head.sequence + 1 if head else 0
@@ -288,15 +303,18 @@ class Publisher:
             # Should this be interrupted, there is no baseline, and the next publish rebuilds it from the history.
             self._baseline = None
             application.write()
-        self._baseline, self._newest = baseline, manifest
+        self._newest = manifest  # first: it says what the baseline holds, see _settle
+        self._baseline = baseline
         return replaced
 
     def _undo(self, upcoming: Upcoming) -> None:
         """Bring the baseline back to the newest version that is committed; without what it held it is given up."""
-        baseline, self._baseline, self._newest = self._baseline, None, self._head
+        baseline, self._baseline = self._baseline, None
         if upcoming.replaced is not None and baseline is not None:
             for name, start, (indices, values) in upcoming.replaced.replaced():
                 baseline[name].scatter(start, indices, values)
+        self._newest = self._head
+        if upcoming.replaced is not None:
             self._baseline = baseline
 
     def _encode(self, head: Manifest, baseline: Layout, tensors: Layout, version: int) -> tuple[Application, Coded]:

@@ -1,0 +1,136 @@
+"""A publisher interrupted at every line: what is published afterwards is what the trainer holds."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.errors import StoreError
+from pulse_rl.sync import publisher as module
+from pulse_rl.verify import verify
+
+
+def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch) -> str | None:
+    """Publish, interrupted at the n-th line of the publisher's code, then publish on. Returns where, None for never."""
+    store = pulse.open_store("memory://")
+    weights = {"w": np.arange(100, dtype=np.uint16)}
+    publisher = pulse.Publisher(store, codec="gap")
+    publisher.publish(weights, version=0)
+    weights["w"][0] = 1000
+    publisher.publish(weights, version=1, background=background)
+    commit, where, passed = publisher.history.commit, None, 0
+
+    def refused(manifest):
+        monkeypatch.setattr(publisher.history, "commit", commit)
+        raise StoreError("refused")
+
+    if fails:
+        publisher.flush()
+        monkeypatch.setattr(publisher.history, "commit", refused)
+
+    def trace(frame, event, _):
+        nonlocal passed, where
+        if frame.f_code.co_filename != module.__file__:
+            return None
+        if event == "line":
+            passed += 1
+            if passed == line:
+                where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+                raise KeyboardInterrupt
+        return trace
+
+    weights["w"][1] = 1001
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        publisher.publish(weights, version=2, background=background)
+        publisher.flush()
+    except (KeyboardInterrupt, StoreError):
+        pass
+    finally:
+        sys.settrace(before)
+    weights["w"][2] = 1002
+    for version in (3, 4):
+        with suppress(StoreError):  # the one that is to be told; after it all must go well
+            publisher.publish(weights, version=version, background=background)
+            publisher.flush()
+    follower = {"w": np.zeros(100, np.uint16)}
+    report = pulse.Subscriber(store).sync(follower)
+    assert report.version == 4, where
+    assert (follower["w"] == weights["w"]).all(), where
+    assert report.digest == pulse.digest(weights), where
+    return where
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_interrupted_at_every_line(background, fails, monkeypatch):
+    line = 1
+    while _interrupted_at(line, background=background, fails=fails, monkeypatch=monkeypatch) is not None:
+        line += 1
+    assert line > 50
+
+
+def test_no_thread_to_be_had(monkeypatch):
+    class Pool:
+        def __init__(self, *args, **options): ...
+
+        def submit(self, *args):
+            raise RuntimeError("can't start new thread")
+
+        def shutdown(self): ...
+
+    store = pulse.open_store("memory://")
+    weights = {"w": np.arange(100, dtype=np.uint16)}
+    publisher = pulse.Publisher(store)
+    publisher.publish(weights, version=0)
+    weights["w"][0] = 7
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
+    with pytest.raises(RuntimeError, match="can't start"):
+        publisher.publish(weights, version=1, background=True)
+    weights["w"][1] = 9
+    assert publisher.publish(weights, version=2).changes == 2
+    follower = {"w": np.zeros(100, np.uint16)}
+    pulse.Subscriber(store).sync(follower)
+    assert (follower["w"] == weights["w"]).all()
+
+
+PROGRAM = """
+import sys, time, numpy as np, pulse_rl as pulse
+store = pulse.open_store(sys.argv[1])
+put = store.put
+def slow(name, *args, **options):
+    time.sleep(0.2 if "patches" in name else 0)
+    put(name, *args, **options)
+store.put = slow
+weights = {"w": np.zeros(3_000_000, np.uint16)}
+publisher = pulse.Publisher(store)
+publisher.publish(weights, version=0)
+for version in range(1, 5):
+    weights["w"][version] = 1
+    publisher.publish(weights, version=version, background=True, anchor=version == 4)
+"""
+
+
+def test_a_process_that_ends_publishes_what_is_on_its_way(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    report = verify(str(tmp_path / "s"))
+    assert report.ok
+    assert report.good_versions == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "name", ["sub/tokenizer.json", "", ".hidden", "a b", "ü", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_assets_that_no_anchor_can_have(name):
+    store = pulse.open_store("memory://")
+    with pytest.raises(ValueError, match="assets"):
+        pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, assets={name: b"x"})
+    assert pulse.Subscriber(store).latest() is None
