@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
 MAX_FIRST_NBYTES = 64  # a number with white space around it
 KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History remembers
+MOST_DAMAGED = 64  # manifests passed over in search of an anchor
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -172,18 +173,37 @@ class History:
     def find(self, version: int) -> Manifest:
         """The manifest of a version. They rise with the sequence, so a few have to be read, fewest near the newest.
 
-        Raises VersionNotFoundError, saying which versions there are.
+        Those that are damaged are passed over. Raises VersionNotFoundError, saying which versions there are, and
+        IntegrityError if it may be one of the damaged.
         """
-        sequences = self.sequences()
-        high = low = len(sequences)
-        while low == high > 0 or (low > 0 and self.read(sequences[low]).version > version):
-            high, low = low, max(0, 2 * low - len(sequences) - 1)
-        at = bisect_left(sequences, version, low, high, key=lambda sequence: self.read(sequence).version)
-        if at < len(sequences) and self.read(sequences[at]).version == version:
-            return self.read(sequences[at])
-        held = "no version yet"
-        if sequences:
-            held = f"versions {self.read(sequences[0]).version} to {self.read(sequences[-1]).version}"
+        sequences, damaged = self.sequences(), None
+        reading = 0
+
+        def version_of(sequence: int) -> int:
+            nonlocal reading
+            reading = sequence
+            return self.read(sequence).version
+
+        while True:
+            try:
+                high = low = len(sequences)
+                while low == high > 0 or (low > 0 and version_of(sequences[low]) > version):
+                    high, low = low, max(0, 2 * low - len(sequences) - 1)
+                at = bisect_left(sequences, version, low, high, key=version_of)
+                if at < len(sequences) and version_of(sequences[at]) == version:
+                    return self.read(sequences[at])
+                held = "no version yet"
+                if sequences:
+                    held = f"versions {version_of(sequences[0])} to {version_of(sequences[-1])}"
+                break
+            except IntegrityError as error:
+                damaged = damaged or error
+                sequences.remove(reading)
+            except VersionNotFoundError:  # pruned meanwhile
+                sequences.remove(reading)
+        if damaged is not None:
+            damaged.add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
+            raise damaged
         raise VersionNotFoundError(f"no version {version} in {self.store.url}: it holds {held}")
 
     def trail(self, manifest: Manifest) -> Trail | None:
@@ -239,24 +259,26 @@ class History:
 
     def anchors(self, target: Manifest, faults: Faults) -> Iterator[Manifest]:
         """The versions with an anchor from which a version can be come to, the newest first."""
-        sequence = target.anchor_sequence
-        while True:
-            try:
-                anchor = self.read(sequence)
-                if anchor.anchor:
-                    yield anchor
-                    if sequence == 0:
-                        return
-                    sequence -= 1
-                    sequence = self.read(sequence).anchor_sequence
+        sequence, damaged = target.anchor_sequence, 0
+        try:
+            while damaged < MOST_DAMAGED:
+                try:
+                    found = self.read(sequence)
+                except IntegrityError as error:
+                    faults.add(manifest_name(sequence), error)
+                    damaged += 1
+                    before = sequence - 1
                 else:
-                    faults.say(f"version {anchor.version} has no anchor, as another manifest says it has")
-                    sequence = anchor.anchor_sequence
-            except VersionNotFoundError:
-                return  # pruned
-            except IntegrityError as error:
-                faults.add(manifest_name(sequence), error)
-                return
+                    if found.anchor_sequence < sequence:
+                        sequence = found.anchor_sequence
+                        continue
+                    yield found
+                    before = sequence - 1
+                if before < 0:
+                    return
+                sequence = before
+        except VersionNotFoundError:
+            return  # pruned
 
     def fetch(self, ref: ObjectRef) -> bytearray:
         """An object of the history, proved by size and hash.

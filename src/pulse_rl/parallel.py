@@ -52,7 +52,7 @@ def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *args: object) 
     future: Future[R] = Future()
     try:
         future.set_result(function(*args))
-    except BaseException as error:
+    except Exception as error:  # noqa: BLE001 - raised where the result is asked for
         future.set_exception(error)
     return future
 

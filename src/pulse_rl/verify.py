@@ -25,8 +25,8 @@ from pulse_rl.bits import Layout, compare_layouts, layout
 from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
 from pulse_rl.contents import kind_of
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest
+from pulse_rl.history import FIRST, History
+from pulse_rl.manifest import Manifest, manifest_name
 from pulse_rl.parallel import ordered_map
 from pulse_rl.route import Step, state_of, step_of
 from pulse_rl.store.base import CannotListError, Store
@@ -161,9 +161,9 @@ class _Walk:
 
     def __init__(self, history: History, sequences: list[int], scratch: Path, weights: Layout | None) -> None:
         self.history = history
-        self._first = history.first()
         self.work = Work()
         self.problems: list[str] = []
+        self._first = self._begins(sequences)
         self.good: list[Manifest] = []
         self.bad: list[Manifest] = []
         self.named: set[str] = set()
@@ -178,6 +178,22 @@ class _Walk:
         self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
         self.weights_version: int | None = None
         self._read_trails(sequences)
+
+    def _begins(self, sequences: list[int]) -> int:
+        """The number from which on there is no gap; 0 where what says so is wrong."""
+        try:
+            first = self.history.first()
+        except IntegrityError as error:
+            self.problems.append(_sentence(error))
+            return 0
+        if first <= sequences[-1]:
+            return first
+        self.problems.append(
+            f"{FIRST} says that the history begins with {manifest_name(first)}, beyond its newest one, "
+            f"{manifest_name(sequences[-1])}: nobody can publish, and nobody read it where it cannot be listed; "
+            f"delete {FIRST}"
+        )
+        return 0
 
     def step(self, sequence: int) -> None:
         """Prove one version: its manifest, its patch on the copy, its anchor against the copy."""

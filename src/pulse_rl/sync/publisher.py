@@ -197,9 +197,9 @@ class Publisher:
         or `close`. One version is on its way at a time: the next one is coded meanwhile, then waits for it.
 
         Raises ValueError (version not newer, an asset's name that no anchor can have), BaseMismatchError (other tensors
-        than the version before), StoreError (the store failed, or another publisher has committed), IntegrityError (the weights changed
-        while they were read, or the history is damaged). After any of them the history is as it was and `publish`
-        can be called again. What fails after the commit is no error, but the report's `trouble`.
+        than the version before), StoreError (the store failed, or another publisher has committed), IntegrityError (the
+        weights changed while they were read, or the history is damaged). After any of them the history is as it was and
+        `publish` can be called again. What fails after the commit is no error, but the report's `trouble`.
         """
         start = time.perf_counter()
         patchfile.check_version("version", version)

@@ -121,7 +121,10 @@ def follow(
         steps = cheapest(history.steps(held.sequence, target, faults), held.sequence, target.sequence)
         if steps is None:
             break
-        for step, data in zip(steps, _fetched(history, steps, faults, work), strict=False):
+        fetched = _fetched(history, steps, faults, work)
+        for step in steps:
+            if (data := next(fetched, None)) is None:
+                break
             try:
                 patch = unpack(data, step, held)
                 if patch.tied != target.tied:  # what is tied is counted once, so it must be what was counted so far
@@ -141,6 +144,7 @@ def follow(
                 application.write()
             held = step.to
             moved(held)
+            del data, patch, application  # or there were three: the one after the next is on its way already
     return held
 
 
@@ -159,6 +163,7 @@ def _fetched(history: History, steps: Sequence[Step], faults: Faults, work: Work
             if following is not None:
                 pending = ahead.submit(history.fetch, following.ref)
             yield data
+            del data
     finally:
         ahead.shutdown(wait=False, cancel_futures=True)
 
