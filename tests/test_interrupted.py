@@ -134,3 +134,29 @@ def test_assets_that_no_anchor_can_have(name):
     with pytest.raises(ValueError, match="assets"):
         pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, assets={name: b"x"})
     assert pulse.Subscriber(store).latest() is None
+
+
+FORKED = """
+import os, sys, numpy as np, pulse_rl as pulse
+weights = {"w": np.zeros(3, np.uint16)}
+pulse.Publisher(sys.argv[1]).publish(weights, version=0)
+if os.fork() == 0:
+    try:
+        pulse.Subscriber(sys.argv[1]).sync(weights)
+    except pulse.StoreError as error:
+        os._exit(7 if "forked" in str(error) else 8)
+    os._exit(9)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_child_is_told_and_does_not_hang(tmp_path: Path):
+    command = [sys.executable, "-c", FORKED, str(tmp_path / "s")]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 7
+
+
+def test_no_number_is_left():
+    store = pulse.open_store("memory://")
+    store.put("manifests/999999999999.json", b"x")
+    with pytest.raises(StoreError, match="no name is left"):
+        pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, anchor=True)

@@ -259,7 +259,7 @@ class History:
 
     def anchors(self, target: Manifest, faults: Faults) -> Iterator[Manifest]:
         """The versions with an anchor from which a version can be come to, the newest first."""
-        sequence, damaged = target.anchor_sequence, 0
+        sequence, damaged, named = target.anchor_sequence, 0, True  # named: as one with an anchor
         try:
             while damaged < MOST_DAMAGED:
                 try:
@@ -270,13 +270,15 @@ class History:
                     before = sequence - 1
                 else:
                     if found.anchor_sequence < sequence:
-                        sequence = found.anchor_sequence
+                        if named:
+                            faults.say(f"version {found.version} has no anchor, as another manifest says it has")
+                        sequence, named = found.anchor_sequence, True
                         continue
                     yield found
                     before = sequence - 1
                 if before < 0:
                     return
-                sequence = before
+                sequence, named = before, False
         except VersionNotFoundError:
             return  # pruned
 

@@ -35,6 +35,27 @@ CLIENT = {"timeout": "1 day", "read_timeout": "2 min", "connect_timeout": "10 s"
 CLIENT_ENVIRONMENT = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
 
 
+_threads = {"started": False, "lost": False}  # obstore's own, which carry out every request
+
+
+def _forked() -> None:
+    _threads["lost"] = _threads["started"]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _need_threads() -> None:
+    """Raise StoreError in a forked child of a process that has used a store: its requests would wait for ever."""
+    if _threads["lost"]:
+        raise StoreError(
+            "no store can be used in this process: it was forked from one that had used a store, and a fork takes no "
+            'threads along; start it by spawn (multiprocessing.get_context("spawn")), or fork before the first use'
+        )
+    _threads["started"] = True
+
+
 class ObjectStore:
     """A Store over one of obstore's stores."""
 
@@ -44,6 +65,7 @@ class ObjectStore:
 
     def _reach(self, *, write: bool) -> Any:
         """obstore's store; for a directory that is not there yet, None unless it is to be written."""
+        _need_threads()
         return self._inner
 
     def _reason(self, verb: str, name: str, error: Exception) -> StoreError:
@@ -133,6 +155,7 @@ class DirectoryStore(ObjectStore):
         self._path = path
 
     def _reach(self, *, write: bool) -> Any:
+        _need_threads()
         if self._inner is None and (write or self._path.is_dir()):
             self._path.mkdir(parents=True, exist_ok=True)
             self._inner = LocalStore(self._path)

@@ -27,7 +27,7 @@ from pulse_rl.codecs.choose import Chooser, CodecName, Trial
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history import History
-from pulse_rl.manifest import FORMAT, FORMAT_VERSION, Manifest, new_token
+from pulse_rl.manifest import FORMAT, FORMAT_VERSION, MAX_SEQUENCE, Manifest, manifest_name, new_token
 from pulse_rl.retention import GRACE_S, Retention
 from pulse_rl.route import Faults, state_of
 from pulse_rl.store.base import Store
@@ -217,6 +217,11 @@ class Publisher:
             self.resume()
             head = self._head
             sequence = head.sequence + 1 if head else 0
+        if sequence > MAX_SEQUENCE:
+            raise StoreError(
+                f"{self.history.store.url} is full: it holds {manifest_name(MAX_SEQUENCE)}, after which "
+                "no name is left; if that is none of its own, delete it"
+            )
         baseline, tensors = self._baseline, layout(weights, cast)
         if head is not None:
             _check_successor(head, baseline, tensors, version)
