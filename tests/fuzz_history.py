@@ -157,7 +157,7 @@ class Unlisted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         raise CannotListError("no listing")
 
 
@@ -343,6 +343,7 @@ def main() -> int:
         warm_up()
         print(run_case(given.seed, given.case))
         return 0
+    warm_up()  # what cannot even begin would be a finding in every case
     start = time.perf_counter()
     outcomes, findings, slowest = run(given.seed, given.cases, given.processes)
     for outcome, count in sorted(outcomes.items()):

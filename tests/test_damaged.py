@@ -1,7 +1,12 @@
 """What is damaged beside the way stops nobody."""
 
+import shutil
+from pathlib import Path
+from typing import TypeAlias
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import pulse_rl as pulse
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
@@ -10,9 +15,11 @@ from pulse_rl.manifest import manifest_name
 from pulse_rl.store.base import Store
 from pulse_rl.verify import verify
 
+Published: TypeAlias = tuple[Store, list[NDArray[np.uint16]]]
+
 
 @pytest.fixture
-def published() -> tuple[Store, list[np.ndarray]]:
+def published() -> Published:
     store = pulse.open_store("memory://")
     weights = {"w": np.arange(100, dtype=np.uint16)}
     publisher = pulse.Publisher(store, anchor_every=4)
@@ -25,7 +32,7 @@ def published() -> tuple[Store, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("damaged", range(12))
-def test_a_damaged_manifest_stops_nobody_on_the_way_to_another_version(published, damaged):
+def test_a_damaged_manifest_stops_nobody_on_the_way_to_another_version(published: Published, damaged: int) -> None:
     store, states = published
     store.put(manifest_name(damaged), b"junk")
     for version in set(range(12)) - {damaged}:
@@ -38,14 +45,16 @@ def test_a_damaged_manifest_stops_nobody_on_the_way_to_another_version(published
         pulse.Subscriber(store).sync({"w": np.zeros(100, np.uint16)}, version=damaged)
 
 
-def test_a_version_that_never_was(published):
+def test_a_version_that_never_was(published: Published) -> None:
     store, _ = published
     with pytest.raises(VersionNotFoundError, match="versions 0 to 11"):
         pulse.Subscriber(store).sync({"w": np.zeros(100, np.uint16)}, version=12)
 
 
 @pytest.mark.parametrize(("content", "said"), [(b"999", "beyond its newest one"), (b"x", "expected a number")])
-def test_verify_says_that_the_number_of_the_first_is_wrong_and_goes_on(published, content, said):
+def test_verify_says_that_the_number_of_the_first_is_wrong_and_goes_on(
+    published: Published, content: bytes, said: str
+) -> None:
     store, _ = published
     store.put(FIRST, content)
     report = verify(store)
@@ -53,3 +62,28 @@ def test_verify_says_that_the_number_of_the_first_is_wrong_and_goes_on(published
     assert said in report.problems[0]
     assert report.good_versions == tuple(range(12))
     assert report.leftovers == ()
+
+
+def test_a_history_that_is_begun_anew_is_noticed(tmp_path: Path) -> None:
+    """Deleted under its followers: as many versions again, more, or fewer; never is the old one called the newest."""
+    for versions in (4, 6, 3):
+        weights, live = {"w": np.zeros(100, np.uint16)}, {"w": np.zeros(100, np.uint16)}
+        publisher = pulse.Publisher(tmp_path / "store")
+        subscriber = pulse.Subscriber(tmp_path / "store")
+        for version in range(4):
+            weights["w"][version] += 1
+            publisher.publish(weights, version=version)
+            subscriber.sync(live)
+        shutil.rmtree(tmp_path / "store")
+        publisher = pulse.Publisher(tmp_path / "store")
+        for version in range(10, 10 + versions):
+            weights["w"][version] += 7
+            publisher.publish(weights, version=version)
+        assert subscriber.latest() == 9 + versions
+        if versions < 4:
+            with pytest.raises(IntegrityError, match="has gone back"):
+                subscriber.sync(live)
+        else:
+            assert subscriber.sync(live).version == 9 + versions
+            assert (live["w"] == weights["w"]).all()
+        shutil.rmtree(tmp_path / "store")

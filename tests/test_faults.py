@@ -105,8 +105,8 @@ class Doomed:
     def stream(self, name: str) -> Iterator[memoryview]:
         return self._parts(self._inner.stream(name))
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        return self._act(lambda: self._inner.list(prefix))  # type: ignore[no-any-return]
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        return self._act(lambda: self._inner.list(prefix, after))  # type: ignore[no-any-return]
 
     def delete(self, name: str) -> None:
         self._act(lambda: self._inner.delete(name))

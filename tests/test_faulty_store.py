@@ -64,9 +64,9 @@ class Faulty:
             yield data[start : start + 10_000]
             self._fail(f"go on reading {name}")
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         self._fail(f"list {prefix}")
-        return self._inner.list(prefix)
+        return self._inner.list(prefix, after)
 
     def delete(self, name: str) -> None:
         self._fail(f"delete {name}")

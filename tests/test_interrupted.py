@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pulse_rl.sync import publisher as module
 from pulse_rl.verify import verify
 
 
-def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch) -> str | None:
+def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Publish, interrupted at the n-th line of the publisher's code, then publish on. Returns where, None for never."""
     store = pulse.open_store("memory://")
     weights = {"w": np.arange(100, dtype=np.uint16)}
@@ -24,7 +25,7 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch) ->
     publisher.publish(weights, version=1, background=background)
     commit, where, passed = publisher.history.commit, None, 0
 
-    def refused(manifest):
+    def refused(manifest: Any) -> Any:
         monkeypatch.setattr(publisher.history, "commit", commit)
         raise StoreError("refused")
 
@@ -32,7 +33,7 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch) ->
         publisher.flush()
         monkeypatch.setattr(publisher.history, "commit", refused)
 
-    def trace(frame, event, _):
+    def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal passed, where
         if frame.f_code.co_filename != module.__file__:
             return None
@@ -68,21 +69,21 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch) ->
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("background", [False, True])
-def test_interrupted_at_every_line(background, fails, monkeypatch):
+def test_interrupted_at_every_line(background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     line = 1
     while _interrupted_at(line, background=background, fails=fails, monkeypatch=monkeypatch) is not None:
         line += 1
     assert line > 50
 
 
-def test_no_thread_to_be_had(monkeypatch):
+def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
-        def __init__(self, *args, **options): ...
+        def __init__(self, *args: Any, **options: Any) -> None: ...
 
-        def submit(self, *args):
+        def submit(self, *args: Any) -> Any:
             raise RuntimeError("can't start new thread")
 
-        def shutdown(self): ...
+        def shutdown(self) -> None: ...
 
     store = pulse.open_store("memory://")
     weights = {"w": np.arange(100, dtype=np.uint16)}
@@ -116,7 +117,7 @@ for version in range(1, 5):
 """
 
 
-def test_a_process_that_ends_publishes_what_is_on_its_way(tmp_path: Path):
+def test_a_process_that_ends_publishes_what_is_on_its_way(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False
     )
@@ -129,7 +130,7 @@ def test_a_process_that_ends_publishes_what_is_on_its_way(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["sub/tokenizer.json", "", ".hidden", "a b", "ü", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_assets_that_no_anchor_can_have(name):
+def test_assets_that_no_anchor_can_have(name: str) -> None:
     store = pulse.open_store("memory://")
     with pytest.raises(ValueError, match="assets"):
         pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, assets={name: b"x"})
@@ -150,12 +151,12 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_child_is_told_and_does_not_hang(tmp_path: Path):
+def test_a_forked_child_is_told_and_does_not_hang(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(tmp_path / "s")]
     assert subprocess.run(command, timeout=60, check=False).returncode == 7
 
 
-def test_no_number_is_left():
+def test_no_number_is_left() -> None:
     store = pulse.open_store("memory://")
     store.put("manifests/999999999999.json", b"x")
     with pytest.raises(StoreError, match="no name is left"):

@@ -65,9 +65,9 @@ class Watched:
         self._operation()
         return self.inner.stream(name)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         self._operation()
-        found = self.inner.list(prefix)
+        found = self.inner.list(prefix, after)
         return [info._replace(modified=self._modified[info.name]) for info in found if info.name in self._modified]
 
     def delete(self, name: str) -> None:
@@ -96,7 +96,7 @@ class Unlisted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         raise CannotListError(prefix)
 
 

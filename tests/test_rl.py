@@ -18,6 +18,7 @@ from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.rollout import RolloutWorker
 from pulse_rl.rl.tasks import LISTING, Task
+from pulse_rl.store.base import ObjectInfo
 
 # --- policy ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +308,12 @@ def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loa
     torch.set_num_threads(threads)
     store, listings = worker._subscriber.history.store, []
     listed = store.list
-    store.list = lambda prefix: listings.append(prefix) or listed(prefix)  # type: ignore[method-assign, func-returns-value]
+
+    def counted(prefix: str, after: str = "") -> list[ObjectInfo]:
+        listings.append(prefix)
+        return listed(prefix, after)
+
+    store.list = counted  # type: ignore[method-assign]
     publisher = pulse.Publisher(config.store_url, cast="bfloat16")
     for version in range(3):
         publisher.publish(tiny.model, version=version)

@@ -63,8 +63,8 @@ class View:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        return [info for info in self._inner.list(prefix) if int(info.name.split("/")[1][:12]) <= self._newest]
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        return [info for info in self._inner.list(prefix, after) if int(info.name.split("/")[1][:12]) <= self._newest]
 
     def get(self, name: str) -> memoryview:
         return memoryview(b"".join(self.stream(name)))

@@ -32,6 +32,9 @@ def test_put_get_list_delete(store: Store) -> None:
     assert bytes(store.get("x/b")) == b"hello"
     assert bytes(store.get_range("x/b", 1, 3)) == b"ell"
     assert [info[:2] for info in store.list("x")] == [("x/a", 0), ("x/b", 5)]
+    assert [info.name for info in store.list("x", after="x/a")] == ["x/b"]
+    assert [info.name for info in store.list("x", after="x/")] == ["x/a", "x/b"]
+    assert store.list("x", after="x/b") == []
     store.delete("x/b")
     store.delete("x/b")
     assert [info[:2] for info in store.list("x")] == [("x/a", 0)]

@@ -105,7 +105,7 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
     class Unlisted:
         url = store.url
 
-        def list(self, prefix: str) -> None:
+        def list(self, prefix: str, after: str = "") -> None:
             raise CannotListError("no listing")
 
         def stream(self, name: str) -> Iterator[memoryview]:

@@ -36,7 +36,7 @@ from pulse_rl.manifest import (
     manifest_sequence,
 )
 from pulse_rl.route import Faults, State, Step, Trail, decode_trail, state_of, step_of
-from pulse_rl.store.base import CannotListError, ObjectMissingError, Store
+from pulse_rl.store.base import CannotListError, ObjectInfo, ObjectMissingError, Store
 from pulse_rl.store.objects import open_store
 
 if TYPE_CHECKING:
@@ -70,11 +70,13 @@ class History:
             self._public_key = self._sign_with.public_key()
         self._manifests: dict[int, Manifest] = {}
         self._trails: dict[State, Trail] = {}
+        self._newest: ObjectInfo | None = None  # manifest, as it was listed last
 
     def forget(self) -> None:
         """Read everything anew from now on: what was read wrong once must not be believed for ever."""
         self._manifests.clear()
         self._trails.clear()
+        self._newest = None
 
     def sequences(self) -> list[int]:
         """The numbers of all committed manifests, ascending, by listing the store if it can be listed."""
@@ -141,9 +143,26 @@ class History:
         return True
 
     def head(self) -> Manifest | None:
-        """The newest version, or None for an empty history."""
-        sequences = self.sequences()
-        return self.read(sequences[-1]) if sequences else None
+        """The newest version, or None for an empty history. Once one is known, only what comes after it is listed."""
+        try:
+            newest = self._listed_newest()
+        except CannotListError:
+            newest = next(reversed(self._tried()), None)
+        return self.read(newest) if newest is not None else None
+
+    def _listed_newest(self) -> int | None:
+        """The number of the newest manifest."""
+        listed = []
+        if self._newest is not None:
+            listed = self.store.list("manifests", after=self._newest.name.removesuffix(".json"))
+            if listed[:1] != [self._newest]:
+                # Deleted, or another one under its name: the history was begun anew, or pruned.
+                self.forget()
+        if self._newest is None:
+            listed = self.store.list("manifests")
+        found = [info for info in listed if manifest_sequence(info.name) is not None]
+        self._newest = found[-1] if found else None
+        return manifest_sequence(self._newest.name) if self._newest else None
 
     def end(self) -> tuple[int, Manifest | None]:
         """The sequence that comes next, and the newest version of which the manifest can be read, if there is one."""
@@ -176,6 +195,10 @@ class History:
         Those that are damaged are passed over. Raises VersionNotFoundError, saying which versions there are, and
         IntegrityError if it may be one of the damaged.
         """
+        with suppress(IntegrityError, VersionNotFoundError):
+            newest = self.head()  # the one that is mostly asked for, without a listing of them all
+            if newest is not None and newest.version == version:
+                return newest
         sequences, damaged = self.sequences(), None
         reading = 0
 

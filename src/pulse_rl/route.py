@@ -128,7 +128,8 @@ def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Tra
         raise IntegrityError(f"{where} is no trail: {error}") from None
     states = {step.to for step in trail.steps()}
     if (
-        state_of(manifest) not in states
+        trail.sequence != manifest.sequence
+        or state_of(manifest) not in states
         or len(states) != len({state.sequence for state in states})
         or any(p.target > manifest.sequence or p.target - p.base not in REACH for p in trail.patches)
     ):

@@ -84,6 +84,8 @@ def verify(
         return VerifyReport(False, "file", str(target), (str(error),), 0)
     if kind == "store":
         return verify_history(History(place, public_key=public_key), tell, weights)
+    if public_key is not None:
+        raise ValueError(f"public_key: expected a store, whose manifests it checks, found the {kind} {place}")
     tell(0, 1, place)
     if kind == "patch":
         return _verify_patch(Path(place), weights)

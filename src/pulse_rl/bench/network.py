@@ -29,7 +29,7 @@ class Network:
                 "bench link: expected Linux and root, who may make network namespaces and shape their links, found "
                 f"{sys.platform} and user {os.getuid() if hasattr(os, 'getuid') else 'unknown'}; run it as root"
             )
-        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        missing = [tool for tool in TOOLS if _path(tool) is None]
         if missing:
             raise PulseError(f"bench link: no {', '.join(missing)}: install the packages iproute2 and util-linux")
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -76,9 +76,15 @@ class Network:
         return ["nsenter", "--net", f"--target={self._holders[place].pid}", "--", *command]
 
     def _do(self, place: int, *command: str) -> None:
-        done = subprocess.run(self.inside(place, command), capture_output=True, text=True)
+        tool = _path(command[0]) or command[0]
+        done = subprocess.run(self.inside(place, [tool, *command[1:]]), capture_output=True, text=True)
         if done.returncode:
             raise PulseError(f"bench link: `{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
+
+
+def _path(tool: str) -> str | None:
+    """Where a tool is; an administrator's are not on everybody's PATH."""
+    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")
 
 
 def _namespace() -> subprocess.Popen[bytes]:

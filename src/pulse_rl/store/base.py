@@ -55,8 +55,8 @@ class Store(Protocol):
     def stream(self, name: str) -> Iterator[memoryview]:
         """A whole object in parts of a few MB. Raises FileNotFoundError if there is none."""
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose name starts with prefix + "/", sorted by name.
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        """All objects whose name starts with prefix + "/" and is greater than `after`, sorted by name.
 
         Raises CannotListError where there is nothing to list by, which a history can do without.
         """

@@ -115,14 +115,14 @@ class ObjectStore:
         except (BaseError, OSError) as error:
             raise self._reason("read", name, error) from error
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         inner = self._reach(write=False)
         if inner is None:
             return []
         try:
             found = [
                 ObjectInfo(o["path"], o["size"], o["last_modified"].timestamp())
-                for page in obstore.list(inner, prefix)
+                for page in obstore.list(inner, prefix, offset=after or None)
                 for o in page
             ]
         except (BaseError, OSError) as error:
@@ -232,7 +232,7 @@ class WebStore(ObjectStore):
     def delete(self, name: str) -> None:
         raise self._read_only("delete", name)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         raise CannotListError(f"cannot list {prefix} in {self.url}: a web server has no reliable listing")
 
     def _read_only(self, verb: str, name: str) -> StoreError:

@@ -33,7 +33,7 @@ from pulse_rl.sync.restore import Work, follow, restore, scratch, way_out
 if TYPE_CHECKING:
     from pulse_rl.signing import PublicKey
 
-POLL_S = 0.05  # between looks at the store while waiting: a listing each, cheap on files, a request on clouds
+POLL_S, LONGEST_POLL_S = 0.05, 1.0  # between looks at the store while waiting: a request each, paid for on clouds
 
 
 class Subscriber:
@@ -95,18 +95,19 @@ class Subscriber:
 
         timeout: seconds. Raises TimeoutError, saying what the newest version is by then.
         """
-        deadline = time.monotonic() + timeout
+        start = time.monotonic()
         while True:
             newest = self.latest()
             if newest is not None and newest >= version:
                 return newest
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - start
+            if waited >= timeout:
                 raise TimeoutError(
                     f"waited {timeout} s for version {version} in {self.history.store.url}; "
                     f"the newest is {'none yet' if newest is None else newest}"
                 )
-            time.sleep(min(POLL_S, left))
+            # By a twentieth of what was waited already a version may come later.
+            time.sleep(min(max(POLL_S, waited / 20), LONGEST_POLL_S, timeout - waited))
 
     def sync(self, weights: Any, *, version: int | None = None) -> SyncReport:
         """Bring the weights to the newest version (or the one given), in place, by the cheapest way.
