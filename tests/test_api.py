@@ -24,7 +24,7 @@ LAYERS = [
     {"encode", "application"},
     {"manifest", "signing"},
     {"route"},
-    {"patch", "history"},
+    {"patch", "history", "loco"},
     {"retention", "heartbeat"},
     {"sync"},
     {"verify", "contents", "files", "status"},

@@ -10,6 +10,8 @@
     subscriber = pulse.Subscriber(pulse.open_store("file:///runs/a"))
     subscriber.sync(model)                             # on the rollout workers' side
 
+    with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
+
 Everything public is listed in `__all__`; it is imported when first used, so `import pulse_rl` costs nothing.
 """
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pulse_rl.digests import digest
     from pulse_rl.errors import (
         BaseMismatchError,
+        ExchangeError,
         IntegrityError,
         MissingExtraError,
         PatchFormatError,
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
         VersionNotFoundError,
     )
     from pulse_rl.history import History
+    from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
+    from pulse_rl.loco.report import LocoReport
     from pulse_rl.patch import PatchInfo, apply, diff, inspect
     from pulse_rl.patchfile import TensorInfo
     from pulse_rl.store.base import Store
@@ -40,14 +45,18 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BaseMismatchError": "errors",
+    "DiLoCo": "loco.optimizer",
+    "ExchangeError": "errors",
     "History": "history",
     "IntegrityError": "errors",
+    "LocoReport": "loco.report",
     "MissingExtraError": "errors",
     "PatchFormatError": "errors",
     "PatchInfo": "patch",
     "PublishReport": "sync.reports",
     "Publisher": "sync.publisher",
     "PulseError": "errors",
+    "PulseLoCo": "loco.optimizer",
     "Store": "store.base",
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
@@ -63,14 +72,18 @@ _HOME = {
 
 __all__ = [
     "BaseMismatchError",
+    "DiLoCo",
+    "ExchangeError",
     "History",
     "IntegrityError",
+    "LocoReport",
     "MissingExtraError",
     "PatchFormatError",
     "PatchInfo",
     "PublishReport",
     "Publisher",
     "PulseError",
+    "PulseLoCo",
     "Store",
     "StoreError",
     "Subscriber",

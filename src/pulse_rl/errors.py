@@ -4,6 +4,7 @@
     ├── PatchFormatError       the bytes are no patch we can read: truncated, malformed, over a limit, too new
     ├── BaseMismatchError      a sound patch, but these weights are not its base (also a ValueError)
     ├── IntegrityError         bits are not what their hash or digest promised
+    ├── ExchangeError          trainers could not exchange a round: one is lost, or they do not agree on what to do
     ├── StoreError             a store could not be read or written, or another publisher wrote to it
     │   └── VersionNotFoundError   the history does not hold that version (also a LookupError)
     └── MissingExtraError      an optional dependency is not installed (also an ImportError)
@@ -29,6 +30,10 @@ class BaseMismatchError(PulseError, ValueError):
 
 class IntegrityError(PulseError):
     """Bits differ from what their hash or digest promised; nothing was accepted."""
+
+
+class ExchangeError(PulseError):
+    """Trainers could not exchange a round; the shared weights are those of the round before."""
 
 
 class StoreError(PulseError):

@@ -1,10 +1,15 @@
-"""The naive twins of the kernels in `cpu.py`: plain Python over integers, written to be obviously right.
+"""The naive twins of the kernels in `cpu.py` and `loco.py`: plain Python over integers, written to be obviously right.
 
 Same names, same arguments, same results; only the tests run them. A reader in another language can be
 checked against them.
 """
 
+from bisect import bisect_left
+from fractions import Fraction
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 MASK = (1 << 64) - 1
 C1 = 0x9E3779B97F4A7C15
@@ -94,3 +99,91 @@ def gap_decode(words: Any, n: int, indices: Any) -> int:
             return -1
         indices[j] = index
     return at
+
+
+# The twins of `loco.py`. A format is a dtype's name here; numbers are exact fractions, rounded where it says so.
+
+_FIELDS = {"bfloat16": (8, 7), "float16": (5, 10), "float8_e4m3fn": (4, 3)}  # bits of exponent and mantissa
+
+
+def to_float32(exact: Fraction) -> np.float32:
+    """The nearest float32, ties to even. No infinities: tests stay far from them."""
+    near = np.float32(float(exact))
+    candidates = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
+    return min(candidates, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+
+
+def fused(a: Any, b: Any, c: Any) -> np.float32:
+    """a·b + c, rounded once."""
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    return to_float32(exact) if exact else a * b + c  # a fraction has no −0
+
+
+@cache
+def codes(name: str) -> list[Fraction]:
+    """The values of a format's codes from 0 up; the last is where it ends: infinity's code, or the largest of FP8."""
+    exponents, mantissas = _FIELDS[name]
+    bias, found = 2 ** (exponents - 1) - 1, []
+    last = 2 ** (exponents + mantissas) - (2 if name == "float8_e4m3fn" else 2**mantissas)
+    for code in range(last + 1):
+        exponent, mantissa = code >> mantissas, code % 2**mantissas
+        whole = mantissa + 2**mantissas if exponent else mantissa
+        found.append(whole * Fraction(2) ** (max(exponent, 1) - bias - mantissas))
+    return found
+
+
+def cast_one(value: Any, name: str) -> int:
+    exponents, mantissas = _FIELDS[name]
+    sign = int(np.signbit(value)) << exponents + mantissas
+    table = codes(name)
+    if np.isinf(value):
+        return sign | len(table) - 1
+    exact = abs(Fraction(float(value)))
+    at = bisect_left(table, exact)
+    near = range(max(0, at - 1), min(len(table), at + 1)) or [len(table) - 1]
+    return sign | min(near, key=lambda code: (abs(table[code] - exact), code & 1))
+
+
+def cast(values: Any, name: str, bits: Any) -> None:
+    for i, value in enumerate(values):
+        bits[i] = cast_one(value, name)
+
+
+def gate(shared: Any, live: Any, residual: Any, name: str, before: Any, after: Any) -> bool:
+    finite = True
+    for i in range(len(shared)):
+        s = residual[i] + (shared[i] - live[i])
+        finite = finite and bool(np.isfinite(s))
+        before[i] = cast_one(shared[i], name)
+        after[i] = cast_one(shared[i] - s, name) if np.isfinite(s) else 0
+    return finite
+
+
+def pick(shared: Any, live: Any, residual: Any, indices: Any, values: Any) -> None:
+    for j, i in enumerate(indices):
+        values[j] = residual[i] + (shared[i] - live[i])
+
+
+def keep(shared: Any, live: Any, residual: Any, indices: Any, values: Any) -> None:
+    sent = dict(zip(indices.tolist(), values, strict=True))
+    for i in range(len(shared)):
+        s = residual[i] + (shared[i] - live[i])
+        residual[i] = s - sent.get(i, np.float32(0))
+
+
+def add(total: Any, indices: Any, values: Any) -> None:
+    for index, value in zip(indices, values, strict=True):
+        total[index] += value
+
+
+def difference(shared: Any, live: Any, out: Any) -> bool:
+    for i in range(len(shared)):
+        out[i] = shared[i] - live[i]
+    return bool(np.isfinite(out).all())
+
+
+def outer(shared: Any, momentum: Any, gradient: Any, lr: float, mu: float) -> None:
+    rate, decay = np.float32(lr), np.float32(mu)
+    for i in range(len(shared)):
+        momentum[i] = decay * momentum[i] + gradient[i]
+        shared[i] = fused(-rate, fused(decay, momentum[i], gradient[i]), shared[i])

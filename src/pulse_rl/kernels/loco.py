@@ -1,0 +1,180 @@
+"""The hot loops of PULSELoCo: what the next forward pass would see, what is kept, and the outer step.
+
+All arrays are one segment's, float32 unless said otherwise. The arithmetic is the same on every machine: no
+fast-math, and the multiply-adds that torch.optim.SGD fuses are fused here too, by name. Naive twins in `reference.py`.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu import _ro
+
+F32 = NDArray[np.float32]
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
+
+
+class Format(NamedTuple):
+    """How float32 bits become a narrower format's, rounded to the nearest, ties to even. All fields are uint32."""
+
+    shift: Any  # mantissa bits that are dropped
+    rebias: Any  # difference of the exponents' biases, in place
+    smallest: Any  # below these bits the result is subnormal
+    magic: Any  # bits of the float whose neighbour is one subnormal step away: adding it rounds to such steps
+    largest: Any  # from these bits on it is too large to be rounded
+    over: Any  # what those become
+    nan: Any
+    sign: Any  # how far right the sign goes
+
+
+def _format(*fields: int) -> Format:
+    return Format(*(np.uint32(field) for field in fields))
+
+
+FORMATS: dict[str, Format] = {
+    "bfloat16": _format(16, 0, 0, 0, 0xFFFFFFFF, 0x7F80, 0x7FC0, 16),
+    "float16": _format(13, 112 << 23, 113 << 23, 126 << 23, 143 << 23, 0x7C00, 0x7E00, 16),
+    "float8_e4m3fn": _format(
+        20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24
+    ),  # saturates, as torch does
+}
+
+
+@intrinsic
+def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a·b + c, rounded once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def _bits(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def _float(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _rounded(bits, form):
+    # Every way is computed and one is chosen: without branches it runs over many elements at once.
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    odd = np.uint32((magnitude >> form.shift) & np.uint32(1))
+    half = np.uint32((np.uint32(1) << np.uint32(form.shift - np.uint32(1))) - np.uint32(1))
+    result = np.uint32(np.uint32(np.uint32(magnitude - form.rebias) + half + odd) >> form.shift)
+    steps = np.uint32(_bits(np.float32(_float(magnitude) + _float(form.magic))) - form.magic)
+    result = steps if magnitude < form.smallest else result
+    result = form.over if magnitude >= form.largest else result
+    result = form.nan if magnitude > _INFINITY else result
+    return np.uint32(result | np.uint32((bits & np.uint32(0x80000000)) >> form.sign))
+
+
+@njit(nogil=True, cache=True)
+def _cast(values, form, bits):
+    for i in range(values.shape[0]):
+        bits[i] = _rounded(_bits(values[i]), form)
+
+
+def cast(values: F32, form: Format, bits: UIntArray) -> None:
+    """Write the bits of values (n,) in a narrower format."""
+    _cast(_ro(values), form, bits)
+
+
+@njit(nogil=True, cache=True)
+def _gate(shared, live, residual, form, before, after):
+    broken = np.uint32(0)
+    for i in range(shared.shape[0]):
+        s = residual[i] + (shared[i] - live[i])
+        before[i] = _rounded(_bits(shared[i]), form)
+        after[i] = _rounded(_bits(np.float32(shared[i] - s)), form)
+        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
+    return broken == 0
+
+
+def gate(shared: F32, live: F32, residual: F32, form: Format, before: UIntArray, after: UIntArray) -> bool:
+    """Write the bits of θ and of θ − s in the gate's format, s = residual + (θ − live); False if an s is no number."""
+    return bool(_gate(_ro(shared), _ro(live), _ro(residual), form, before, after))
+
+
+@njit(nogil=True, cache=True)
+def _pick(shared, live, residual, indices, values):
+    for j in range(indices.shape[0]):
+        i = indices[j]
+        values[j] = residual[i] + (shared[i] - live[i])
+
+
+def pick(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
+    """values (k,) = s at these indices, all in range."""
+    _pick(_ro(shared), _ro(live), _ro(residual), _ro(indices), values)
+
+
+@njit(nogil=True, cache=True)
+def _keep(shared, live, residual, indices, values):
+    for i in range(shared.shape[0]):
+        residual[i] += shared[i] - live[i]
+    for j in range(indices.shape[0]):
+        residual[indices[j]] -= values[j]
+
+
+def keep(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
+    """residual = s less the values (k,) that were sent: +0 where s itself was, and exact where s was rounded."""
+    _keep(_ro(shared), _ro(live), residual, _ro(indices), _ro(values))
+
+
+@njit(nogil=True, cache=True)
+def _add(total, indices, values):
+    for j in range(indices.shape[0]):
+        total[indices[j]] += values[j]
+
+
+def add(total: F32, indices: NDArray[np.uint32], values: F32) -> None:
+    """total[indices] += values, (k,); the indices are in range."""
+    _add(total, _ro(indices), _ro(values))
+
+
+@njit(nogil=True, cache=True)
+def _difference(shared, live, out):
+    broken = np.uint32(0)
+    for i in range(shared.shape[0]):
+        s = shared[i] - live[i]
+        out[i] = s
+        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
+    return broken == 0
+
+
+def difference(shared: F32, live: F32, out: F32) -> bool:
+    """out = θ − live, the dense pseudo-gradient; False if one is no number."""
+    return bool(_difference(_ro(shared), _ro(live), out))
+
+
+@njit(nogil=True, cache=True)
+def _outer(shared, momentum, gradient, lr, mu):
+    for i in range(shared.shape[0]):
+        g = gradient[i]
+        m = np.float32(mu * momentum[i]) + g
+        momentum[i] = m
+        shared[i] = _fma(-lr, _fma(mu, m, g), shared[i])
+
+
+def outer(shared: F32, momentum: F32, gradient: F32, lr: float, mu: float) -> None:
+    """One step of SGD with Nesterov momentum, in place: torch.optim.SGD(nesterov=True)'s bits."""
+    _outer(shared, momentum, _ro(gradient), np.float32(lr), np.float32(mu))

@@ -1,0 +1,1 @@
+"""PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, its dense baseline."""

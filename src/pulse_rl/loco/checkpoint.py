@@ -1,0 +1,96 @@
+"""The state of a trainer as a dict that torch.save and torch.distributed.checkpoint both take.
+
+    round, inner_steps, workers     whole numbers
+    theta, momentum                 name → float32 tensor of the parameter's shape, the same on all ranks
+    residual                        str(rank) → name → likewise: only of the ranks that are this trainer's
+
+To load a checkpoint of V ranks on W: rank w takes over the residuals of ranks w, w + W, w + 2W, … below V, adds them up
+and multiplies by W / V. A residual weighs 1 / V in the mean that it was kept from and 1 / W in the one that it is sent
+in, so nothing is lost and nothing counts twice. Parameters and inner state within a round are each rank's own, so
+a checkpoint goes to another number of ranks only where no inner step has been taken since a round.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pulse_rl.loco.group import Group
+from pulse_rl.loco.masters import Masters
+
+
+class Counters(Protocol):
+    """Where a trainer stands."""
+
+    round: int
+    inner_steps: int
+
+
+def state_dict(counters: Counters, masters: Masters, group: Group, workers: int | None) -> dict[str, Any]:
+    """The state; with `workers`, one to load a checkpoint of so many ranks into: its residuals are zeros of its own."""
+    own = workers is None or workers == group.size
+    residual = {
+        str(rank): {
+            name: torch.from_numpy(values if own else np.zeros_like(values)).view(masters.shapes[name])
+            for name, values in masters.residual.items()
+        }
+        for rank in _taken(group, workers or group.size)
+    }
+    return {
+        "round": counters.round,
+        "inner_steps": counters.inner_steps,
+        "workers": workers or group.size,
+        "theta": _tensors(masters, masters.theta),
+        "momentum": _tensors(masters, masters.momentum),
+        "residual": residual if masters.residual else {},
+    }
+
+
+def load_state_dict(counters: Counters, masters: Masters, group: Group, state: dict[str, Any]) -> None:
+    """Take up a state. All of it is checked before anything is changed."""
+    workers = state["workers"]
+    if workers != group.size and state["inner_steps"]:
+        raise ValueError(
+            f"expected a checkpoint made right after a round to go from {workers} trainers to {group.size}, found one "
+            f"{state['inner_steps']} inner steps later, when the parameters are each rank's own"
+        )
+    taken = [str(rank) for rank in _taken(group, workers)] if masters.residual else []
+    if missing := [rank for rank in taken if rank not in state["residual"]]:
+        raise ValueError(
+            f"rank {group.rank}: expected the residuals of ranks {', '.join(taken)} of the checkpoint's {workers}, "
+            f"found none of {', '.join(missing)}: load into state_dict(workers={workers}), or changes would be lost"
+        )
+    for what, tensors in [("theta", state["theta"]), ("momentum", state["momentum"])] + [
+        (f"residual of rank {rank}", state["residual"][rank]) for rank in taken
+    ]:
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != masters.shapes:
+            odd = sorted(n for n in found | masters.shapes if found.get(n) != masters.shapes.get(n))
+            raise ValueError(
+                f"{what}: expected the model's trainable parameters, found others: {', '.join(odd[:8])} are missing, "
+                "unexpected or of another shape"
+            )
+    for name in masters.shapes:
+        masters.theta[name][:] = _flat(state["theta"][name])
+        masters.momentum[name][:] = _flat(state["momentum"][name])
+        if masters.residual:
+            total = np.zeros_like(masters.residual[name])
+            for rank in taken:
+                total += _flat(state["residual"][rank][name])
+            masters.residual[name][:] = total if workers == group.size else total * np.float32(group.size / workers)
+    counters.round, counters.inner_steps = int(state["round"]), int(state["inner_steps"])
+    if not counters.inner_steps:
+        masters.put()
+
+
+def _taken(group: Group, workers: int) -> range:
+    """The ranks of a checkpoint of so many whose residuals this rank takes over: its own, where it is as many."""
+    return range(group.rank, workers, group.size)
+
+
+def _tensors(masters: Masters, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values).view(masters.shapes[name]) for name, values in arrays.items()}
+
+
+def _flat(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().reshape(-1).numpy()

@@ -1,0 +1,53 @@
+"""The gate: which elements of a pseudo-gradient the next forward pass would see.
+
+    s    = residual + (θ − live)              error feedback plus pseudo-gradient, float32
+    send where bits(cast(θ)) ≠ bits(cast(θ − s))
+
+Casts round to the nearest, ties to even, bit for bit as torch does. Nothing is changed here: the residual moves
+only when the whole round is certain (`masters.commit`), so a round that fails can be forgotten.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.kernels import cpu, loco
+from pulse_rl.kernels.loco import F32
+
+Gate: TypeAlias = Literal["bfloat16", "float16", "float8_e4m3fn"]
+GATES: tuple[str, ...] = get_args(Gate)
+
+
+class Sends(NamedTuple):
+    """What one trainer sends of one segment."""
+
+    indices: NDArray[np.uint32]  # (k,), strictly increasing, relative to the segment's start
+    values: F32  # (k,), s at them
+
+
+def cast(values: F32, gate: str) -> UIntArray:
+    """The bits (n,) of values in the gate's format. Scratch: good until this thread's next call."""
+    itemsize = DTYPES[gate][1]
+    bits: UIntArray = cpu.buffer(f"cast{itemsize}", len(values), UINTS[itemsize])[: len(values)]
+    loco.cast(values, loco.FORMATS[gate], bits)
+    return bits
+
+
+def find_sends(shared: F32, live: F32, residual: F32, gate: str) -> Sends | None:
+    """What to send of a segment; None if an s is infinite or no number.
+
+    shared: θ (n,), as all trainers hold it. live: (n,), where the inner steps have led. residual: (n,). None is
+    changed. Reads each once: memory-bound, 12 bytes an element.
+    """
+    n, itemsize = len(shared), DTYPES[gate][1]
+    before, after = (cpu.buffer(f"{name}{itemsize}", n, UINTS[itemsize])[:n] for name in ("before", "after"))
+    if not loco.gate(shared, live, residual, loco.FORMATS[gate], before, after):
+        return None
+    indices = cpu.buffer("changed", n + cpu.SLACK, np.uint32)
+    seen = cpu.buffer("values", n + cpu.SLACK, np.uint64).view(UINTS[itemsize])
+    found = indices[: cpu.find_changes(before, after, indices, seen)].copy()
+    values = np.empty(len(found), np.float32)
+    loco.pick(shared, live, residual, found, values)
+    return Sends(found, values)

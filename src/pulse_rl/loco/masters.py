@@ -1,0 +1,117 @@
+"""What a trainer holds: θ as all trainers share it, the outer momentum, its own residual, and the live parameters.
+
+All of it is float32, by tensor and in host memory; the live parameters may be on any device and are read and
+written a segment at a time. Tensors are in canonical order (by name), segments are at most 2^20 elements of one
+tensor, and fragments are runs of segments that are exchanged together, so that what a round holds is bounded.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pulse_rl import digests
+from pulse_rl.bits import layout
+from pulse_rl.kernels import cpu, loco
+from pulse_rl.kernels.loco import F32
+from pulse_rl.kernels.reference import mix
+from pulse_rl.loco.gate import Sends
+from pulse_rl.loco.payload import Span
+
+FRAGMENT = 1 << 25  # elements: 128 MB of float32
+
+
+class Segment(NamedTuple):
+    """A piece of one tensor; the arrays are views."""
+
+    name: str
+    span: Span  # with θ
+    momentum: F32
+    residual: F32 | None  # None: nothing is kept (DiLoCo)
+
+
+class Masters:
+    """θ, momentum and residual of the trainable parameters of one trainer.
+
+    parameters: name → parameter, each once. kept: whether there is a residual. Raises TypeError for a parameter that
+    is not float32, and for one that is sharded or otherwise no dense tensor.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, kept: bool) -> None:
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32:
+                raise TypeError(
+                    f"parameter {name!r}: expected float32, found {parameter.dtype}: in a narrower dtype the "
+                    "pseudo-gradient would hold rounding error; keep float32 masters and compute under autocast"
+                )
+        self._live = layout(parameters)
+        self.shapes = {name: bits.shape for name, bits in self._live.items()}
+        self.elements = self._live.elements
+        self.theta = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
+        self.momentum = {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()}
+        self.residual = {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()} if kept else {}
+        self.segments = [
+            Segment(
+                name,
+                Span(bits.shape, start, stop, self.theta[name][start:stop]),
+                self.momentum[name][start:stop],
+                self.residual[name][start:stop] if kept else None,
+            )
+            for name, bits in self._live.items()
+            for start, stop in digests.segments(bits.size)
+        ]
+        self.fragments: list[range] = []  # of numbers of segments
+        first, held = 0, 0
+        for number, segment in enumerate(self.segments):
+            held += segment.span.size
+            if held > FRAGMENT and number > first:
+                self.fragments.append(range(first, number))
+                first, held = number, segment.span.size
+        if self.segments:
+            self.fragments.append(range(first, len(self.segments)))
+        self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
+        self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
+        self.take()
+
+    def take(self) -> None:
+        """θ becomes what the live parameters are."""
+        for segment in self.segments:
+            segment.span.shared[:] = self.live(segment)
+
+    def put(self) -> None:
+        """The live parameters become θ."""
+        for segment in self.segments:
+            self._write(segment)
+
+    def live(self, segment: Segment) -> F32:
+        """The live parameters of a segment; not to be written to."""
+        values: F32 = self._live[segment.name].read(segment.span.start, segment.span.stop).view(np.float32)
+        return values
+
+    def commit(self, segment: Segment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
+        """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
+
+        sends: what this trainer sent, to be taken from the residual. gradient: the mean over all trainers, (n,).
+        """
+        span = segment.span
+        if segment.residual is not None and sends is not None:
+            loco.keep(span.shared, self.live(segment), segment.residual, sends.indices, sends.values)
+        loco.outer(span.shared, segment.momentum, gradient, lr, mu)
+        self._write(segment)
+        return self._digest(segment, span.shared)
+
+    def digest(self) -> int:
+        """The digest of θ: as `pulse.digest` of the trainable parameters."""
+        own = sum(self._digest(segment, segment.span.shared) for segment in self.segments)
+        return (self.empty_digest + own) & digests.MASK
+
+    def momentum_digest(self) -> int:
+        """Likewise of the momentum."""
+        return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
+
+    def _digest(self, segment: Segment, values: F32) -> int:
+        return cpu.digest_range(self._seeds[segment.name], segment.span.start, values.view(np.uint32))
+
+    def _write(self, segment: Segment) -> None:
+        self._live[segment.name].write(segment.span.start, segment.span.shared.view(np.uint32))

@@ -1,0 +1,153 @@
+"""What one trainer sends of a run of segments, as bytes.
+
+    16 bytes   BLAKE3 of the rest
+    u32 × 2    bytes of the positions, bytes of the exponents
+    u32 × S    sends in each segment
+    positions  a block of the context codec, over θ cast to the gate's format: all trainers hold it
+    exponents  one zstd frame, one byte a value
+    the rest   of each value, sign above mantissa, little-endian: 3 bytes of a float32, 1 of a bfloat16
+
+The context codec codes changes, so positions are given to it as changes that all move up by one step: direction
+and size then cost next to nothing. The exponents of the values lie near lr · H and take about 3 bits (the entropy
+of each alone is 2.4); signs and mantissas are as good as random and are sent as they are.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from pulse_rl.changes import Changes
+from pulse_rl.codecs.base import Part, Piece
+from pulse_rl.codecs.context import ContextCodec
+from pulse_rl.dtypes import DTYPES, UIntArray, field
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.kernels import moves
+from pulse_rl.kernels.loco import F32
+from pulse_rl.loco.gate import Sends, cast
+from pulse_rl.patchfile import segment_spec
+from pulse_rl.zstd import decompress
+
+ValueDtype: TypeAlias = Literal["float32", "bfloat16"]
+VALUE_DTYPES: tuple[str, ...] = get_args(ValueDtype)
+_MANTISSAS = {"float32": 23, "bfloat16": 7}
+HASH, LENGTHS = 16, struct.Struct("<II")
+_CODEC = ContextCodec()
+
+
+class Span(NamedTuple):
+    """A segment as sender and receiver know it."""
+
+    shape: tuple[int, ...]  # of its tensor
+    start: int  # its first element, flat
+    stop: int
+    shared: F32  # θ there, (stop − start,)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def limit(spans: Sequence[Span]) -> int:
+    """More bytes than a payload of these segments can have: a dense one, and what the models and the frame add."""
+    return sum(span.size for span in spans) * 7 + (4 + 64) * len(spans) + (1 << 17)
+
+
+def encode(sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype: str = "float32") -> bytes:
+    """One payload of these segments. The same sends give the same bytes, whatever the number of threads."""
+    parts = [_part(one, span, gate) for one, span in zip(sends, spans, strict=True)]
+    positions = _CODEC.encode(parts)
+    exponents, rest = _split(np.concatenate([one.values for one in sends]), value_dtype)
+    frame = zstandard.ZstdCompressor(1).compress(exponents.tobytes())
+    counts = np.array([len(one.indices) for one in sends], "<u4")
+    body = [LENGTHS.pack(len(positions), len(frame)), counts.tobytes(), positions, frame, rest.tobytes()]
+    data = b"".join(body)
+    return blake3(data).digest(HASH) + data
+
+
+def open_payload(
+    payload: memoryview, spans: Sequence[Span], gate: str, value_dtype: str = "float32"
+) -> list[Callable[[], Sends]]:
+    """Check a payload of these segments; returns what decodes each, every index proved in range.
+
+    Raises PatchFormatError for bytes that are no such payload; so do the functions that it returns.
+    """
+    told = HASH + LENGTHS.size + 4 * len(spans)
+    if not told <= len(payload) <= limit(spans):
+        raise PatchFormatError(f"payload: expected {told} to {limit(spans)} bytes, found {len(payload)}")
+    if blake3(payload[HASH:]).digest(HASH) != bytes(payload[:HASH]):
+        raise PatchFormatError(f"payload: its {len(payload)} bytes are not the ones that were hashed")
+    positions_nbytes, frame_nbytes = LENGTHS.unpack_from(payload, HASH)
+    counts = np.frombuffer(payload[HASH + LENGTHS.size : told], "<u4").astype(np.int64)
+    for count, span in zip(counts.tolist(), spans, strict=True):
+        if count > span.size:
+            raise PatchFormatError(f"payload: expected at most {span.size} sends of a segment, found {count}")
+    total = int(counts.sum())
+    width = (_MANTISSAS[value_dtype] + 1) // 8
+    expected = told + positions_nbytes + frame_nbytes + width * total
+    if expected != len(payload):
+        raise PatchFormatError(f"payload: expected {expected} bytes, found {len(payload)}")
+    specs = [
+        segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, count)
+        for span, count in zip(spans, counts.tolist(), strict=True)
+    ]
+    pieces = _CODEC.open(payload[told : told + positions_nbytes], specs)
+    at = told + positions_nbytes
+    exponents = np.frombuffer(decompress(payload[at : at + frame_nbytes], total, "exponents"), np.uint8)
+    if len(exponents) != total or (exponents == 0xFF).any():
+        raise PatchFormatError(f"payload: expected {total} exponents of finite values, found {len(exponents)}")
+    values = _joined(exponents, np.frombuffer(payload[at + frame_nbytes :], np.uint8), value_dtype)
+    ends = np.cumsum(counts).tolist()
+    return [
+        partial(_decode, piece, values[end - spec.changed : end], span, gate)
+        for piece, spec, end, span in zip(pieces, specs, ends, spans, strict=True)
+    ]
+
+
+def rounded(values: F32, value_dtype: str) -> F32:
+    """The values as they arrive when they are sent in that dtype: what is lost stays in the residual."""
+    if value_dtype == "float32":
+        return values
+    widened: F32 = (cast(values, value_dtype).astype(np.uint32) << 16).view(np.float32)
+    return widened
+
+
+def _part(sends: Sends, span: Span, gate: str) -> Part:
+    spec = segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, len(sends.indices))
+    count = len(sends.indices)
+    up = moves.move(
+        cast(span.shared, gate), sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype)
+    )
+    return Part(spec, Changes(sends.indices, up), partial(cast, span.shared, gate))
+
+
+def _decode(piece: Piece, values: F32, span: Span, gate: str) -> Sends:
+    (changes,) = piece.decode([partial(cast, span.shared, gate)])
+    return Sends(changes.indices, values)
+
+
+def _split(values: F32, value_dtype: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Exponents (k,), and the rest of each value, (k, 3) or (k, 1)."""
+    mantissa = _MANTISSAS[value_dtype]
+    bits = values.view(np.uint32)
+    exponents = (bits >> 23).astype(np.uint8)
+    rest = (bits >> 31 << mantissa) | (bits >> 23 - mantissa & (1 << mantissa) - 1)
+    planes: UIntArray = rest.astype("<u4").view(np.uint8).reshape(-1, 4)[:, : (mantissa + 1) // 8]
+    return exponents, planes
+
+
+def _joined(exponents: NDArray[np.uint8], planes: NDArray[np.uint8], value_dtype: str) -> F32:
+    """The inverse, float32 (k,)."""
+    mantissa = _MANTISSAS[value_dtype]
+    wide = np.zeros((len(exponents), 4), np.uint8)
+    wide[:, : (mantissa + 1) // 8] = planes.reshape(len(exponents), (mantissa + 1) // 8)
+    rest = wide.view("<u4").reshape(-1)
+    bits = (rest >> mantissa << 31) | exponents.astype(np.uint32) << 23
+    bits |= (rest & (1 << mantissa) - 1) << 23 - mantissa
+    values: F32 = bits.astype(np.uint32, copy=False).view(np.float32)
+    return values
