@@ -4,6 +4,8 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -39,7 +41,7 @@ def start(rank: int, size: int, at: int, timeout_s: float) -> None:
 
 def serve(rank: int, at: int, pipe: Connection) -> None:
     """A rank that runs what it is told: a function's name, how many ranks take part, and its arguments."""
-    os.environ["PULSE_THREADS"] = "1"
+    os.environ["PULSE_THREADS"] = "2"
     start(rank, RANKS, at, 60)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
     while (order := pipe.recv()) is not None:
@@ -436,3 +438,14 @@ def narrow(group: Any, rank: int, size: int) -> str:
     with pytest.raises(TypeError) as caught:
         pulse.PulseLoCo(model, adam(model), sync_every=1, process_group=group)
     return str(caught.value).split(": in")[0]
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import pulse_rl as p\n"
+        "try: p.PulseLoCo\n"
+        "except p.MissingExtraError as error: assert 'pulse-rl[torch]' in str(error)\n"
+        "else: sys.exit('imported')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,6 +9,7 @@
 A round: every rank finds s = residual + (θ − live) and what of it to send; all exchange; g is the mean over all W
 ranks; θ takes one step of SGD with Nesterov momentum along g; the live parameters become θ; and the digests of θ are
 compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) The inner optimizer's state stays each rank's own.
+All ranks take the same number of inner steps: one that skips a step keeps the others waiting.
 
 Nothing of a trainer's state changes until all that it needs of a round has arrived and been checked, and from then
 on nothing can fail but the machine. So an error leaves θ, momentum and residual before the round, never amid it;
@@ -41,6 +42,8 @@ from pulse_rl.parallel import ordered_map
 
 class LocalSteps(ABC):
     """What PulseLoCo and DiLoCo share: all but what is exchanged."""
+
+    _KEPT = False  # whether there is a residual
 
     def __init__(
         self,
@@ -78,8 +81,6 @@ class LocalSteps(ABC):
         self._masters = Masters(parameters, kept=self._KEPT)
         self._hook: Any = None
         self._broken = False
-
-    _KEPT = False
 
     @property
     def report(self) -> LocoReport | None:
