@@ -5,42 +5,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import COMMAND, WIDE, children, resume, run, start, wait_for
 
 import pulse_rl as pulse
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics
 from pulse_rl.verify import verify
-
-COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
-WIDE = os.environ | {"COLUMNS": "1000"}  # so that no message is folded
-
-
-def _start(out: Path, *options: str) -> "subprocess.Popen[str]":
-    command = [*COMMAND, "train", "--model", "tiny", "--out", str(out), "--lr", "1e-3", "--json", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _run(out: Path, *options: str) -> dict[str, Any]:
-    process = _start(out, *options)
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    summary: dict[str, Any] = json.loads(stdout)
-    return summary
-
-
-def _resume(out: Path, *options: str) -> dict[str, Any]:
-    command = [*COMMAND, "train", "--resume", str(out), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    summary: dict[str, Any] = json.loads(done.stdout)
-    return summary
 
 
 def _check(summary: dict[str, Any], out: Path) -> None:
@@ -58,8 +34,8 @@ def _check(summary: dict[str, Any], out: Path) -> None:
 def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
     """Bit-identical training dynamics: the same digests and rewards, whatever way the weights take, and with
     another number of workers."""
-    patch = _run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
-    full = _run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
+    patch = run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
+    full = run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
     _check(patch, tmp_path / "patch")
     _check(full, tmp_path / "full")
     assert patch["trainer_digest"] == full["trainer_digest"]
@@ -76,9 +52,9 @@ def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
 
 
 def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
-    _run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
-    parts = _resume(tmp_path / "parts", "--steps", "6")
+    whole = run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
+    run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
+    parts = resume(tmp_path / "parts", "--steps", "6")
     assert parts["trainer_digest"] == whole["trainer_digest"]
     assert parts["reward"] == whole["reward"]
     _check(parts, tmp_path / "parts")
@@ -86,7 +62,7 @@ def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
 
 def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
     """The same bits as of a run whose history is whole: the trainer needs its own checkpoint only."""
-    _run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
+    run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
     next((tmp_path / "elsewhere" / "patches").glob("000000000002-*")).unlink()
     command = [*COMMAND, "train", "--resume", str(tmp_path / "run"), "--steps", "5", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -96,37 +72,17 @@ def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
     summary = json.loads(done.stdout)
     assert all(worker["verified"] for worker in summary["workers"])
     assert verify(tmp_path / "elsewhere").bad_versions == (2, 3)
-    whole = _run(tmp_path / "whole", "--steps", "5", "--deterministic", "--workers", "1")
+    whole = run(tmp_path / "whole", "--steps", "5", "--deterministic", "--workers", "1")
     assert summary["trainer_digest"] == whole["trainer_digest"]
 
 
 def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
-    summary = _run(tmp_path / "run", "--steps", "3", "--workers", "1", "--codec", "auto")
+    summary = run(tmp_path / "run", "--steps", "3", "--workers", "1", "--codec", "auto")
     _check(summary, tmp_path / "run")
     for record in metrics.read(tmp_path / "run"):
         assert record["codec"] in ("context", "gap")
         assert record["choice"].startswith(record["codec"])
         assert re.search(r" over [\d.]+ [kMG]?B/s$", record["choice"])
-
-
-def _wait_for(condition: Any, seconds: float = 120) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found
-
-
-def _children(title: str, below: int) -> list[int]:
-    """Processes below another one that Ray has titled with an actor's class."""
-    import psutil
-
-    found = []
-    for process in psutil.Process(below).children(recursive=True):
-        with suppress(psutil.Error):
-            if any(title in part for part in process.cmdline()):
-                found.append(process.pid)
-    return found
 
 
 def _alive(pid: int) -> bool:
@@ -139,24 +95,24 @@ def _alive(pid: int) -> bool:
 
 def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(out, "--steps", "100000", "--workers", "1", "--anchor-every", "200")
+    process = start(out, "--steps", "100000", "--workers", "1", "--anchor-every", "200")
 
     def steps() -> int:
         return len(metrics.read(out))
 
     try:
-        _wait_for(lambda: steps() >= 3 or process.poll() is not None)
-        victims = _wait_for(lambda: _children("ray::RolloutProcess", process.pid))
+        wait_for(lambda: steps() >= 3 or process.poll() is not None)
+        victims = wait_for(lambda: children("ray::RolloutProcess", process.pid))
         os.kill(victims[0], signal.SIGKILL)
         before = steps()
-        _wait_for(lambda: [pid for pid in _children("ray::RolloutProcess", process.pid) if pid not in victims])
-        _wait_for(lambda: steps() > before + 5)
+        wait_for(lambda: [pid for pid in children("ray::RolloutProcess", process.pid) if pid not in victims])
+        wait_for(lambda: steps() > before + 5)
         second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
         assert second.returncode == 1
         assert "is going on: stop it first" in second.stderr
         # The refused one has left the run as it was: it can still be reached.
         subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
-        _wait_for(lambda: "worker-1" in metrics.read(out)[-1]["workers"])
+        wait_for(lambda: "worker-1" in metrics.read(out)[-1]["workers"])
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     finally:
@@ -181,10 +137,10 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
 
 def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "50")
+    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "50")
     try:
-        _wait_for(lambda: len(metrics.read(out)) > 55)
-        for pid in _children("ray::TrainerProcess", process.pid):
+        wait_for(lambda: len(metrics.read(out)) > 55)
+        for pid in children("ray::TrainerProcess", process.pid):
             os.kill(pid, signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=120)
     finally:
@@ -214,23 +170,23 @@ def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) ->
 
 def test_killed_driver_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
-    _wait_for(lambda: len(metrics.read(out)) > 7 or process.poll() is not None)
-    left = _children("ray::TrainerProcess", process.pid)
+    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
+    wait_for(lambda: len(metrics.read(out)) > 7 or process.poll() is not None)
+    left = children("ray::TrainerProcess", process.pid)
     process.kill()
     process.communicate()
-    _wait_for(lambda: not any(_alive(pid) for pid in left))
+    wait_for(lambda: not any(_alive(pid) for pid in left))
     done = len(metrics.read(out))
-    summary = _resume(out, "--steps", str(done + 3))
+    summary = resume(out, "--steps", str(done + 3))
     _check(summary, out)
     assert [record["step"] for record in metrics.read(out)] == list(range(1, done + 4))
 
 
 def test_a_worker_that_only_dies_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    process = _start(tmp_path / "run", "--steps", "100000", "--workers", "1")
+    process = start(tmp_path / "run", "--steps", "100000", "--workers", "1")
     try:
         while process.poll() is None:  # before it has proved a version
-            for pid in _children("ray::RolloutProcess", process.pid):
+            for pid in children("ray::RolloutProcess", process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
@@ -247,20 +203,20 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     out, broken = tmp_path / "run", tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_text("{")
-    process = _start(out, "--model", str(broken), "--steps", "2")
+    process = start(out, "--model", str(broken), "--steps", "2")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-1].startswith("error: model: Transformers cannot load")
 
-    process = _start(out, "--steps", "2")
-    _wait_for(lambda: (out / "running").exists() and _children("raylet", process.pid))
+    process = start(out, "--steps", "2")
+    wait_for(lambda: (out / "running").exists() and children("raylet", process.pid))
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-2] == "stopping …"
     assert "nothing was published yet, so there is nothing to resume" in stderr.splitlines()[-1]
 
-    summary = _run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--weight-decay", "0.125")
+    summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--weight-decay", "0.125")
     assert (summary["steps"], summary["trainer_version"]) == (2, 2)
     config = settings.load(out)
     assert (config.betas, config.weight_decay) == ((0.5, 0.75), 0.125)
@@ -296,6 +252,6 @@ def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_a_directory_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o500)
-    process = _start(tmp_path / "mine")
+    process = start(tmp_path / "mine")
     _, stderr = process.communicate(timeout=60)
     assert stderr == f"error: out: cannot write in the run directory {tmp_path / 'mine'}: Permission denied\n"

@@ -3,15 +3,18 @@
 import json
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pulse_rl.cli import output
 from pulse_rl.rl.config import RunConfig
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _D = RunConfig()
-_RUN, _GRPO, _SYNC, _ENGINE = "Run", "GRPO", "Weights", "Engine"
+_RUN, _GRPO, _SYNC, _TRAINERS, _ENGINE = "Run", "GRPO", "Weights", "Several trainers", "Engine"
 
 
 def _option(text: str, panel: str, *names: str) -> Any:
@@ -50,16 +53,21 @@ def train(
         ),
     ] = _D.task,
     steps: Annotated[
-        int, _option("Optimizer steps in all; after --resume too, those done before included.", _RUN)
+        int,
+        _option(
+            "Optimizer steps in all, of each trainer; after --resume too, those done before included. With several "
+            "trainers a multiple of --sync-every.",
+            _RUN,
+        ),
     ] = _D.steps,
     seed: Annotated[int, _option("Of prompts, sampling and random weights.", _RUN)] = _D.seed,
     deterministic: Annotated[
         bool, _option("Synchronous: the same seed gives the same bits.", _RUN, "--deterministic")
     ] = _D.deterministic,
     checkpoint_every: Annotated[
-        int, _option("Steps between the trainer's checkpoints; one is always written at the end.", _RUN)
+        int, _option("Steps between the trainers' checkpoints; one is always written at the end.", _RUN)
     ] = _D.checkpoint_every,
-    prompts: Annotated[int, _option("Prompts a step.", _GRPO)] = _D.prompts,
+    prompts: Annotated[int, _option("Prompts a step, for each trainer.", _GRPO)] = _D.prompts,
     group_size: Annotated[int, _option("Completions a prompt.", _GRPO)] = _D.group_size,
     chunk: Annotated[
         int,
@@ -77,7 +85,7 @@ def train(
     clip: Annotated[float, _option("Of the probability ratio, both sides.", _GRPO)] = _D.clip,
     grad_clip: Annotated[float, _option("Norm of the gradient.", _GRPO)] = _D.grad_clip,
     max_staleness: Annotated[
-        int, _option("Versions that a trajectory may lag behind the trainer.", _GRPO)
+        int, _option("Versions that a trajectory may lag behind the newest, when it is trained on.", _GRPO)
     ] = _D.max_staleness,
     sync: Annotated[str, _option("What workers read: patch, or full checkpoints.", _SYNC)] = _D.sync,
     codec: Annotated[str, _option("context, gap, raw, or auto: the first to arrive, as tried.", _SYNC)] = _D.codec,
@@ -85,13 +93,33 @@ def train(
         str | None, _option("URL or path of the history; otherwise store, in the run's directory.", _SYNC)
     ] = _D.store,
     anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = _D.anchor_every,
+    trainers: Annotated[
+        int,
+        _option(
+            "How many train together, each on prompts of its own; a step is a step of all of them. They meet after "
+            "rounds of --sync-every steps, and each round is published as one version.",
+            _TRAINERS,
+        ),
+    ] = _D.trainers,
+    trainer_sync: Annotated[
+        str,
+        _option(
+            "How they stay together: pulse (PULSELoCo: exchange what the next forward pass can see, every round), "
+            "diloco (the whole pseudo-gradient, every round) or ddp (the gradients, every step).",
+            _TRAINERS,
+        ),
+    ] = _D.trainer_sync,
+    sync_every: Annotated[
+        int, _option("Steps a round, and so from one version to the next; in ddp too.", _TRAINERS)
+    ] = _D.sync_every,
     workers: Annotated[int, _option("Rollout workers.", _ENGINE)] = _D.workers,
-    threads: Annotated[int, _option("Torch threads of the trainer and of each worker.", _ENGINE)] = _D.threads,
+    threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = _D.threads,
     address: Annotated[
         str | None,
         _option(
             "A Ray cluster to run on, as host:port of its head node, or auto for the one of this machine; with it, "
-            "--store must be reached from every node. Otherwise Ray is started here for this run alone.",
+            "--store must be reached from every node, and with several trainers --out too. Otherwise Ray is started "
+            "here for this run alone.",
             _ENGINE,
         ),
     ] = _D.address,
@@ -103,6 +131,8 @@ def train(
     proved bit-identical. Ctrl-C ends the run in order; go on with --resume.
 
     Try it out in half a minute: pulse-rl train --model tiny --steps 5 --out runs/try
+
+    Four trainers, who exchange every eight steps: pulse-rl train --model tiny --trainers 4 --out runs/four
 
     A longer sum to learn: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
 
@@ -165,9 +195,13 @@ def _print_summary(summary: dict[str, Any]) -> None:
         table.add_row("steps", f"{steps}, {summary['seconds']:.0f} s in all")
         table.add_row("reward", _development(summary["reward"]))
         sent = summary["patch_nbytes"]
-        table.add_row("density", f"{sum(summary['density']) / steps:.3%} of {summary['elements']:,} weights a step")
-        table.add_row("bytes a version", f"{nbytes(sum(sent) / steps)} instead of {nbytes(summary['full_nbytes'])}")
+        versions, unit = len(sent), "version" if summary["trainer_sync"] else "step"
+        density = sum(summary["density"]) / versions
+        table.add_row("density", f"{density:.3%} of {summary['elements']:,} weights a {unit}")
+        table.add_row("bytes a version", f"{nbytes(sum(sent) / versions)} instead of {nbytes(summary['full_nbytes'])}")
         table.add_row("reduction", f"{summary['reduction']:.0f}×")
+        if summary["trainer_sync"]:
+            _add_exchange(table, summary["trainer_sync"])
     table.add_row("trainer", f"version {summary['trainer_version']}, digest {summary['trainer_digest']}")
     for worker in summary["workers"]:
         proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
@@ -177,6 +211,18 @@ def _print_summary(summary: dict[str, Any]) -> None:
     here = directory.is_relative_to(Path.cwd())
     table.add_row("run", str(directory.relative_to(Path.cwd()) if here else directory))
     Console().print(table)
+
+
+def _add_exchange(table: "Table", sync: dict[str, Any]) -> None:
+    """The channel between trainers, against what DiLoCo sends in a round and DDP in its steps."""
+    from pulse_rl.units import nbytes
+
+    each = sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"])
+    same = "the same weights after each" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
+    table.add_row("trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} rounds, {same}")
+    table.add_row("sent by each", f"{nbytes(each)} a round: {sum(sync['density']) / sync['rounds']:.3%} of the weights")
+    table.add_row("instead of", f"DiLoCo's {nbytes(sync['dense_nbytes'])}: {sync['reduction_vs_diloco']:.3g}×")
+    table.add_row("", f"DDP's {nbytes(sync['ddp_nbytes'])}: {sync['reduction_vs_ddp']:.3g}×")
 
 
 def _development(rewards: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""The data buffer: hands out work, decides what is fresh enough, and what the trainer sees next.
+"""The data buffer: hands out work, decides what is fresh enough, and what each trainer sees next.
 
 A piece of work is a chunk of prompts that one worker samples at one version of the weights. Work is leased:
 when a worker dies, what it held is handed out anew.
@@ -7,6 +7,9 @@ Work is handed out as long as it can still be fresh when its turn comes; chunks 
 versions all the same when they are pulled (a slow worker's) are dropped, and counted. With a staleness of 0 a step's
 work is handed out when the trainer has published the version that the step starts from. Deterministic: so too, and
 it is sampled at exactly that version and pulled in order, so neither timing nor the number of workers matters.
+
+Several trainers pull several batches between two versions, and no chunk goes to two of them. Staleness is counted from
+the version that their round started from, and a step of the buffer is then a whole round.
 
 A plain object without an engine; `run` makes an actor of it.
 """
@@ -46,11 +49,13 @@ class Chunk(NamedTuple):
 class DataBuffer:
     """Work out, trajectories in, batches out; and the board on which workers and trainer report."""
 
-    def __init__(self, *, chunks: int, max_staleness: int, deterministic: bool) -> None:
+    def __init__(self, *, chunks: int, max_staleness: int, deterministic: bool, batches: int = 1) -> None:
         self._chunks = chunks  # a batch
+        self._batches = batches  # from one version to the next, of all trainers together
         self._staleness = 0 if deterministic else max_staleness
         self._deterministic = deterministic
         self._step = 0
+        self._pulled = 0  # batches of this step
         self._version: int | None = None  # newest version of the trainer
         self._next = 0
         self._leases: dict[int, str] = {}
@@ -63,10 +68,10 @@ class DataBuffer:
         self.dropped = 0
 
     def begin_step(self, step: int, version: int) -> None:
-        """The trainer is about to do this step (from 0) with weights of this version."""
-        self._step, self._version = step, version
-        if self._next < step * self._chunks:  # a resumed run goes on with the prompts where it stopped
-            self._next = step * self._chunks
+        """The trainers are about to do this step (from 0) with weights of this version."""
+        self._step, self._version, self._pulled = step, version, 0
+        # A resumed run goes on with the prompts where it stopped.
+        self._next = max(self._next, step * self._chunks * self._batches)
 
     def release(self, worker: str) -> None:
         """A worker died: whatever it held is handed out anew."""
@@ -77,10 +82,10 @@ class DataBuffer:
 
     def take(self, worker: str) -> Work | None:
         """The next work for a worker, or None if there is nothing to do just now."""
-        if self._stopping or self._version is None:
+        if self._version is None or (self._stopping and not self._lacking()):
             return None
-        # A chunk of batch b that is sampled during step s will be b − s versions old when it is pulled.
-        limit = (self._step + 1 + self._staleness) * self._chunks + self.dropped
+        # A chunk of step b that is sampled during step s will be b − s versions old when it is pulled.
+        limit = (self._step + 1 + self._staleness) * self._chunks * self._batches + self.dropped
         if self._returned:
             number = self._returned.pop(0)
         elif self._next < limit:
@@ -97,23 +102,43 @@ class DataBuffer:
             del self._leases[chunk.number]
             self._ready[chunk.number] = chunk
 
-    def pull(self) -> list[Chunk] | None:
-        """The chunks of the next batch, in order, or None while they are not there."""
+    def pull(self, batch: int = 0) -> list[Chunk] | None:
+        """The chunks of the next batch, in order, or None while they are not there.
+
+        batch: which of this step's; deterministic, each is made of chunks of its own.
+        """
         assert self._version is not None
+        if self.stopping():
+            return None
         stale = [n for n, chunk in self._ready.items() if self._version - chunk.version > self._staleness]
         for number in stale:
             del self._ready[number]
         self.dropped += len(stale)
-        if len(self._ready) < self._chunks:
+        numbers = sorted(self._ready)
+        if self._deterministic:
+            first = (self._step * self._batches + batch) * self._chunks
+            numbers = [number for number in numbers if first <= number < first + self._chunks]
+        if len(numbers) < self._chunks:
             return None
-        return [self._ready.pop(number) for number in sorted(self._ready)[: self._chunks]]
+        self._pulled += 1
+        return [self._ready.pop(number) for number in numbers[: self._chunks]]
+
+    def _lacking(self) -> bool:
+        """Whether the step under way needs more chunks than are there or being sampled."""
+        needed = (self._batches - self._pulled) * self._chunks if self._pulled else 0
+        return needed > len(self._ready) + len(self._leases)
 
     def stop(self) -> None:
-        """No more work: workers catch up with the last version and leave, the trainer ends after its step."""
+        """No new step: one of which a batch has been pulled is finished, on all trainers, and then they end."""
         self._stopping = True
 
+    def end(self) -> None:
+        """The trainers have ended: workers catch up with the last version and leave."""
+        self._stopping, self._pulled = True, 0
+
     def stopping(self) -> bool:
-        return self._stopping
+        """Whether there will be no further batch."""
+        return self._stopping and not self._pulled
 
     def report(self, who: str, facts: Mapping[str, Any]) -> None:
         """Put facts about an actor on the board."""
@@ -130,7 +155,7 @@ class DataBuffer:
         return self._assets
 
     def log(self, record: dict[str, Any]) -> None:
-        """The trainer's account of one step."""
+        """The trainers' account of one step."""
         self._records.append(record)
 
     def records(self, start: int) -> list[dict[str, Any]]:

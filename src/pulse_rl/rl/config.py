@@ -19,9 +19,12 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     model: str = "smollm2"  # "smollm2", "tiny", or a path or hub id that Transformers loads
     dither: int | None = None  # seed of the noise that spreads dequantised weights within their quantisation step
     task: str = "chain_sum"  # a reasoning-gym dataset, with settings: "chain_sum:max_terms=3"
-    steps: int = 40  # optimizer steps
+    steps: int = 40  # optimizer steps, of each trainer
     workers: int = 2  # rollout workers
-    prompts: int = 8  # a step
+    trainers: int = 1
+    trainer_sync: Literal["pulse", "diloco", "ddp"] = "pulse"  # how several trainers stay together
+    sync_every: int = 8  # steps a round, and so a version, of several trainers
+    prompts: int = 8  # a step and trainer
     group_size: int = 8  # completions a prompt
     chunk: int = 4  # prompts that one worker samples at a time
     max_new_tokens: int = 8
@@ -31,14 +34,14 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     weight_decay: float = 0.0
     clip: float = 0.2  # of the probability ratio, both sides
     grad_clip: float = 1.0  # norm
-    max_staleness: int = 1  # versions that a trajectory may lag behind the trainer
+    max_staleness: int = 1  # versions that a trajectory may lag behind the newest
     deterministic: bool = False  # synchronous: same seed, same bits, whatever the timing
     seed: int = 0
     sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint each version
     codec: str = "context"  # the smallest: workers may be anywhere, though "auto" would find this run's store fast
     anchor_every: int = 50  # versions
     checkpoint_every: int = 100  # steps; one is also written at the end and on Ctrl-C
-    threads: int = 1  # torch threads of the trainer and of each worker
+    threads: int = 1  # torch threads of each trainer and of each worker
     address: str | None = None  # a Ray cluster's address; None: this machine
 
     @property
@@ -54,14 +57,19 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def chunks(self) -> int:
-        """Pieces of work in one step."""
+        """Pieces of work in one step of one trainer."""
         return self.prompts // self.chunk
+
+    @property
+    def round_steps(self) -> int:
+        """Steps from one version to the next."""
+        return 1 if self.trainers == 1 else self.sync_every
 
 
 def check(config: RunConfig) -> RunConfig:
     """Return the settings if they make sense; raise ValueError saying which does not and what is expected."""
     positive = ("steps", "workers", "prompts", "group_size", "chunk", "max_new_tokens", "anchor_every")
-    for name in (*positive, "checkpoint_every", "threads"):
+    for name in (*positive, "checkpoint_every", "threads", "trainers", "sync_every"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: expected at least 1, found {getattr(config, name)}")
     for name in ("lr", "temperature", "clip", "grad_clip"):
@@ -81,7 +89,22 @@ def check(config: RunConfig) -> RunConfig:
         raise ValueError(f"max_staleness: expected at least 0, found {config.max_staleness}")
     if config.sync not in ("patch", "full"):
         raise ValueError(f"sync: expected patch or full, found {config.sync!r}")
+    _check_trainers(config)
     return config
+
+
+def _check_trainers(config: RunConfig) -> None:
+    if config.trainer_sync not in ("pulse", "diloco", "ddp"):
+        raise ValueError(f"trainer_sync: expected pulse, diloco or ddp, found {config.trainer_sync!r}")
+    if config.trainers == 1:
+        for name in ("trainer_sync", "sync_every"):
+            if getattr(config, name) != getattr(RunConfig(), name):
+                raise ValueError(f"{name}: expected with --trainers 2 or more, found 1 trainer")
+    if config.steps % config.round_steps:
+        raise ValueError(
+            f"steps: expected whole rounds with several trainers, a multiple of sync_every ({config.sync_every}), "
+            f"found {config.steps}"
+        )
 
 
 def save(config: RunConfig) -> None:

@@ -1,8 +1,9 @@
 """A run's directory: who may work in it, what can be written there, and what a driver is asked through it.
 
 config.toml      the settings; there from the first version on, so where it stands a run can be resumed
-metrics.jsonl    a line a step
-trainer.pt       the trainer's checkpoint
+metrics.jsonl    a line a version
+trainer.pt       the trainer's checkpoint; of several trainers the first one's, by which all others' count
+trainer-R-S.pt   the checkpoint of trainer R, from 1, of step S
 store/           the history, unless it is elsewhere
 summary.json     what the run came to
 ray.log          what the engine says about its processes

@@ -47,6 +47,7 @@ class Display:
                 f"step {record['step']}/{self._steps}  reward {record['reward']:.3f}  loss {record['loss']:+.4f}  "
                 f"density {record['density']:.3%}  patch {nbytes(record['patch_nbytes'])} of "
                 f"{nbytes(record['full_nbytes'])}  {record['reduction']:.0f}×  publish {record['publish_s']:.2f} s  "
+                + "".join(f"{what} {text}  " for what, text in _exchanged(record).items())
                 + "  ".join(self._worker_line(name, facts) for name, facts in self._workers(board))
             )
 
@@ -71,6 +72,7 @@ class Display:
             "reduction",
             "publish",
             "step s",
+            *(_exchanged(self._records[-1]) if self._records else ()),
         ):
             table.add_column(column, justify="right")
         for record in self._records[-ROWS:]:
@@ -85,6 +87,7 @@ class Display:
                 f"{record['reduction']:.0f}×",
                 f"{record['publish_s']:.2f} s",
                 f"{record['total_s']:.1f}",
+                *_exchanged(record).values(),
             )
         return table
 
@@ -112,6 +115,18 @@ class Display:
                 nbytes(facts.get("fetched_nbytes", 0)),
             )
         return table
+
+
+def _exchanged(record: Mapping[str, Any]) -> dict[str, str]:
+    """The channel between trainers: what one sends in a round, of what DiLoCo would; nothing for one trainer."""
+    if (sync := record.get("trainer_sync")) is None:
+        return {}
+    sent = sum(sync["sent_nbytes"]) / len(sync["sent_nbytes"])
+    return {
+        "each trainer": nbytes(sent),
+        "of dense": nbytes(sync["dense_nbytes"]),
+        "saved": f"{sync['dense_nbytes'] / sent:.3g}×",
+    }
 
 
 def _pending(facts: Mapping[str, Any]) -> str:

@@ -133,21 +133,29 @@ def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
     _handle = (
         ray.remote(num_cpus=0)(DataBuffer)
         .options(name=BUFFER)
-        .remote(chunks=config.chunks, max_staleness=config.max_staleness, deterministic=config.deterministic)
+        .remote(
+            chunks=config.chunks,
+            max_staleness=config.max_staleness,
+            deterministic=config.deterministic,
+            batches=config.trainers * config.round_steps,
+        )
     )
     yield cast(DataBuffer, Remote(BUFFER))
 
 
-def start_trainer(config: RunConfig, buffer: DataBuffer, resume: bool) -> Life:
-    """The trainer, on the driver's node, where its checkpoints are to be."""
+def start_trainer(rank: int, config: RunConfig, buffer: DataBuffer, resume: bool) -> Life:
+    """A trainer: the first on the driver's node, where the run's files are to be, the others on any."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from pulse_rl.rl.lead import LeadTrainer
     from pulse_rl.rl.trainer import Trainer
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    process = ray.remote(num_cpus=0)(TrainerProcess).options(scheduling_strategy=here).remote()
-    return Life("the trainer", process, Trainer, config, buffer, resume)
+    where = "SPREAD" if rank else here
+    process = ray.remote(num_cpus=0)(TrainerProcess).options(scheduling_strategy=where).remote()
+    name = "the trainer" if config.trainers == 1 else f"trainer-{rank}"
+    return Life(name, process, Trainer if rank else LeadTrainer, config, buffer, resume, rank)
 
 
 def start_worker(name: str, config: RunConfig, buffer: DataBuffer) -> Life:
@@ -158,6 +166,13 @@ def start_worker(name: str, config: RunConfig, buffer: DataBuffer) -> Life:
 
     process = ray.remote(num_cpus=0)(RolloutProcess).options(scheduling_strategy="SPREAD").remote()
     return Life(name, process, RolloutWorker, name, config, buffer)
+
+
+def node_address() -> str:
+    """The address by which the other nodes reach the one that this process is on."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def wait(lives: list[Life], timeout: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pulse_rl.codecs.choose import check as check_codec
-from pulse_rl.errors import PulseError, require
+from pulse_rl.errors import ExchangeError, PulseError, require
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as places
 from pulse_rl.rl import metrics
@@ -23,8 +23,9 @@ from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.crew import Crew
 from pulse_rl.rl.display import Display
-from pulse_rl.rl.engine import Life, ProcessDiedError, data_buffer, engine, start_trainer, wait
+from pulse_rl.rl.engine import ProcessDiedError, data_buffer, engine, wait
 from pulse_rl.rl.tasks import Task
+from pulse_rl.rl.team import Team
 
 POLL_S = 0.25  # between the driver's looks at the board
 FINISH_S = 300  # for workers to catch up with the last version
@@ -79,7 +80,8 @@ def _check(config: RunConfig) -> None:
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[str, Any]:
     """Do a run, prepared or to be resumed; return its summary, which is also written to summary.json.
 
-    A first SIGINT or SIGTERM ends it in order: the step under way is finished, published and checkpointed.
+    A first SIGINT or SIGTERM ends it in order: the step under way (of several trainers, the round) is finished,
+    published and checkpointed.
     Raises FileExistsError if the run is going on already, PulseError if it was stopped at once or a process died,
     else what the trainer or a worker raised.
     """
@@ -90,19 +92,22 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
         with places.only_driver(config.directory), _signals() as interrupted:
             if resume:
                 display.say(_taken_up(config))
-            display.say(f"starting {config.model}, {config.workers} rollout workers, in {config.out} …")
+            trainers = f"{config.trainers} trainers ({config.trainer_sync}), " * (config.trainers > 1)
+            display.say(f"starting {config.model}, {trainers}{config.workers} rollout workers, in {config.out} …")
             with engine(rooted), data_buffer(rooted) as buffer:
-                trainer = start_trainer(rooted, buffer, resume)
+                team = Team(rooted, buffer, resume)
                 crew = Crew(rooted, buffer, display.say)
                 for _ in range(config.workers):
                     crew.add()
-                final = _watch(trainer, crew, buffer, interrupted, rooted, display)
+                final = _watch(team, crew, buffer, interrupted, rooted, display)
                 _finish(crew, buffer, display, final["version"])
             summary = metrics.summary(rooted, final, crew.results())
     except KeyboardInterrupt:
         raise PulseError(f"stopped; {_outlook(config)}") from None
     except ProcessDiedError as error:  # not a rollout worker's, which is started again
         raise PulseError(f"{error} (killed, or out of memory); {_outlook(config)}") from None
+    except ExchangeError as error:
+        raise PulseError(f"{error}; {_outlook(config)}") from None
     (config.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if final["step"] < config.steps:
         display.say(f"stopped at step {final['step']} of {config.steps}; {_outlook(config)}")
@@ -151,18 +156,18 @@ def _signals() -> Iterator[Callable[[], bool]]:
 
 
 def _watch(
-    trainer: Life,
+    team: Team,
     crew: Crew,
     buffer: DataBuffer,
     interrupted: Callable[[], bool],
     config: RunConfig,
     display: Display,
 ) -> dict[str, Any]:
-    """Follow the run until the trainer is done; return what it returns."""
+    """Follow the run until the trainers are done; return what the first returns."""
     seen, done, stopping, note = 0, False, False, ""
     while not done:
-        wait([trainer], POLL_S)
-        done = trainer.ended()
+        wait(team.at_work(), POLL_S)
+        done = team.ended()
         stop = interrupted() and not stopping
         if stop:
             buffer.stop()
@@ -177,12 +182,14 @@ def _watch(
                 display.say("stopping …")
                 raise KeyboardInterrupt  # still starting: there is nothing to finish
             stopping = True
-            display.say("stopping: no new step; what is under way is finished and checkpointed (Ctrl-C again: at once)")
+            unit = "step" if config.trainers == 1 else "round"
+            display.say(
+                f"stopping: no new {unit}; what is under way is finished and checkpointed (Ctrl-C again: at once)"
+            )
         for _ in range(places.asked_for(config.directory)):
             display.say(f"{crew.add()} joins")
         crew.look()
-    final: dict[str, Any] = trainer.result()
-    return final
+    return team.result()
 
 
 def _finish(crew: Crew, buffer: DataBuffer, display: Display, version: int) -> None:

@@ -1,9 +1,11 @@
-"""The trainer: pull a batch, take one GRPO step on FP32 masters, publish the BF16 version it gives.
+"""A trainer: pull batches, take GRPO steps on FP32 masters, and stay with the other trainers.
 
-Between versions the only thing that leaves the trainer is a patch. A checkpoint of its own (masters, Adam's
-moments, step) lets `--resume` go on where it stopped; versions of the history only ever go up, so the steps
-between the last checkpoint and a crash are done again under new versions. A step's line of metrics is written
-before the checkpoint that holds the step, so that none is ever missing.
+A round of steps ends in a version: a round of one step where there is one trainer, of `sync_every` where there are
+several (`peers` tells how they stay together). What the first trainer does beside is in `lead`.
+
+Checkpoints are made after whole rounds, when all trainers hold the same weights: each one's masters, Adam's moments,
+step and what `peers` keeps. trainer.pt, the first one's, is written when all others have theirs (trainer-RANK-STEP.pt),
+so the step that it names is the last one that all can go on from.
 """
 
 import time
@@ -13,116 +15,110 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulse_rl.bits import layout
-from pulse_rl.digests import digest
-from pulse_rl.errors import PulseError
-from pulse_rl.rl import config as settings
 from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.sync.publisher import Publisher
-from pulse_rl.sync.reports import PublishReport
+from pulse_rl.rl.peers import join
 
-CAST = "bfloat16"  # what rollout workers hold
 IDLE_S = 0.02  # between looks for a batch
 CHECKPOINT = "trainer.pt"
 
 
 class Trainer:
-    """The trainer's state. `run` is its whole life."""
+    """The trainer's state. `run` is its whole life. rank: among the trainers, from 0."""
 
-    def __init__(self, config: RunConfig, buffer: DataBuffer, resume: bool = False) -> None:
+    def __init__(self, config: RunConfig, buffer: DataBuffer, resume: bool = False, rank: int = 0) -> None:
         torch.set_num_threads(config.threads)
         self._config = config
         self._buffer = buffer
-        self._loaded = model.load(config.model, seed=config.seed, dither=config.dither)
-        self._model = self._loaded.model.eval()  # no dropout: the ratio compares like with like
-        self._assets = model.assets(self._loaded)
-        buffer.offer_assets(self._assets)
+        self._rank = rank
+        self._resume = resume
+        if not config.directory.is_dir():
+            raise FileNotFoundError(
+                f"out: expected the run's directory {config.directory} on the node of trainer-{rank} too, for its "
+                "checkpoints, found none: choose an --out that every node reaches"
+            )
+        loaded = model.load(config.model, seed=config.seed, dither=config.dither)
+        self._model = loaded.model.eval()  # no dropout: the ratio compares like with like
+        self._loaded(loaded)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self._publisher = Publisher(
-            config.store_url,
-            anchor_every=1 if config.sync == "full" else config.anchor_every,
-            codec=config.codec,  # type: ignore[arg-type]  # Publisher checks it
-            cast=CAST,
-        )
+        self._peers = join(config, rank, buffer, self._model, self._optimizer)
         self._step = 0
         self._saved: int | None = None  # step of the last checkpoint
-        self._dropped = 0  # chunks, up to the last step
-        self._resume = resume
+        self._version = 0  # that the round starts from
         if resume:
             self._load()
 
+    @property
+    def _rounds(self) -> int:
+        """How many are done."""
+        return self._step // self._config.round_steps
+
     def run(self) -> dict[str, Any]:
-        """Train until the last step, or until the run is stopped; return the final version and its digest."""
-        version = self._begin()
-        self._facts(version)
-        while self._step < self._config.steps:
-            started = time.perf_counter()
-            self._buffer.begin_step(self._step, version)
-            chunks = self._wait()
-            if chunks is None:
-                break
-            waited_s = time.perf_counter() - started
-            record = self._train(chunks, version)
-            trained_s = time.perf_counter() - started - waited_s
-            self._step += 1
-            version = max(version + 1, self._step)
-            report = self._publish(version)
-            self._facts(version)
-            seconds = {"wait_s": waited_s, "train_s": trained_s, "total_s": time.perf_counter() - started}
-            record = {"step": self._step, "version": version} | record | self._sent(report) | seconds | self._others()
-            metrics.append(self._config.directory, record)
-            self._buffer.log(record)
-            if self._step % self._config.checkpoint_every == 0:
+        """Train until the last step, or until the run is stopped; the first returns the final version and digest."""
+        config = self._config
+        with self._peers:
+            self._begin()
+            while self._step < config.steps:
+                started = time.perf_counter()
+                self._open()
+                # Nobody pulls before the buffer knows the version that the round starts from.
+                self._version = self._peers.agree(self._version)
+                steps = self._round()
+                if steps is None:
+                    break
+                self._step += config.round_steps
+                records, exchanged = self._peers.close(metrics.together(steps, metrics.OF_STEPS))
+                self._close(metrics.together(records, metrics.OF_TRAINERS) | exchanged, started)
+                if self._step % config.checkpoint_every < config.round_steps:  # the first round that reaches it
+                    self._save()
+            if self._saved != self._step:
                 self._save()
-        if self._saved != self._step:
-            self._save()
-        final = {"version": version, "digest": self._digest(), "step": self._step}
-        self._buffer.report("trainer", {"final_version": version})
-        self._buffer.stop()
-        return final
+        return self._end()
 
-    def _begin(self) -> int:
-        """Publish the version that the run starts from, if the history does not end with it; return it.
+    # What the first trainer does, and the others leave to it.
 
-        From here on the run can be resumed: its settings are written, and metrics end where it goes on.
-        """
-        damage = None
-        try:
-            held = self._publisher.resume()
-        except PulseError as error:
-            if not self._resume:
-                raise
-            damage, (_, head) = str(error), self._publisher.history.end()
-            held = head.version if head else None
-        version = 0 if held is None else max(held + 1, self._step)
-        metrics.cut_back(self._config.directory, self._step)
-        settings.save(self._config)
-        if damage is None and held is not None and self._digest() == self._publisher.digest:
-            return held  # resumed exactly where the history ends
-        try:
-            self._publish(version, anchor=damage is not None)
-        except BaseException:
-            if not self._resume:  # nothing has begun: the directory is free for another attempt
-                settings.remove(self._config)
-            raise
-        if damage is not None:
-            note = f"the history is damaged: {damage}; version {version} is a full checkpoint that gets past it"
-            self._buffer.report("trainer", {"note": note})
-        return version
+    def _loaded(self, loaded: model.Loaded) -> None:
+        """The model is there."""
 
-    def _wait(self) -> list[Chunk] | None:
-        """The next batch; None if the run is stopped before it is begun."""
+    def _begin(self) -> None:
+        """Before the first round."""
+
+    def _open(self) -> None:
+        """A round begins."""
+
+    def _close(self, record: dict[str, Any], started: float) -> None:
+        """A round that began at that time has ended; record: of all trainers together."""
+
+    def _end(self) -> dict[str, Any]:
+        """After the last round and its checkpoint."""
+        return {}
+
+    def _round(self) -> list[dict[str, Any]] | None:
+        """The steps of one round; None if the run is stopped before it is begun."""
+        records = []
+        for number in range(self._config.round_steps):
+            started = time.perf_counter()
+            chunks = self._wait(number * self._config.trainers + self._rank)
+            if chunks is None:
+                return None
+            waited = time.perf_counter()
+            record = self._train(chunks)
+            seconds = {"wait_s": waited - started, "train_s": time.perf_counter() - waited}
+            records.append(record | seconds)
+        return records
+
+    def _wait(self, batch: int) -> list[Chunk] | None:
+        """A batch of the round; None if the run is stopped before the round is begun."""
         while not self._buffer.stopping():
-            if (chunks := self._buffer.pull()) is not None:
+            if (chunks := self._buffer.pull(batch)) is not None:
                 return chunks
             time.sleep(IDLE_S)
         return None
 
-    def _train(self, chunks: list[Chunk], version: int) -> dict[str, Any]:
+    def _train(self, chunks: list[Chunk]) -> dict[str, Any]:
         """One optimizer step on a batch; the gradient is summed over chunks, each token weighing the same."""
         config = self._config
         total = sum(int(chunk.mask.sum()) for chunk in chunks)
@@ -142,6 +138,7 @@ class Trainer:
             (part.total / total).backward()  # type: ignore[no-untyped-call]
             loss_sum += part.total.item()
             clipped += part.clipped
+        self._peers.average()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.grad_clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -154,65 +151,48 @@ class Trainer:
             "grad_norm": float(norm),
             "clipped": clipped / total,
             "tokens": total,
-            "staleness": float(np.mean([version - chunk.version for chunk in chunks])),
+            "staleness": float(np.mean([self._version - chunk.version for chunk in chunks])),
         }
 
-    def _publish(self, version: int, *, anchor: bool = False) -> PublishReport:
-        if self._config.codec == "auto":  # by the slowest of the links that rollout workers have seen so far
-            links = [facts["bandwidth"] for facts in self._buffer.board().values() if facts.get("bandwidth")]
-            self._publisher.bandwidth = min(links, default=None)
-        return self._publisher.publish(self._model, version=version, anchor=anchor, assets=self._assets)
-
-    def _sent(self, report: PublishReport) -> dict[str, Any]:
-        # In a full-weight run it is the checkpoint that workers read.
-        nbytes = report.anchor_nbytes if self._config.sync == "full" else report.patch_nbytes
-        return {
-            "elements": report.elements,
-            "changes": report.changes,
-            "density": report.density,
-            "full_nbytes": report.full_nbytes,
-            "patch_nbytes": nbytes,
-            "reduction": report.full_nbytes / nbytes,
-            "codec": report.codec,
-            "choice": report.choice,
-            "publish_s": report.total_s,
-        }
-
-    def _others(self) -> dict[str, Any]:
-        """What the other actors did meanwhile: the version of each rollout worker, chunks dropped as stale."""
-        before, self._dropped = self._dropped, self._buffer.dropped_chunks()
-        workers = {name: facts.get("version") for name, facts in self._buffer.board().items() if name != "trainer"}
-        return {"dropped_chunks": self._dropped - before, "workers": workers}
-
-    def _facts(self, version: int) -> None:
-        self._buffer.report("trainer", {"version": version, "digest": self._publisher.digest})
-
-    def _digest(self) -> str:
-        """The digest of the live masters' BF16 cast, counted in full."""
-        return digest(layout(self._model, CAST))
-
-    @property
-    def _checkpoint(self) -> Path:
-        return self._config.directory / CHECKPOINT
+    def _file(self, step: int) -> Path:
+        """This trainer's checkpoint of a step."""
+        return self._config.directory / (f"trainer-{self._rank}-{step}.pt" if self._rank else CHECKPOINT)
 
     def _save(self) -> None:
-        """Write the trainer's own state; the file is replaced whole or not at all."""
+        """Write this trainer's own state; each file is replaced whole or not at all, and the first trainer's last."""
+        if self._rank == 0:
+            self._peers.agree(self._step)  # waits for the others' files
         state = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "step": self._step,
+            "peers": self._peers.state_dict(),
         }
-        temporary = self._checkpoint.with_suffix(".part")
+        file = self._file(self._step)
+        temporary = file.with_suffix(".part")
         torch.save(state, temporary)
-        temporary.replace(self._checkpoint)
+        temporary.replace(file)
+        if self._rank:
+            self._peers.agree(self._step)
+        self._peers.agree(self._step)  # waits for trainer.pt: from here on nobody goes back to an older one
+        for older in self._config.directory.glob(f"trainer-{self._rank}-*"):
+            if older != file:
+                older.unlink()
         self._saved = self._step
 
     def _load(self) -> None:
-        if not self._checkpoint.is_file():
+        step = saved_step(self._config.directory)
+        if not step:
             return  # stopped before its first checkpoint: the run starts over, under new versions
-        state = torch.load(self._checkpoint, weights_only=True)
+        if not self._file(step).is_file():
+            raise FileNotFoundError(
+                f"expected the checkpoint of trainer-{self._rank} of step {step} at {self._file(step)}, found none: "
+                "the run cannot go on without it"
+            )
+        state = torch.load(self._file(step), weights_only=True)
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        self._peers.load_state_dict(state.get("peers", {}))  # older checkpoints are of one trainer
         self._step = self._saved = state["step"]
 
 

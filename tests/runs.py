@@ -1,0 +1,54 @@
+"""Whole runs of a tiny model through the command line, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
+WIDE = os.environ | {"COLUMNS": "1000"}  # so that no message is folded
+
+
+def start(out: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [*COMMAND, "train", "--model", "tiny", "--out", str(out), "--lr", "1e-3", "--json", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(out: Path, *options: str) -> dict[str, Any]:
+    process = start(out, *options)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    summary: dict[str, Any] = json.loads(stdout)
+    return summary
+
+
+def resume(out: Path, *options: str) -> dict[str, Any]:
+    command = [*COMMAND, "train", "--resume", str(out), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
+
+def wait_for(condition: Any, seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def children(title: str, below: int) -> list[int]:
+    """Processes below another one that Ray has titled with an actor's class."""
+    import psutil
+
+    found = []
+    for process in psutil.Process(below).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(title in part for part in process.cmdline()):
+                found.append(process.pid)
+    return found
