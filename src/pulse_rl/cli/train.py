@@ -219,10 +219,16 @@ def _add_exchange(table: "Table", sync: dict[str, Any]) -> None:
 
     each = sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"])
     same = "the same weights after each" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
-    table.add_row("trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} rounds, {same}")
+    table.add_row(
+        "trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} round{'s' * (sync['rounds'] > 1)}, {same}"
+    )
     table.add_row("sent by each", f"{nbytes(each)} a round: {sum(sync['density']) / sync['rounds']:.3%} of the weights")
-    table.add_row("instead of", f"DiLoCo's {nbytes(sync['dense_nbytes'])}: {sync['reduction_vs_diloco']:.3g}×")
-    table.add_row("", f"DDP's {nbytes(sync['ddp_nbytes'])}: {sync['reduction_vs_ddp']:.3g}×")
+    table.add_row("instead of", f"DiLoCo's {nbytes(sync['dense_nbytes'])}: {_times(sync['reduction_vs_diloco'])}")
+    table.add_row("", f"DDP's {nbytes(sync['ddp_nbytes'])}: {_times(sync['reduction_vs_ddp'])}")
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
 
 
 def _development(rewards: list[float]) -> str:

@@ -8,6 +8,7 @@ step and what `peers` keeps. trainer.pt, the first one's, is written when all ot
 so the step that it names is the last one that all can go on from.
 """
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.peers import join
+from pulse_rl.units import nbytes
 
 IDLE_S = 0.02  # between looks for a batch
 CHECKPOINT = "trainer.pt"
@@ -170,8 +172,13 @@ class Trainer:
         }
         file = self._file(self._step)
         temporary = file.with_suffix(".part")
-        torch.save(state, temporary)
-        temporary.replace(file)
+        try:
+            torch.save(state, temporary)
+            temporary.replace(file)
+        except (OSError, RuntimeError) as error:  # RuntimeError: what torch makes of a full disk
+            free = shutil.disk_usage(file.parent).free
+            temporary.unlink(missing_ok=True)
+            raise OSError(f"cannot write the checkpoint {file}, with {nbytes(free)} free there: {error}") from error
         if self._rank:
             self._peers.agree(self._step)
         self._peers.agree(self._step)  # waits for trainer.pt: from here on nobody goes back to an older one
