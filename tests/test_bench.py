@@ -1,4 +1,4 @@
-"""`bench codec`: its bound against an entropy counted naively, its verdicts, its document. `bench link`, `fanout`."""
+"""`bench codec`: its bound against an entropy counted naively, its verdicts, its document. `link`, `fanout`, `loco`."""
 
 import json
 import math
@@ -18,6 +18,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.bench import codec as bench
+from pulse_rl.bench import loco
 from pulse_rl.bench.bound import bounds
 from pulse_rl.bench.network import Network
 from pulse_rl.bits import Bits, HostBits
@@ -293,3 +294,40 @@ def test_many_subscribers_ask_no_more_of_the_publisher(capsys: pytest.CaptureFix
         assert each["held_nbytes"] == each["put_nbytes"]
     # Manifests hold the time and a token, so they differ by a few digits; the rest is the same.
     assert abs(one["put_nbytes"] - many["put_nbytes"]) < 100
+
+
+def test_trainers_by_every_way(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes against what the ways' definitions say; every round's digests are compared among four processes."""
+    monkeypatch.setattr(loco, "PRETRAIN", 120)
+    monkeypatch.setattr(loco, "MODEL_LRS", (3e-6,))
+    command = ["bench", "loco", "--seeds", "1", "--steps", "16", "--sync-every", "8", "--model", "tiny"]
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--rounds", "1", "--json"])
+    assert exit_info.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    runs = {run["way"]["name"]: run for run in found["runs"]}
+    assert list(runs) == ["DDP", "DDP, lr × 7", "DiLoCo", "PULSELoCo", "without feedback"]
+    dense = 4 * runs["DDP"]["elements"]
+    assert runs["DDP"]["sent_nbytes"] == [dense] * 16
+    assert runs["DiLoCo"]["sent_nbytes"] == [dense] * 2
+    ours, forgetful = runs["PULSELoCo"], runs["without feedback"]
+    assert all(0 < nbytes < dense / 8 for nbytes in ours["sent_nbytes"])
+    assert ours["density"][0] == forgetful["density"][0]  # nothing is kept before the first round
+    assert ours["density"][1] > forgetful["density"][1]
+    before = {run["rewards"][0] for run in found["runs"]}
+    assert len(before) == 1
+    assert all(len(run["rewards"]) == 2 and 0 < run["rewards"][1] < 1 for run in found["runs"])
+    (model,) = found["models"]
+    (sent,), (nbytes,), (entropy,) = model["sent"], model["sent_nbytes"], model["position_bits"]
+    assert 0 < sent < model["elements"]
+    assert 0 < entropy < model["elements"]
+    assert nbytes < 4 * sent + model["elements"] / 8 + 4096  # float32 values and a bit for each position
+    assert all(second > 0 for part in model["seconds"].values() for second in part.values())
+
+
+@pytest.mark.parametrize("args", [["--steps", "24"], ["--sync-every", "6"]])
+def test_rounds_that_do_not_end_together_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "loco", *args])
+    assert exit_info.value.code == 2
+    assert "16" in capsys.readouterr().err

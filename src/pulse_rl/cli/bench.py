@@ -130,6 +130,36 @@ def fanout(
 
 
 @bench.command()
+def loco(
+    seeds: Annotated[int, typer.Option(min=1, help="Of the task's runs.")] = 3,
+    steps: Annotated[int, typer.Option(min=16, help="Inner steps of each run; a multiple of 16.")] = 128,
+    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate in these runs.")] = 1e-6,
+    sync_every: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Inner steps a round, divisors of 16; may be given again.", show_default="1, 4, 8, 16"
+        ),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The real model: smollm2, tiny, or a path or hub id.")] = "smollm2",
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of the real model at each learning rate; 0: none.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small policy by DDP, DiLoCo and PULSELoCo, with four trainers; then count the bytes of a real model.
+
+    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Needs the extra run.
+    """
+    from pulse_rl.bench.loco import check, run
+
+    every = sync_every or [1, 4, 8, 16]
+    with output.checking():
+        check(steps, every)
+
+    with output.progress("loco") as update:
+        report = run(seeds=seeds, steps=steps, lr=lr, sync_every=every, model=model, rounds=rounds, progress=update)
+    _show(report, as_json)
+
+
+@bench.command()
 def identical(
     out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
     model: Annotated[str, typer.Option(help="smollm2, tiny, or a path or hub id.")] = "smollm2",

@@ -1,0 +1,159 @@
+"""What PULSELoCo sends of a real model: `python -m pulse_rl.bench.loco_model MODEL ROUNDS LR`.
+
+Inner steps are supervised: AdamW (0.9, 0.999) under BF16 autocast on the answers of four sums a step, gradient norm
+1, from the dithered GGUF. They are real gradients of the real weights, but no RL's: theirs are noisier. One trainer,
+whose payloads are what it would send to any number of others; what would differ is only where the others lead θ.
+
+The last round is then timed, all in one thread: θ, residual, momentum and live parameters are put back and the round
+is done again, in turns with DiLoCo's, in a group that hands each rank's bytes back as those of four. So
+encoding, decoding of three payloads, adding up and outer step are those of four trainers, and there is no network.
+"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+import pulse_rl as pulse
+from pulse_rl.bench.bound import bounds
+from pulse_rl.bench.loco import MODEL_EVERY as SYNC_EVERY
+from pulse_rl.bench.loco import ModelResult
+from pulse_rl.bits import Bits, HostBits
+from pulse_rl.loco.gate import cast
+from pulse_rl.loco.group import Group
+from pulse_rl.rl import model, tasks
+
+PROMPTS = 4  # a step
+WORKERS = 4  # as timed
+REPEATS = 3
+GRADIENT_NORM = 1.0
+
+
+class Echo(Group):
+    """A group without others: what this rank sends comes back as the bytes of all."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        return np.tile(np.array(numbers, np.int64), (self.size, 1))
+
+    def gather_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.tile(values, (self.size, 1))
+
+    def gather(self, data: bytes, limit: int) -> list[memoryview]:
+        return [memoryview(data)] * self.size
+
+    def swap_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        return values
+
+
+def position_bits(loco: pulse.PulseLoCo) -> float:
+    """The entropy of which elements the next round sends, given θ's BF16 exponents; a table a segment."""
+    sends, _ = loco._find()
+    old: dict[str, Bits] = {}
+    new: dict[str, Bits] = {}
+    for segment, sent in zip(loco._masters.segments, sends, strict=True):
+        before = cast(segment.span.shared, loco.gate).copy()
+        after = before.copy()
+        after[sent.indices] ^= 1
+        held = HostBits("BF16", before), HostBits("BF16", after)
+        name = f"{segment.name}:{segment.span.start}"
+        old[name], new[name] = held
+    return bounds(old, new)[0].positions
+
+
+def copied(tree: Any) -> Any:
+    """Of a state dict, with tensors of its own."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return tree.clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: tasks.Task, first: int) -> float:
+    """SYNC_EVERY of them, on problems from `first` on; returns their mean loss."""
+    losses = []
+    for step in range(first, first + SYNC_EVERY):
+        problems = [task.problem(step * PROMPTS + k) for k in range(PROMPTS)]
+        texts = [f"{problem.prompt} {problem.entry['answer']}\n" for problem in problems]
+        batch = loaded.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        # Padding is on the left, so that answers are at the end: a space and digits, and the line's end.
+        labels = batch["input_ids"].clone()
+        for row, problem in enumerate(problems):
+            answer = loaded.tokenizer(f" {problem.entry['answer']}\n", add_special_tokens=False)["input_ids"]
+            labels[row, : -len(answer)] = -100
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loaded.model(**batch, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return statistics.fmean(losses)
+
+
+def timed(loco: Any, before: dict[str, Any], net: Any, live: dict[str, torch.Tensor]) -> dict[str, float]:
+    """One round from that state, without a network: seconds by part."""
+    loco.load_state_dict(before)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(live[name])
+    report = loco.sync()
+    return {part: getattr(report, f"{part}_s") for part in ("gate", "encode", "decode", "outer")}
+
+
+def measure(name: str, rounds: int, lr: float) -> ModelResult:
+    """So many rounds at a learning rate, and the last one timed."""
+    loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
+    net = loaded.model.eval()
+    task = tasks.Task("chain_sum", 0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0, fused=True)
+    loco = pulse.PulseLoCo(net, optimizer, sync_every=SYNC_EVERY, exchange="gather")
+    losses, bits = [], []
+    for number in range(rounds):
+        losses.append(inner_steps(loaded, optimizer, task, number * SYNC_EVERY))
+        bits.append(position_bits(loco))
+        if number == rounds - 1:
+            before = copied(loco.state_dict())
+            live = {each: parameter.detach().clone() for each, parameter in net.named_parameters()}
+        loco.sync()
+    reports = loco.reports
+    optimizer.state.clear()
+    dense = pulse.DiLoCo(net, optimizer, sync_every=SYNC_EVERY)
+    for each in (loco, dense):
+        each._group = Echo(WORKERS)
+    before["workers"] = WORKERS
+    seconds: dict[str, list[dict[str, float]]] = {"pulse": [], "diloco": []}
+    for _ in range(REPEATS):
+        seconds["pulse"].append(timed(loco, before, net, live))
+        seconds["diloco"].append(timed(dense, before, net, live))
+    return ModelResult(
+        lr=lr,
+        elements=reports[0].elements,
+        losses=losses,
+        sent=[report.sent for report in reports[:rounds]],
+        sent_nbytes=[report.sent_nbytes for report in reports[:rounds]],
+        position_bits=bits,
+        seconds={
+            way: {part: statistics.median(one[part] for one in found) for part in found[0]}
+            for way, found in seconds.items()
+        },
+    )
+
+
+def main(name: str, rounds: str, lr: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", f"file://{directory}/ranks", rank=0, world_size=1)
+    print(msgspec.json.encode(measure(name, int(rounds), float(lr))).decode(), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

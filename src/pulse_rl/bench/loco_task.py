@@ -1,0 +1,128 @@
+"""What the trainers of `bench loco` learn: sums of two numbers below 100, by a transformer of 220,000 parameters.
+
+A prompt is `ab+cd=`, a completion three digits, least significant first; the reward is 1 for the right sum and 0 for
+all else. All prompts and completions have one length, so there is nothing to pad or to mask. The forward pass computes
+with weights rounded to BF16, as rollout workers would hold them, and everything else in float32; gradients go to the
+float32 masters as if nothing were rounded.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pulse_rl.rl import grpo
+
+WIDTH, LAYERS, HEADS = 96, 2, 4
+SYMBOLS, PLUS, EQUALS = 12, 10, 11  # the digits are themselves
+PROMPT, ANSWER = 6, 3  # symbols
+RIGHT = 0.2  # of the first training's completions
+CLIP = 0.2  # of the ratio, as in the reference run
+GRADIENT_NORM = 1.0
+
+
+class Batch(NamedTuple):
+    """B completions; a group's are side by side."""
+
+    symbols: Tensor  # (B, PROMPT + ANSWER) int64
+    logprobs: Tensor  # (B, ANSWER) float32, when they were sampled
+    rewards: Tensor  # (B,) float32
+
+
+class Policy(nn.Module):
+    """A causal transformer without biases; float32 masters, seen as BF16."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+
+        def matrix(rows: int, columns: int, std: float) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns, generator=generator) * std)
+
+        self.symbols = matrix(SYMBOLS, WIDTH, 0.02 * math.sqrt(WIDTH))
+        self.places = matrix(PROMPT + ANSWER - 1, WIDTH, 0.02 * math.sqrt(WIDTH))
+        inner, outer = 1 / math.sqrt(WIDTH), 1 / math.sqrt(WIDTH * 2 * LAYERS)
+        self.qkv = nn.ParameterList(matrix(3 * WIDTH, WIDTH, inner) for _ in range(LAYERS))
+        self.mixed = nn.ParameterList(matrix(WIDTH, WIDTH, outer) for _ in range(LAYERS))
+        self.up = nn.ParameterList(matrix(4 * WIDTH, WIDTH, inner) for _ in range(LAYERS))
+        self.down = nn.ParameterList(matrix(WIDTH, 4 * WIDTH, outer / 2) for _ in range(LAYERS))
+        self.head = matrix(SYMBOLS, WIDTH, inner)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """Logits (B, T, SYMBOLS) of the symbols that follow; symbols: (B, T)."""
+        b, t = symbols.shape
+        x = functional.embedding(symbols, _seen(self.symbols)) + _seen(self.places)[:t]
+        for qkv, mixed, up, down in zip(self.qkv, self.mixed, self.up, self.down, strict=True):
+            heads = functional.linear(_norm(x), _seen(qkv)).view(b, t, 3, HEADS, WIDTH // HEADS)
+            q, k, v = heads.permute(2, 0, 3, 1, 4)
+            found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + functional.linear(found.transpose(1, 2).reshape(b, t, WIDTH), _seen(mixed))
+            x = x + functional.linear(functional.gelu(functional.linear(_norm(x), _seen(up))), _seen(down))
+        return functional.linear(_norm(x), _seen(self.head))
+
+
+def _seen(weight: Tensor) -> Tensor:
+    """The weight as the BF16 forward pass sees it; its gradient is the master's."""
+    return weight + (weight.bfloat16().float() - weight).detach()
+
+
+def _norm(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, (WIDTH,))
+
+
+def problems(count: int, generator: torch.Generator) -> Tensor:
+    """Random prompts with the right completions, (count, PROMPT + ANSWER)."""
+    a, b = torch.randint(100, (2, count), generator=generator)
+    total = a + b
+    plus, equals = torch.full_like(a, PLUS), torch.full_like(a, EQUALS)
+    columns = [a // 10, a % 10, plus, b // 10, b % 10, equals, total % 10, total // 10 % 10, total // 100]
+    return torch.stack(columns, 1)
+
+
+def logprobs(policy: Policy, symbols: Tensor) -> Tensor:
+    """Of the completions' symbols, (B, ANSWER)."""
+    scores = torch.log_softmax(policy(symbols[:, :-1])[:, PROMPT - 1 :], -1)
+    return scores.gather(2, symbols[:, PROMPT:, None])[:, :, 0]
+
+
+@torch.no_grad()
+def reward(policy: Policy, solved: Tensor) -> float:
+    """The mean reward to expect of one sample for each problem, exactly: the probability of the right completion."""
+    return float(logprobs(policy, solved).sum(1).exp().mean())
+
+
+@torch.no_grad()
+def sample(policy: Policy, solved: Tensor, group: int, generator: torch.Generator) -> Batch:
+    """`group` completions of each problem, at temperature 1."""
+    wanted = solved.repeat_interleave(group, 0)
+    symbols, found = wanted[:, :PROMPT], []
+    for _ in range(ANSWER):
+        scores = torch.log_softmax(policy(symbols)[:, -1], -1)
+        chosen = torch.multinomial(scores.exp(), 1, generator=generator)
+        symbols = torch.cat([symbols, chosen], 1)
+        found.append(scores.gather(1, chosen))
+    return Batch(symbols, torch.cat(found, 1), (symbols == wanted).all(1).float())
+
+
+def backward(policy: Policy, batch: Batch, group: int) -> None:
+    """Add the gradient of GRPO's loss on a batch."""
+    advantage = grpo.advantages(batch.rewards.view(-1, group)).view(-1)
+    mask = torch.ones_like(batch.logprobs, dtype=torch.bool)
+    part = grpo.loss(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage, CLIP)
+    (part.total / part.tokens).backward()  # type: ignore[no-untyped-call]
+
+
+def pretrain(policy: Policy, steps: int, generator: torch.Generator) -> None:
+    """Supervised steps on random problems, so that there is something to reward."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
+    for step in range(steps):
+        solved = problems(256, generator)
+        other = torch.rand(len(solved), generator=generator) > RIGHT
+        solved[other, PROMPT:] = solved[other, PROMPT:].flip(1)
+        for settings in optimizer.param_groups:
+            settings["lr"] = 1e-3 * min(1, (step + 1) / 50, 2 * (1 - step / steps))
+        (-logprobs(policy, solved).sum(1).mean()).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(policy.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
