@@ -1,7 +1,7 @@
 """Draw reward against bytes sent as an SVG: pulse-rl bench loco --json > LOCO; python bench/loco_plot.py LOCO OUT
 
-A line for each way: its final reward, mean and standard deviation over the seeds, against what one trainer sent in the
-whole run, by H. Ways differ in mark and dash too, and colours are readable on light and on dark ground.
+A line for each way: final reward less the one at the start, mean and standard deviation over the seeds, against what
+one trainer sent in the whole run, by H. Ways differ in mark and dash too; colours are readable on light and on dark.
 """
 
 import json
@@ -27,8 +27,8 @@ def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "")
 
 
 def point(runs: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Bytes, mean and deviation of the final reward, of one way's seeds."""
-    finals = [statistics.fmean(run["rewards"][-LAST:]) for run in runs]
+    """Bytes, mean and deviation of what the reward gained, of one way's seeds."""
+    finals = [statistics.fmean(run["rewards"][-LAST:]) - run["rewards"][0] for run in runs]
     deviation = statistics.stdev(finals) if len(finals) > 1 else 0.0
     return statistics.fmean(sum(run["sent_nbytes"]) for run in runs), statistics.fmean(finals), deviation
 
@@ -75,7 +75,7 @@ def main(source: str, target: str) -> None:
         out.append(f'<g transform="{at}">{sign}{text(24, 4, name, "start")}</g>')
     middle = (TOP + BOTTOM) / 2
     out.append(text((LEFT + RIGHT) / 2, BOTTOM + 42, "sent by one trainer in the whole run"))
-    out.append(text(18, middle, "final reward", more=f' transform="rotate(-90 18 {middle})"'))
+    out.append(text(18, middle, "reward gained", more=f' transform="rotate(-90 18 {middle})"'))
     # Text has the page's own colour where it is dark.
     css = "<style>text{fill:#333}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
     Path(target).write_text(

@@ -3,8 +3,9 @@
 Four trainers, each a process, take GRPO steps on a small task (`loco_task`) over Gloo on this machine. All runs of
 a seed start from the same policy, see the same prompts, and take the same number of samples. The reward is what the
 shared weights can expect on the same 1,024 problems, computed and not sampled. A run's final reward is the mean of its
-last three evaluations. Bytes are those that one trainer sends, each counted once however many receive it; of
-gradients and of DiLoCo's pseudo-gradients 4 a parameter. What real weights take is in `loco_model`.
+last three evaluations; what it gained is against its own start, since seeds start apart. Bytes are those that one
+trainer sends, each counted once however many receive it; of gradients and of DiLoCo's pseudo-gradients 4 a parameter.
+What real weights take is in `loco_model`.
 """
 
 import os
@@ -139,7 +140,7 @@ class LocoReport(msgspec.Struct, frozen=True):
         by_way: dict[str, list[LocoRun]] = {}
         for run in self.runs:
             by_way.setdefault(str(run.way), []).append(run)
-        columns = ("way", "reward, final", "reward, all along", "density", "a round", "in all", "DiLoCo's", "DDP's")
+        columns = ("way", "final reward", "gained", "density", "a round", "in all", "DiLoCo's", "DDP's")
         rows = []
         for name, runs in by_way.items():
             first = runs[0]
@@ -148,7 +149,7 @@ class LocoReport(msgspec.Struct, frozen=True):
                 (
                     name,
                     _spread([run.final for run in runs]),
-                    _spread([statistics.fmean(run.rewards[1:]) for run in runs]),
+                    _spread([run.final - run.rewards[0] for run in runs]),
                     f"{statistics.fmean(d for run in runs for d in run.density):.2%}",
                     nbytes(round(sent / len(first.sent_nbytes))),
                     nbytes(round(sent)),
