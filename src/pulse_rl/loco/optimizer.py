@@ -333,7 +333,7 @@ class DiLoCo(LocalSteps):
         work.spent("encode")
         mean = exchange.dense(self._group, gradient, work)
         work.sent += gradient.nbytes
-        work.received += gradient.nbytes * (self._group.size - 1)
+        work.received += 2 * gradient.nbytes * (self._group.size - 1) // self._group.size  # ranges, then their sums
         return "dense", [Mean(None, mean[end - s.span.size : end]) for s, end in zip(segments, ends, strict=True)]
 
 
