@@ -253,12 +253,13 @@ def test_a_narrow_link(may_make_networks: None, capsys: pytest.CaptureFixture[st
     assert [each["way"] for each in found["results"]] == ["full", "gap", "context"]
     assert full["nbytes"] > found["full_nbytes"] > 100 * gap["nbytes"] > 200 * context["nbytes"]
     for each in found["results"]:
-        assert each["seconds"] > each["sync_s"] > each["fetch_s"] > each["locked_s"] > 0
+        assert each["seconds"] > each["sync_s"] > each["fetch_s"] > 0 < each["locked_s"]
     assert full["fetch_s"] > 0.98 * full["nbytes"] * 8 / (mbit * 1e6)  # it would take a tenth without shaping
     assert full["seconds"] > 3 * max(gap["seconds"], context["seconds"])
     assert namespaces() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_bench_that_is_ended_leaves_no_network(how: signal.Signals, may_make_networks: None, tmp_path: Path) -> None:
     before = namespaces()
@@ -296,6 +297,7 @@ def test_many_subscribers_ask_no_more_of_the_publisher(capsys: pytest.CaptureFix
     assert abs(one["put_nbytes"] - many["put_nbytes"]) < 100
 
 
+@pytest.mark.slow
 def test_trainers_by_every_way(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes against what the ways' definitions say; every round's digests are compared among four processes."""
     monkeypatch.setattr(loco, "PRETRAIN", 120)

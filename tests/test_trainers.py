@@ -33,6 +33,7 @@ def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
     return sync
 
 
+@pytest.mark.slow
 def test_ddp_is_one_trainer_with_all_their_prompts(tmp_path: Path) -> None:
     """Bit for bit: completions of one token weigh the same in either, and halves of gradients are exact."""
     common = ("--steps", "3", "--deterministic", "--workers", "1", "--max-new-tokens", "1", "--chunk", "4")
@@ -47,6 +48,7 @@ def test_ddp_is_one_trainer_with_all_their_prompts(tmp_path: Path) -> None:
     assert (sync["reduction_vs_ddp"], sync["reduction_vs_diloco"], sync["density"]) == (1, 1, [1] * 3)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -> None:
     out = tmp_path / "run"
     several = ("--trainers", "4", "--trainer-sync", "diloco", "--sync-every", "3")
