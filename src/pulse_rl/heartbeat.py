@@ -20,7 +20,7 @@ import msgspec
 
 from pulse_rl.errors import IntegrityError, PulseError
 from pulse_rl.manifest import Count
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import Store, read_up_to
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,9 @@ def read(store: Store, name: str) -> Heartbeat:
 
     Raises IntegrityError if the object is none, FileNotFoundError, StoreError.
     """
-    where, data = f"{name} in {store.url}", bytearray()
-    for part in store.stream(name):
-        data += part[: MAX_NBYTES + 1]
-        if len(data) > MAX_NBYTES:
-            raise IntegrityError(f"{where} is no heartbeat: expected at most {MAX_NBYTES} bytes, found more")
+    where, data = f"{name} in {store.url}", read_up_to(store, name, MAX_NBYTES)
+    if len(data) > MAX_NBYTES:
+        raise IntegrityError(f"{where} is no heartbeat: expected at most {MAX_NBYTES} bytes, found more")
     try:
         heartbeat = msgspec.json.decode(data, type=Heartbeat)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

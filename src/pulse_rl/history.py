@@ -36,7 +36,7 @@ from pulse_rl.manifest import (
     manifest_sequence,
 )
 from pulse_rl.route import Faults, State, Step, Trail, decode_trail, state_of, step_of
-from pulse_rl.store.base import CannotListError, ObjectInfo, ObjectMissingError, Store
+from pulse_rl.store.base import CannotListError, ObjectInfo, ObjectMissingError, Store, read_up_to
 from pulse_rl.store.objects import open_store
 
 if TYPE_CHECKING:
@@ -115,20 +115,11 @@ class History:
     def first(self) -> int:
         """The number of the oldest manifest from which on there is no gap, as the last pruning has left it."""
         try:
-            return msgspec.json.decode(self._small(FIRST, MAX_FIRST_NBYTES), type=Count)
+            return msgspec.json.decode(read_up_to(self.store, FIRST, MAX_FIRST_NBYTES), type=Count)
         except FileNotFoundError:
             return 0
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise IntegrityError(f"{FIRST} in {self.store.url}: expected a number, found none: {error}") from None
-
-    def _small(self, name: str, limit: int) -> bytes:
-        """An object that no hash binds, and no more of it than one byte over a limit."""
-        data = bytearray()
-        for part in self.store.stream(name):
-            data += part[: limit + 1 - len(data)]
-            if len(data) > limit:
-                break
-        return bytes(data)
 
     def _is_there(self, sequence: int) -> bool:
         """Whether a manifest is there, sound or not."""
@@ -177,7 +168,7 @@ class History:
         if sequence not in self._manifests:
             name = manifest_name(sequence)
             try:
-                data = self._small(name, MAX_MANIFEST_NBYTES)
+                data = read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
             except FileNotFoundError:
                 raise VersionNotFoundError(f"{self.store.url} holds no {name}") from None
             where = f"{name} in {self.store.url}"

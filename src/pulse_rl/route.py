@@ -18,8 +18,8 @@ from pulse_rl.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token, p
 from pulse_rl.store.base import ObjectMissingError
 from pulse_rl.zstd import decompress
 
-SPANS = (4, 16, 64)  # of skip patches, versions; each divides the next
-REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how far back a trail tells of such patches, versions
+REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span, versions: how far back a trail tells of such patches
+SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
 MAX_TRAIL_NBYTES = 1 << 20
 # What one more object costs beside its own bytes: its request and a round trip. Small, so that bytes decide.
 REQUEST_NBYTES = 4096

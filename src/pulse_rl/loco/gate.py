@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu, loco
 from pulse_rl.kernels.loco import F32
@@ -45,9 +46,7 @@ def find_sends(shared: F32, live: F32, residual: F32, gate: str) -> Sends | None
     before, after = (cpu.buffer(f"{name}{itemsize}", n, UINTS[itemsize])[:n] for name in ("before", "after"))
     if not loco.gate(shared, live, residual, loco.FORMATS[gate], before, after):
         return None
-    indices = cpu.buffer("changed", n + cpu.SLACK, np.uint32)
-    seen = cpu.buffer("values", n + cpu.SLACK, np.uint64).view(UINTS[itemsize])
-    found = indices[: cpu.find_changes(before, after, indices, seen)].copy()
+    found = find_changes(before, after).indices
     values = np.empty(len(found), np.float32)
     loco.pick(shared, live, residual, found, values)
     return Sends(found, values)

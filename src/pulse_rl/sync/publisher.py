@@ -207,15 +207,13 @@ class Publisher:
         cast = self._cast if cast is None else cast_name(cast)
         check_assets(assets or {})
         self._settle()
-        if self._pending is not None:
-            head = self._newest
-            sequence = head.sequence + 1 if head else 0
-        elif anchor and self._baseline is None:
+        if self._pending is None and self._baseline is None and anchor:
             sequence, head = self.history.end()
             self._notice(head)
         else:
-            self.resume()
-            head = self._head
+            if self._pending is None:
+                self.resume()
+            head = self._newest
             sequence = head.sequence + 1 if head else 0
         if sequence > MAX_SEQUENCE:
             raise StoreError(
