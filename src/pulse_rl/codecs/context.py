@@ -30,11 +30,18 @@ SAMPLE = 32  # segments of a class whose contexts are counted
 
 
 class ContextCodec:
-    """Adaptive binary range coder in contexts of the old values."""
+    """Adaptive binary range coder in contexts of the old values.
+
+    price: 1/2048 bits that deciding about one hot element may cost more than it saves, for the time that it takes to
+    decode: the encoder's choice, which a decoder need not know.
+    """
 
     name = "context"
     conditional = True
     block_nbytes = 4 << 20
+
+    def __init__(self, *, price: int = 1) -> None:
+        self._price = price
 
     def is_dense(self, spec: SegmentSpec) -> bool:
         return False  # decided for each segment when it is coded, and told in the head
@@ -45,7 +52,7 @@ class ContextCodec:
         streams: dict[int, bytes] = {}
         for dtype, members in _groups([part.spec for part in parts]).items():
             mine = [parts[number] for number in members]
-            classes, models, coded = _encode_group(field(dtype), mine)
+            classes, models, coded = _encode_group(field(dtype), mine, self._price)
             plain = classes == len(models)
             if plain.all():
                 models = [model.blank(field(dtype))] * len(models)
@@ -119,7 +126,7 @@ def _kinds(kind: Field, members: int) -> list[int]:
     return model.kinds(kind) * min(model.CLASSES, members) + [model.MEAN] + [model.CLASS, model.LENGTH] * members
 
 
-def _encode_group(kind: Field, parts: Sequence[Part]) -> tuple[Ints, list[Model], list[bytes]]:
+def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints, list[Model], list[bytes]]:
     """Learn and code segments of one dtype: each one's class (len(models): plain), the models, the streams."""
 
     def measure(part: Part) -> tuple[Ints, Ints]:
@@ -133,7 +140,7 @@ def _encode_group(kind: Field, parts: Sequence[Part]) -> tuple[Ints, list[Model]
     elements, changes = (np.stack(counts) for counts in zip(*measured, strict=True))
     classes, activities = model.classify(elements, changes)
     thresholds = [
-        model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity)
+        model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
         for number, activity in enumerate(activities)
     ]
     size = context.contexts(kind.exponents)[-1]

@@ -103,13 +103,14 @@ def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
     return mine, activity
 
 
-def threshold(elements: Ints, changes: Ints, activity: Ints) -> int:
+def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:
     """The exponent below which elements are hot: where both ways together cost least.
 
-    A hot element costs its decision, and 1/2048 bit for the time it takes; a cold change its place among all
-    cold elements, and a tenth of a bit for gaps that are coded less well than that.
+    A hot element costs its decision, and `price` 1/2048 bits for the time it takes; a cold change its place among
+    all cold elements, and a tenth of a bit for gaps that are coded less well than that.
     """
-    hot = changes * _COST_1[activity + ODDS] + (elements - changes) * _COST_0[activity + ODDS] + elements // 8
+    hot = changes * _COST_1[activity + ODDS] + (elements - changes) * _COST_0[activity + ODDS]
+    hot += (elements * price) >> 3
     before = np.concatenate([[0], np.cumsum(hot)])
     ones = changes.sum() - np.concatenate([[0], np.cumsum(changes)])
     every = elements.sum() - np.concatenate([[0], np.cumsum(elements)])

@@ -37,7 +37,9 @@ ValueDtype: TypeAlias = Literal["float32", "bfloat16"]
 VALUE_DTYPES: tuple[str, ...] = get_args(ValueDtype)
 _MANTISSAS = {"float32": 23, "bfloat16": 7}
 HASH, LENGTHS = 16, struct.Struct("<II")
-_CODEC = ContextCodec()
+# A position is 3 bits of 27 here, so a sixteenth of a bit more for each hot element costs 0.5 – 0.9 % of the bytes; it
+# takes 15 – 45 % off decoding at 0.7 – 3.2 % of sends.
+_CODEC = ContextCodec(price=128)
 
 
 class Span(NamedTuple):
