@@ -308,7 +308,7 @@ def test_trainers_by_every_way(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert exit_info.value.code == 0
     found = json.loads(capsys.readouterr().out)
     runs = {run["way"]["name"]: run for run in found["runs"]}
-    assert list(runs) == ["DDP", "DDP, lr × 7", "DiLoCo", "PULSELoCo", "without feedback"]
+    assert list(runs) == ["DDP", "DDP, lr × 7", "DiLoCo", "PULSELoCo", "FP16 gate", "without feedback"]
     dense = 4 * runs["DDP"]["elements"]
     assert runs["DDP"]["sent_nbytes"] == [dense] * 16
     assert runs["DiLoCo"]["sent_nbytes"] == [dense] * 2
@@ -316,6 +316,7 @@ def test_trainers_by_every_way(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert all(0 < nbytes < dense / 8 for nbytes in ours["sent_nbytes"])
     assert ours["density"][0] == forgetful["density"][0]  # nothing is kept before the first round
     assert ours["density"][1] > forgetful["density"][1]
+    assert runs["FP16 gate"]["density"][0] > 4 * ours["density"][0]  # 8 times as many values to step between
     before = {run["rewards"][0] for run in found["runs"]}
     assert len(before) == 1
     assert all(len(run["rewards"]) == 2 and 0 < run["rewards"][1] < 1 for run in found["runs"])

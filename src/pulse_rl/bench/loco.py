@@ -1,4 +1,4 @@
-"""Do trainers that send little learn the same? DDP, DiLoCo, PULSELoCo, and PULSELoCo without its error feedback.
+"""Do trainers that send little learn the same? DDP, DiLoCo, PULSELoCo, its finer gate, and it without error feedback.
 
 Four trainers, each a process, take GRPO steps on a small task (`loco_task`) over Gloo on this machine. All runs of
 a seed start from the same policy, see the same prompts, and take the same number of samples. The reward is what the
@@ -76,6 +76,10 @@ class LocoRun(msgspec.Struct, frozen=True):
     def final(self) -> float:
         return statistics.fmean(self.rewards[-LAST:])
 
+    @property
+    def gained(self) -> float:
+        return self.final - self.rewards[0]
+
 
 class ModelResult(msgspec.Struct, frozen=True):
     """Rounds of a real model at one learning rate; lists are by round."""
@@ -140,7 +144,7 @@ class LocoReport(msgspec.Struct, frozen=True):
         by_way: dict[str, list[LocoRun]] = {}
         for run in self.runs:
             by_way.setdefault(str(run.way), []).append(run)
-        columns = ("way", "final reward", "gained", "density", "a round", "in all", "DiLoCo's", "DDP's")
+        columns = ("way", "final reward", "gained", "of DiLoCo", "density", "a round", "in all", "DiLoCo's", "DDP's")
         rows = []
         for name, runs in by_way.items():
             first = runs[0]
@@ -149,7 +153,8 @@ class LocoReport(msgspec.Struct, frozen=True):
                 (
                     name,
                     _spread([run.final for run in runs]),
-                    _spread([run.final - run.rewards[0] for run in runs]),
+                    _spread([run.gained for run in runs]),
+                    _share(runs, by_way.get(str(Way("DiLoCo", first.way.sync_every)))),
                     f"{statistics.fmean(d for run in runs for d in run.density):.2%}",
                     nbytes(round(sent / len(first.sent_nbytes))),
                     nbytes(round(sent)),
@@ -166,7 +171,7 @@ class LocoReport(msgspec.Struct, frozen=True):
 
 def ways(sync_every: Sequence[int]) -> list[Way]:
     """All that are compared; DDP at the inner learning rate, and at what the outer optimizer makes of that."""
-    local = [Way(name, h) for h in sync_every for name in ("DiLoCo", "PULSELoCo", "without feedback")]
+    local = [Way(name, h) for h in sync_every for name in ("DiLoCo", "PULSELoCo", "FP16 gate", "without feedback")]
     return [Way("DDP"), Way(f"DDP, lr × {OUTER:g}", faster=OUTER), *local]
 
 
@@ -226,6 +231,13 @@ def _trained(seeds: int, steps: int, lr: float, sync_every: Sequence[int]) -> It
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def _share(runs: Sequence[LocoRun], dense: Sequence[LocoRun] | None) -> str:
+    """What they gained of what DiLoCo gains from the same seeds at the same H; mean and standard deviation."""
+    if dense is None:
+        return "–"
+    return _spread([run.gained / other.gained for run, other in zip(runs, dense, strict=True)])
 
 
 def _spread(values: Sequence[float]) -> str:

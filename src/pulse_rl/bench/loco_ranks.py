@@ -7,8 +7,10 @@ prompts for the same rank and step, the same number of samples. Rank 0 prints a 
 import copy
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from torch import nn
 import pulse_rl as pulse
 from pulse_rl.bench import loco_task as task
 from pulse_rl.bench.loco import EVALUATE_EVERY, LocoRun, Settings, Way, ways
+from pulse_rl.loco.optimizer import LocalSteps
 
 PROBLEMS, GROUP = 4, 8  # of each rank and inner step
 EVALUATED = 1024  # problems, the same for all runs; each rank takes its share
@@ -35,7 +38,12 @@ class Forgetful(pulse.PulseLoCo):
         return report
 
 
-LOCAL = {"DiLoCo": pulse.DiLoCo, "PULSELoCo": pulse.PulseLoCo, "without feedback": Forgetful}
+LOCAL: dict[str, Callable[..., LocalSteps]] = {
+    "DiLoCo": pulse.DiLoCo,
+    "PULSELoCo": pulse.PulseLoCo,
+    "FP16 gate": partial(pulse.PulseLoCo, gate="float16"),
+    "without feedback": Forgetful,
+}
 
 
 def average(parameters: list[nn.Parameter]) -> None:
