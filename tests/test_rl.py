@@ -214,6 +214,7 @@ def test_other_tasks_and_bad_ones() -> None:
         ({"lr": 0.0}, "lr: expected more than 0"),
         ({"lr": float("nan")}, "lr: expected more than 0, found nan"),
         ({"betas": (0.9, 1.0)}, "betas: expected two numbers from 0 to below 1, found 0.9 and 1.0"),
+        ({"warmup": -1}, "warmup: expected at least 0 steps, found -1"),
         ({"weight_decay": -0.1}, "weight_decay: expected at least 0"),
         ({"sync": "carrier pigeon"}, "sync: expected patch or full"),
     ],

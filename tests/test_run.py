@@ -216,10 +216,11 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     assert stderr.splitlines()[-2] == "stopping …"
     assert "nothing was published yet, so there is nothing to resume" in stderr.splitlines()[-1]
 
-    summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--weight-decay", "0.125")
+    summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--warmup", "4", "--lr", "1e-5")
     assert (summary["steps"], summary["trainer_version"]) == (2, 2)
+    assert [record["lr"] for record in metrics.read(out)] == [2.5e-6, 5e-6]
     config = settings.load(out)
-    assert (config.betas, config.weight_decay) == ((0.5, 0.75), 0.125)
+    assert (config.betas, config.warmup) == ((0.5, 0.75), 4)
 
 
 def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:

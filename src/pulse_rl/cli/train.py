@@ -80,6 +80,7 @@ def train(
     max_new_tokens: Annotated[int, _option("Of a completion.", _GRPO)] = _D.max_new_tokens,
     temperature: Annotated[float, _option("Of sampling.", _GRPO)] = _D.temperature,
     lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = _D.lr,
+    warmup: Annotated[int, _option("Steps in which the learning rate rises to that.", _GRPO)] = _D.warmup,
     betas: Annotated[tuple[float, float], _option("AdamW's, two numbers: --betas 0.9 0.95.", _GRPO)] = _D.betas,
     weight_decay: Annotated[float, _option("AdamW's, decoupled.", _GRPO)] = _D.weight_decay,
     clip: Annotated[float, _option("Of the probability ratio, both sides.", _GRPO)] = _D.clip,

@@ -30,6 +30,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_new_tokens: int = 8
     temperature: float = 1.0
     lr: float = 3e-6  # as the paper trains
+    warmup: int = 0  # steps in which the learning rate rises to that, by equal parts
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     clip: float = 0.2  # of the probability ratio, both sides
@@ -79,6 +80,8 @@ def check(config: RunConfig) -> RunConfig:
         raise ValueError(
             f"betas: expected two numbers from 0 to below 1, found {config.betas[0]} and {config.betas[1]}"
         )
+    if config.warmup < 0:
+        raise ValueError(f"warmup: expected at least 0 steps, found {config.warmup}")
     if not 0 <= config.weight_decay < math.inf:
         raise ValueError(f"weight_decay: expected at least 0, found {config.weight_decay}")
     if config.prompts % config.chunk:

@@ -107,7 +107,7 @@ class Trainer:
             if chunks is None:
                 return None
             waited = time.perf_counter()
-            record = self._train(chunks)
+            record = self._train(chunks, self._step + number)
             seconds = {"wait_s": waited - started, "train_s": time.perf_counter() - waited}
             records.append(record | seconds)
         return records
@@ -120,8 +120,8 @@ class Trainer:
             time.sleep(IDLE_S)
         return None
 
-    def _train(self, chunks: list[Chunk]) -> dict[str, Any]:
-        """One optimizer step on a batch; the gradient is summed over chunks, each token weighing the same."""
+    def _train(self, chunks: list[Chunk], done: int) -> dict[str, Any]:
+        """One step on a batch, after so many; the gradient is summed over chunks, each token weighing the same."""
         config = self._config
         total = sum(int(chunk.mask.sum()) for chunk in chunks)
         loss_sum = clipped = 0.0
@@ -142,6 +142,9 @@ class Trainer:
             clipped += part.clipped
         self._peers.average()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.grad_clip)
+        lr = config.lr * min(1.0, (done + 1) / max(1, config.warmup))
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
         rewards = np.concatenate([chunk.rewards for chunk in chunks])
@@ -151,6 +154,7 @@ class Trainer:
             "groups_with_variance": float((rewards.std(1) > 0).mean()),
             "loss": loss_sum / total,
             "grad_norm": float(norm),
+            "lr": lr,
             "clipped": clipped / total,
             "tokens": total,
             "staleness": float(np.mean([self._version - chunk.version for chunk in chunks])),
