@@ -27,6 +27,7 @@ LAYERS = [
     {"patch", "history", "loco"},
     {"retention", "heartbeat"},
     {"sync"},
+    {"study"},
     {"verify", "contents", "files", "status"},
     {"rl"},
     {"bench"},
