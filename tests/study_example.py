@@ -114,7 +114,11 @@ def _span(k: int, density: NDArray[np.float64]) -> Span:
 
 def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -> Step:
     changes, here = int(density[t] * elements), float(density[t])
-    predicted = Prediction(lr=LR, density=here * 0.91, highest=here * 14, by_rate=here * 0.97) if settings else None
+    predicted = (
+        Prediction(lr=LR, density=here * 0.91, spread=here * 1.2, highest=here * 14, by_rate=here * 0.97)
+        if settings
+        else None
+    )
     return Step(
         base=t,
         target=t + 1,
@@ -175,6 +179,7 @@ def _exponent(e: int, total: int, settings: bool) -> Exponent:
         sign_changes=changes // 1000,
         ups=changes // 2,
         predicted=min(1.0, LR * 0.17 / ulp) if settings else None,
+        spread=min(1.0, LR * 0.2 / ulp) if settings else None,
         highest=min(1.0, LR * 10 / ulp) if settings else None,
         rate=probability * ulp / LR if settings else None,
     )

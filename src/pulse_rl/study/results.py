@@ -8,8 +8,8 @@ Everything is counted on stored bits, exactly; what is predicted says so. The wo
 - *density* is changes / elements, *sparsity* is 1 − density; both are fractions, never per cent;
 - the *distance* of a change is how many places the new bits are from the old in the order of the dtype's values:
   1 is the neighbouring value, 1 ULP away. −0 and +0 are two places;
-- an *exponent* e is that of the old value, |w| in [2^e, 2^(e+1)); in the lowest row of a dtype are its subnormals and
-  zeros, in the highest its infinities and NaNs. Whole numbers have one row.
+- an *exponent* e is that of the old value, |w| in [2^e, 2^(e+1)); a dtype's lowest, 1 below that of the smallest normal
+  numbers, has its subnormals and zeros, its highest infinities and NaNs. Whole numbers have one row.
 
 Sizes are bytes, entropies bits. A reader must refuse a `format_version` that it does not know.
 """
@@ -75,18 +75,17 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The density of one step by theory, from the histogram of exponents, the learning rate and Adam's betas.
+    """The density of one step by theory: from the histogram of exponents, the learning rate and Adam's betas.
 
-    density = mean over elements of E[min(1, lr · r / ULP)], r the size of Adam's update ratio: an FP32 master lies
-    anywhere in the cell that rounds to its bits, so a move crosses the edge with the probability move / ULP. For the
-    same reason the mean |new − old| of the rounded values is the masters' mean move, whatever the ULP: that is how r
-    is measured. `study.theory` derives what is assumed of r. Whole numbers are taken to stay as they are.
+    `study.theory` derives it. Assumed are FP32 masters, and that a version's number is the optimizer steps they took.
+    Whole numbers are taken to stay as they are.
     """
 
     lr: float  # of this step
-    density: float  # with gradients that are independent noise: nothing is fitted
-    highest: float  # with r at its bound √((1 − β1) / (1 − β2)) for every element
-    by_rate: float  # with r = Step.rate for every element
+    density: float  # nothing is fitted: gradients that are independent noise, masters that began as the BF16 weights
+    spread: float  # likewise, but masters lie anywhere in the cells that round to their bits
+    highest: float  # as spread, with r as large as Adam can make it: what no learning rate like this exceeds
+    by_rate: float | None  # as density, with moves stretched so that E[r] is Step.rate; None without one
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +103,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     bounds: Bounds
     codecs: dict[str, int]  # bytes of the whole patch by codec; empty where codecs were not asked for
     moved: float  # mean of |new − old| as values, over all elements of floating-point dtypes; what is not finite: 0
-    rate: float | None  # moved / lr / stride: E[r] as measured, r as in Prediction; None without an lr
+    # Measured E[r], r the size of Adam's update ratio: mean |new − old| / lr / stride over the exponents of which half
+    # the elements changed or more, where rounding does not hide the moves; None without an lr or such exponents.
+    rate: float | None
     prediction: Prediction | None  # None without an lr
 
 
@@ -148,9 +149,10 @@ class Exponent(msgspec.Struct, frozen=True, kw_only=True):
     distances: tuple[int, ...]  # changes by distance, as `Report.distances` says
     sign_changes: int
     ups: int
-    predicted: float | None  # mean over steps of E[min(1, lr · r / ULP)], as in Prediction.density; None without an lr
-    highest: float | None  # likewise, as in Prediction.highest
-    rate: float | None  # mean |new − old| as values / lr / stride: E[r] as measured; None without an lr
+    predicted: float | None  # probability by theory, mean over steps: as Prediction.density; None without an lr
+    spread: float | None  # likewise, as Prediction.spread
+    highest: float | None  # likewise, as Prediction.highest
+    rate: float | None  # mean |new − old| / lr / stride: E[r] where the probability is 1/2 or more; None without an lr
 
 
 class Recurrence(msgspec.Struct, frozen=True, kw_only=True):

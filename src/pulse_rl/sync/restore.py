@@ -74,7 +74,7 @@ def scratch() -> Iterator[Path]:
         ) from error
 
 
-def unpack(data: bytes | bytearray, step: Step, held: State) -> Patch:
+def unpack(data: bytes | bytearray | memoryview, step: Step, held: State) -> Patch:
     """A patch, parsed; it must lead from where it is said to lead from, to where. Raises what a bad patch raises."""
     patch = patchfile.unpack(data)
     header = patch.header

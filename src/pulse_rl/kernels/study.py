@@ -1,0 +1,81 @@
+"""What a study counts of changes, compiled. The naive twins are in `reference_study.py`."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu import LANES, _changed, _popcount, _ro
+from pulse_rl.kernels.moves import Moves
+
+NEAR = 32  # distances that have a place in a table; farther ones, which are few, are listed
+BITS = 52  # of a distance in a key
+FARTHEST = (1 << BITS) - 1  # places; what went farther counts as this far, so that a key fits 64 bits
+
+_1, _52 = np.uint64(1), np.uint64(BITS)
+_FARTHEST = np.uint64(FARTHEST)
+
+
+@njit(nogil=True, cache=True)
+def _count_differing(old, new):
+    n = old.shape[0]
+    whole = n - n % LANES
+    count = np.uint64(0)
+    for start in range(0, whole, LANES):
+        count += _popcount(_changed(old, new, start))
+    for i in range(whole, n):
+        count += np.uint64(old[i] != new[i])
+    return count
+
+
+def count_differing(old: UIntArray, new: UIntArray) -> int:
+    """How many elements of old and new (n,) have different bits."""
+    return int(_count_differing(_ro(old), _ro(new)))
+
+
+@njit(nogil=True, cache=True)
+def _recurring(former, old, indices, values):
+    again, back = 0, 0
+    for j in range(indices.shape[0]):
+        i = indices[j]
+        again += former[i] != old[i]
+        back += former[i] == values[j]
+    return again, back
+
+
+def recurring(former: UIntArray, old: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> tuple[int, int]:
+    """Of the changes of old (n,) to values (k,) at indices (k,), how many elements differ in former (n,) from old,
+    and how many get the bits that former has."""
+    again, back = _recurring(_ro(former), _ro(old), _ro(indices), _ro(values))
+    return int(again), int(back)
+
+
+@njit(nogil=True, cache=True)
+def _histogram(exponents, ups, sizes, near, far):
+    k = 0
+    for j in range(exponents.shape[0]):
+        size = sizes[j]
+        if size <= np.uint64(NEAR):
+            near[exponents[j], 2 * np.int64(size) - 2 + np.int64(ups[j])] += 1
+        else:
+            far[k] = ((np.uint64(exponents[j]) << _52) | min(size, _FARTHEST)) << _1 | np.uint64(ups[j])
+            k += 1
+    return k
+
+
+def histogram(moved: Moves, exponents: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """How often each move occurs: keys (u,), ascending, and counts (u,).
+
+    exponents: how many there are. A key is (exponent · 2^52 + distance) · 2 + (1 for a move towards +∞).
+    """
+    near = np.zeros((exponents, 2 * NEAR), np.int64)
+    far = np.empty(len(moved.sizes), np.uint64)
+    count = _histogram(_ro(moved.exponents), _ro(moved.ups), _ro(moved.sizes), near, far)
+    rows, columns = np.nonzero(near)
+    distances = columns // 2 + 1
+    close = (rows.astype(np.uint64) << _52 | distances.astype(np.uint64)) << _1 | (columns % 2).astype(np.uint64)
+    keys, counts = np.unique(far[:count], return_counts=True)
+    keys, counts = np.concatenate([close, keys]), np.concatenate([near[rows, columns], counts])
+    order = np.argsort(keys)
+    return keys[order], counts[order]

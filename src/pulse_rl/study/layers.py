@@ -1,0 +1,27 @@
+"""What a tensor is for and how deep it lies, told from its name, as Transformers and its relatives name tensors."""
+
+import re
+
+# The first that fits counts: an expert's projections would fit "mlp", a norm inside attention "attention".
+_KINDS = (
+    ("norm", r"norm|(^|\.)ln_\w+(\.|$)"),
+    ("other", r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"),  # which expert a token goes to
+    ("expert", r"experts?(\.|_|$)"),
+    ("attention", r"attn|attention|query_key_value|[qkvo]_proj|qkv"),
+    ("mlp", r"mlp|feed_forward|ffn|gate_proj|up_proj|down_proj|(^|\.)(fc|c_fc)\d?(\.|$)"),
+    ("head", r"lm_head|embed_out|score|(^|\.)(head|output)(\.|$)"),
+    ("embedding", r"embed|wte|wpe"),
+)
+_DEPTH = r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)"
+
+
+def kind(name: str) -> str:
+    """The kind of layer that a tensor belongs to: norm, expert, attention, mlp, embedding, head or other."""
+    name = name.lower()
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name)), "other")
+
+
+def depth(name: str) -> int | None:
+    """The number of the layer that a tensor belongs to, from 0; None outside of layers."""
+    found = re.search(_DEPTH, name)
+    return int(found[1]) if found else None

@@ -1,0 +1,148 @@
+"""What is studied, as one thing that hands out every version of a piece of a tensor; here, of checkpoints.
+
+The order is piece by piece and, within a piece, version by version. So each checkpoint is read once, and what is held
+does not grow with the number of versions: files are read, not mapped, for pages of a mapping would count as memory of
+this process until the system wants them back. `stored` is the source that reads histories.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from pulse_rl import container
+from pulse_rl.bits import Bits, compare_layouts
+from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.study.results import Version
+
+
+class Tensor(NamedTuple):
+    """What a version of a tensor has in common with all others."""
+
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return ITEMSIZES[self.dtype]
+
+
+class Source(Protocol):
+    """States of one model's weights, in order."""
+
+    kind: Literal["checkpoints", "store"]
+    location: str
+    versions: tuple[Version, ...]  # two at least, numbers strictly rising
+    tensors: dict[str, Tensor]  # by name, in canonical order
+    notes: list[str]  # what was left out, and why
+
+    def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+        """The bits of a tensor's elements [start, stop), at most a segment's, in every version, in order.
+
+        The arrays, (stop − start,), are the caller's. Every thread may have a walk of its own.
+        """
+
+    def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
+        """Every two neighbouring versions whole, in order; one pair is good until the next. After the last walk."""
+
+
+class _Place(NamedTuple):
+    """Where the elements of a tensor lie."""
+
+    file: Path
+    offset: int  # bytes
+
+
+class Files:
+    """The tensors of one checkpoint, read from its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._places: dict[str, _Place] = {}
+        for file in files_of(path):
+            try:
+                header = container.parse(map_file(file))
+            except PatchFormatError as error:
+                raise PatchFormatError(f"{file}: {error}") from None
+            if twice := sorted(self.tensors.keys() & header.entries.keys()):
+                raise ValueError(f"{file}: tensors that another shard holds too: {', '.join(twice[:8])}")
+            for name, entry in header.entries.items():
+                self.tensors[name] = Tensor(entry.dtype, tuple(entry.shape))
+                self._places[name] = _Place(file, header.offset + entry.start)
+        self.tensors = dict(sorted(self.tensors.items()))
+
+    def read(self, name: str, start: int, stop: int) -> UIntArray:
+        """The bits of the elements [start, stop)."""
+        itemsize = self.tensors[name].itemsize
+        file, offset = self._places[name]
+        array = np.empty(stop - start, UINTS[itemsize])
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(offset + start * itemsize)
+            view = array.view(np.uint8).data
+            while view:
+                taken = opened.readinto(view)
+                if not taken:
+                    raise PatchFormatError(f"{file}: it was cut off while it was read")
+                view = view[taken:]
+        return array
+
+
+def same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+    compare_layouts(expected, found, f"{where} holds another model than the first version of this study")
+
+
+class Checkpoints:
+    """Safetensors files, or directories of shards, in the order given.
+
+    They are numbered by the last number in their names (checkpoint-500) where all have one and these rise; otherwise
+    0, 1, 2, … Raises ValueError for fewer than two, BaseMismatchError where tensors differ, and what opening raises.
+    """
+
+    kind: Literal["checkpoints", "store"] = "checkpoints"
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        if len(paths) < 2:
+            raise ValueError(f"expected two checkpoints at least, in training order, found {len(paths)}")
+        self._paths = [Path(path) for path in paths]
+        self.location = " ".join(map(str, paths))
+        self._files = [Files(path) for path in self._paths]
+        self.tensors = self._files[0].tensors
+        for path, files in zip(self._paths, self._files, strict=True):
+            same_tensors(self.tensors, files.tensors, str(path))
+        numbers = _numbers([path.stem if path.is_file() else path.name for path in self._paths])
+        self.notes = []
+        if numbers is None:
+            numbers = list(range(len(paths)))
+            self.notes.append("the names do not tell the training steps: taken to be one apart, the first after none")
+        self.versions = tuple(
+            Version(number=number, name=path.name) for number, path in zip(numbers, self._paths, strict=True)
+        )
+
+    def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+        for files in self._files:
+            yield files.read(name, start, stop)
+
+    def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
+        for old, new in pairwise(self._paths):
+            yield open_checkpoint(old), open_checkpoint(new)
+
+
+def _numbers(names: Sequence[str]) -> list[int] | None:
+    """The last number in each name, if every name has one and they rise."""
+    found = [re.findall(r"\d+", name) for name in names]
+    if not all(found):
+        return None
+    numbers = [int(runs[-1]) for runs in found]
+    return numbers if all(a < b for a, b in pairwise(numbers)) else None
