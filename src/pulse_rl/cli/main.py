@@ -15,6 +15,7 @@ from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
 from pulse_rl.cli.stores import prune, status
+from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.errors import PulseError
 
@@ -34,6 +35,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(status)
 app.command()(prune)
+app.command()(study)
 app.add_typer(bench, name="bench")
 
 

@@ -99,14 +99,15 @@ def tally(
     moved = moves.moves(replaced, values, kind)
     keys, counts = study.histogram(moved, kind.exponents)
     again, back = study.recurring(former, old, indices, values) if former is not None else (0, 0)
-    after = elements
+    after: Counts = elements
     lengths_by: Reals = np.zeros(kind.exponents)
     flipped: Counts = np.zeros(kind.exponents, np.int64)
     if kind.floating and len(indices):
         uint = old.dtype.type
         landed = (values & uint(kind.mask)) >> uint(kind.shift)
-        before = np.bincount(moved.exponents, minlength=kind.exponents)
-        after = elements - before + np.bincount(landed, minlength=kind.exponents)
+        left = np.bincount(moved.exponents, minlength=kind.exponents)
+        after = elements - left
+        after += np.bincount(landed, minlength=kind.exponents)
         flips = (replaced ^ values) & uint(kind.sign) != 0
         flipped = np.bincount(moved.exponents[flips], minlength=kind.exponents)
         with np.errstate(invalid="ignore", over="ignore"):

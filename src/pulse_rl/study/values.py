@@ -47,8 +47,6 @@ def _table(dtype: str) -> NDArray[np.float64]:
     whole = np.where(exponent, mantissa + (1 << kind.shift), mantissa)
     sizes = np.ldexp(whole.astype(np.float64), np.maximum(exponent, 1) - _BIAS[dtype] - kind.shift)
     values: NDArray[np.float64] = np.where(codes < 128, sizes, -sizes)
-        whole, np.maximum(exponent, 1) - _BIAS[dtype] - kind.shift
-    )
     if dtype == "F8_E4M3":
         values[codes % 128 == 127] = np.nan
     elif dtype == "F8_E5M2":

@@ -1,0 +1,197 @@
+"""study: how sparse a training run is, and why."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
+from pulse_rl.units import nbytes
+
+if TYPE_CHECKING:
+    from pulse_rl.study.results import Report, Settings
+    from pulse_rl.study.sources import Source
+
+REPORT = "report.json"
+
+
+def study(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT CHECKPOINT…|RUN|STORE",
+            help="Safetensors files or directories of shards, in training order; or a run directory; or a store.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help=f"Write {REPORT} there; made if need be.", show_default=False
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Adam's learning rate, for predictions; a run's is known.", show_default=False)
+    ] = None,
+    betas: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="Adam's, two numbers: --betas 0.9 0.95.", show_default="a run's, or 0.9 0.999"),
+    ] = None,
+    codecs: Annotated[bool, typer.Option(help="Code every step with every codec, which takes longest.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how sparse the steps of a training run are, exactly, on the stored bits, and say why.
+
+    Over one step and over k = 2, 4, … 32; by tensor, kind of layer, depth and
+    exponent; how often the same elements change; what patches take, and what
+    the entropies are; and beside it what theory predicts of Adam.
+    Checkpoints are numbered by the last number in their names (checkpoint-500).
+
+    Example: pulse-rl study runs/main -o runs/main/study
+    """
+    from msgspec.structs import replace
+
+    from pulse_rl.study.study import check
+    from pulse_rl.study.study import study as measure
+
+    with ExitStack() as stack:
+        with output.checking():
+            settings = _settings(targets, lr, betas)
+            if settings is not None:
+                check(settings)
+        source = _open(targets, stack)
+        with output.progress("study") as update:
+            report = measure(source, settings, codecs=codecs, progress=update)
+    if len(targets) == 1 and _is_run(targets[0]):
+        report = replace(report, source="run", location=targets[0], notes=(*report.notes, *_run_notes(targets[0])))
+    if out is not None:
+        _write(report, out)
+    if as_json:
+        output.emit(report)
+    else:
+        _print(report)
+
+
+def _is_run(target: str) -> bool:
+    from pulse_rl.rl.config import begun
+
+    return "://" not in target and begun(Path(target))
+
+
+def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] | None) -> Settings | None:
+    """What of the optimizer is given, or known of a run. Raises ValueError for betas without a learning rate."""
+    from pulse_rl.rl.config import RunConfig, load
+    from pulse_rl.study.results import Settings
+
+    found = RunConfig()
+    if len(targets) == 1 and _is_run(targets[0]):
+        found = load(Path(targets[0]))
+        if lr is None and found.trainers == 1:
+            lr = found.lr
+    if lr is None:
+        if betas is not None:
+            raise ValueError("betas: expected with --lr, without which nothing can be predicted")
+        return None
+    return Settings(lr=lr, betas=betas or found.betas)
+
+
+def _run_notes(target: str) -> list[str]:
+    """What a run does that the theory leaves out."""
+    from pulse_rl.rl.config import load
+
+    config = load(Path(target))
+    notes = []
+    if config.trainers > 1:
+        notes.append(f"{config.trainers} trainers by {config.trainer_sync}: the theory is of one trainer's Adam")
+    if config.weight_decay:
+        notes.append(f"weight decay of {config.weight_decay}: the theory leaves it out")
+    return notes
+
+
+def _open(targets: list[str], stack: ExitStack) -> Source:
+    """The source that the targets name; its files are gone when the stack closes."""
+    from pulse_rl.contents import kind_of
+    from pulse_rl.history import History
+    from pulse_rl.study.sources import Checkpoints
+    from pulse_rl.study.stored import Stored
+    from pulse_rl.sync.restore import scratch
+
+    kinds = [kind_of(target) for target in targets]
+    if len(targets) == 1 and kinds[0][0] == "store":
+        directory = stack.enter_context(scratch())
+        with output.progress("fetch") as update:
+            return Stored(History(kinds[0][1]), directory, update)
+    for target, (kind, _) in zip(targets, kinds, strict=True):
+        if kind != "checkpoint":
+            raise ValueError(f"{target}: expected several checkpoints, or one run or store, found a {kind}")
+    return Checkpoints(targets)
+
+
+def _write(report: Report, directory: Path) -> None:
+    import msgspec
+
+    from pulse_rl.checkpoint import write_stream
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])
+
+
+def _print(report: Report) -> None:
+    changes = sum(step.changes for step in report.steps)
+    first, last = report.versions[0], report.versions[-1]
+    bits = sum(step.bounds.total for step in report.steps) / max(1, changes)
+    facts = {
+        "studied": f"{len(report.versions)} versions, {first.number} to {last.number}, {len(report.steps)} steps of "
+        f"{report.stride}",
+        "model": f"{report.elements:,} elements, {nbytes(report.full_nbytes)}",
+        "density": f"{report.density.mean:.4%} of the elements change in a step, ± {report.density.std:.4%} over time",
+        "entropy": f"{bits:.2f} bits a change, given the exponent",
+    }
+    again = report.recurrence
+    if again.again is not None and again.expected_again is not None and again.back is not None:
+        facts["again"] = (
+            f"{again.again:.1%} of what changed changes in the next step too ({again.expected_again:.1%} by chance, "
+            f"given the exponent), {again.back:.1%} go back"
+        )
+    predictions = [step.prediction for step in report.steps if step.prediction is not None]
+    if predictions:
+        mean = sum(one.density for one in predictions) / len(predictions)
+        facts["by theory"] = f"{mean:.4%}, {mean / max(report.density.mean, 1e-300):.2f} of what was measured"
+        rates = [step.rate for step in report.steps if step.rate is not None]
+        if rates:
+            facts["Adam's ratio"] = f"{sum(rates) / len(rates):.3f} the mean |m̂ / √v̂|, as measured"
+    output.facts(facts)
+    for note in report.notes:
+        output.write(f"note: {note}\n")
+    output.write("\n")
+    output.table(
+        ["steps", "sparsity", "spread", "least", "most", "times"],
+        [
+            (span.k, *(f"{x:.4%}" for x in (time.mean, time.std, time.min, time.max)), len(span.bases))
+            for span in report.spans
+            for time in [span.over_time]
+        ],
+    )
+    output.write("\n")
+    output.table(
+        ["kind", "tensors", "elements", "density", "least", "most"],
+        [
+            (g.name, g.tensors, f"{g.elements:,}", f"{g.density:.4%}", f"{g.min:.4%}", f"{g.max:.4%}")
+            for g in report.kinds
+        ],
+    )
+    if report.steps[0].codecs:
+        output.write("\n")
+        mean_nbytes = {
+            codec: sum(step.codecs[codec] for step in report.steps) / len(report.steps)
+            for codec in report.steps[0].codecs
+        }
+        rows = []
+        for codec, mean in mean_nbytes.items():
+            each = f"{8 * mean * len(report.steps) / max(1, changes):.2f}"
+            rows.append((codec, nbytes(mean), each, f"{report.full_nbytes / mean:,.0f} ×"))
+        output.table(["codec", "a step", "bits a change", "reduction"], rows)
