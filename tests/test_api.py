@@ -29,7 +29,7 @@ LAYERS = [
     {"sync"},
     {"verify", "contents", "files", "status"},
     {"study"},
-    {"rl"},
+    {"rl", "integrations"},
     {"bench"},
     {"cli"},
 ]

@@ -1,0 +1,294 @@
+"""SparsityMonitor: what it counts against a naive count with torch and against the patch that a publisher sends, in
+real training loops and in Transformers' Trainer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import pulse_rl as pulse
+from pulse_rl.integrations.transformers import SparsityCallback
+from pulse_rl.study import Sparsity, SparsityMonitor
+
+
+class Tiny(torch.nn.Module):
+    """Tensors of four kinds, tied weights, a frozen one, a buffer of whole numbers; more elements than two segments."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embed_tokens = torch.nn.Embedding(2100, 1000)
+            self.mlp = torch.nn.Linear(1000, 37)
+            self.norm = torch.nn.LayerNorm(37)
+            self.lm_head = torch.nn.Linear(1000, 2100, bias=False)
+            self.frozen = torch.nn.Linear(3, 5)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        self.seen += 1
+        return self.norm(self.mlp(self.embed_tokens(tokens))).square().sum() + self.lm_head.weight[:7].sum()
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    model(torch.arange(number, 2000 + number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy, in BF16, of every tensor once."""
+    names = [*dict(model.named_parameters()), "seen"]
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    return {name: (t.bfloat16() if t.is_floating_point() else t).clone() for name, t in state.items()}
+
+
+def differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    width = getattr(torch, f"int{8 * old.itemsize}")
+    return old.view(width) != new.view(width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_counts_are_those_of_a_naive_count(dtype: torch.dtype, hooked: bool) -> None:
+    """In all and by kind, after every step; with float32 masters, and with BF16 parameters as they are."""
+    model = Tiny().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    monitor = SparsityMonitor(model)
+    found: list[Sparsity | None] = []
+    if hooked:
+        optimizer.register_step_post_hook(lambda *_: found.append(monitor.step()))
+    before = bits(model)
+    for number in range(1, 4):
+        train_step(model, optimizer, number)
+        if not hooked:
+            found.append(monitor.step())
+        after = bits(model)
+        changed = {name: int(differing(before[name], after[name]).sum()) for name in before}
+        by_kind = {"embedding": changed["embed_tokens.weight"], "mlp": changed["mlp.weight"] + changed["mlp.bias"]}
+        by_kind |= {"norm": changed["norm.weight"] + changed["norm.bias"], "other": 1}
+        last = found[-1]
+        assert last is not None
+        assert (last.step, last.since) == (number, number - 1)
+        assert last.elements == sum(tensor.numel() for tensor in before.values())
+        assert 0 < last.changed == sum(changed.values()) < last.elements
+        assert last.density == last.changed / last.elements
+        assert {name: one.changed for name, one in last.by_kind.items()} == by_kind
+        assert last.by_kind["mlp"].elements == 1000 * 37 + 37
+        assert last.by_kind["mlp"].density == by_kind["mlp"] / (1000 * 37 + 37)
+        patch = pulse.inspect(pulse.diff(before, after))
+        assert (last.changed, last.density) == (patch.changes, patch.density)
+        before = after
+
+
+def test_distances_are_in_neighbouring_values() -> None:
+    """A weight moved by one step of its bits, another by five, a third through zero: 1, 5 and 2 · 3 steps."""
+    weight = torch.tensor([1.0, 1.0, 3 * 2.0**-133, 7.0]).bfloat16()
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(weight)
+    monitor = SparsityMonitor(model)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([1 + 2**-7, 1 + 5 * 2**-7, -3 * 2.0**-133, 7.0]))
+    found = monitor.step()
+    assert found is not None
+    assert (found.changed, found.neighbours) == (3, 1 / 3)
+    assert found.mean_distance == pytest.approx((1 + 5 + 7) / 3)  # −0 and +0 are two values
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_is_followed(named: bool) -> None:
+    """Without a call, over its own parameters, by kind if they have names; until the monitor is closed."""
+    model = Tiny()
+    parameters: Any = model.named_parameters() if named else model.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4)
+    found: list[tuple[dict[str, float], int]] = []
+    monitor = SparsityMonitor(optimizer, log=lambda scalars, step: found.append((scalars, step)))
+    before = bits(model)
+    train_step(model, optimizer, 1)
+    after = bits(model)
+    changed = sum(int(differing(before[name], after[name]).sum()) for name in before if name != "seen")
+    kinds = {"embedding", "mlp", "norm", "other"} if named else {"other"}
+    assert [step for _, step in found] == [1]
+    assert found[0][0]["sparsity/changed"] == changed
+    prefix = "sparsity/density/"
+    assert {name.removeprefix(prefix) for name in found[0][0] if name.startswith(prefix)} == kinds
+    train_step(model, optimizer, 2)
+    monitor.close()
+    train_step(model, optimizer, 3)
+    assert [step for _, step in found] == [1, 2]
+
+
+def test_every_third_step_counts_three_together(tmp_path: Path) -> None:
+    """Against the bits of three steps before; the file has a whole line for each look as soon as it is made."""
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    path = tmp_path / "deeper" / "sparsity.jsonl"
+    monitor = SparsityMonitor(model, every=3, path=path)
+    before = bits(model)
+    for number in range(1, 8):
+        train_step(model, optimizer, number)
+        looked = monitor.step()
+        assert (looked is not None) == (number % 3 == 0)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["step"] for line in lines] == [3, 6][: number // 3]
+        if looked is not None:
+            after = bits(model)
+            assert looked.changed == sum(int(differing(before[name], after[name]).sum()) for name in before)
+            assert lines[-1]["changed"] == looked.changed
+            assert lines[-1]["by_kind"]["mlp"]["density"] == looked.by_kind["mlp"].density
+            before = after
+    SparsityMonitor(model, step=7, path=path).step()  # a run that goes on adds to its file
+    last = [json.loads(line) for line in path.read_text().splitlines()][-1]
+    assert (last["step"], last["since"], last["changed"], last["neighbours"], last["mean_distance"]) == (8, 7, 0, 0, 0)
+
+
+def test_a_parameter_whose_memory_is_exchanged_is_still_seen() -> None:
+    model = torch.nn.Linear(8, 8)
+    monitor = SparsityMonitor(model)
+    for _ in range(2):
+        model.weight.data = model.weight.data * 2
+        found = monitor.step()
+        assert found is not None
+        assert found.changed == 64
+
+
+def test_a_baseline_takes_two_bytes_an_element() -> None:
+    monitor = SparsityMonitor(Tiny())
+    assert monitor._baseline.nbytes == 2 * (monitor._baseline.elements - 1) + 8  # the whole number is as it is
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    model = Tiny()
+    with pytest.raises(TypeError, match="expected a torch module or a torch optimizer, found dict"):
+        SparsityMonitor({})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every: expected at least 1 step, found 0"):
+        SparsityMonitor(model, every=0)
+    with pytest.raises(ValueError, match="expected weights, found none"):
+        SparsityMonitor(torch.nn.Identity())
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        SparsityMonitor(model, path=tmp_path / "file" / "sparsity.jsonl")
+    monitor = SparsityMonitor(model)
+    model.mlp = torch.nn.Linear(3, 4)
+    with pytest.raises(pulse.BaseMismatchError, match="SparsityMonitor: the tensors differ.*mlp.weight") as caught:
+        monitor.step()
+    assert caught.value.__notes__ == ["make a new SparsityMonitor after the weights were exchanged"]
+
+
+# -- Transformers ---------------------------------------------------------------------------------------------
+
+
+class Follower(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stands where a tracker would; keeps copies of the BF16 bits, too."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.states.append(bits_of(kwargs["model"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.states.append(bits_of(kwargs["model"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append((state.global_step, dict(logs)))
+
+
+def bits_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().bfloat16().clone() for name, tensor in model.named_parameters()}
+
+
+class Overriding(transformers.Trainer):  # type: ignore[misc]
+    """A trainer that adds metrics of its own to what is logged and clears them, as TRL's do."""
+
+    fresh: bool = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.fresh = True
+        return super().training_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        super().log(logs | ({"own": 1.0} if self.fresh else {}), *args)
+        self.fresh = False
+
+
+def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    rows = torch.arange(96).reshape(12, 8) % 64
+    return Overriding(
+        model=transformers.LlamaForCausalLM(config),
+        args=transformers.TrainingArguments(
+            output_dir=str(directory),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-4,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            **{"save_strategy": "no"} | settings,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[follower],
+    )
+
+
+def test_the_trainers_own_log_takes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its logging steps, for every tracker, beside its own entries and not in place of them; counted naively."""
+    follower = Follower()
+    run = trainer(tmp_path, follower, max_steps=6, logging_steps=2)
+    run.add_callback(SparsityCallback(run, path=tmp_path / "sparsity.jsonl"))
+    run.train()
+    pairs = list(zip(follower.states, follower.states[1:], strict=False))
+    counts = [sum(int(differing(old[name], new[name]).sum()) for name in old) for old, new in pairs]
+    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["changed"] for line in lines] == counts
+    assert all(0 < line["density"] < 1 for line in lines)
+    ours = [(step, logs) for step, logs in follower.logged if "sparsity/density" in logs]
+    assert [(step, logs["sparsity/changed"]) for step, logs in ours] == [(2, counts[1]), (4, counts[3]), (6, counts[5])]
+    assert {"sparsity/density/attention", "sparsity/density/mlp"} <= ours[0][1].keys()
+    assert not any("own" in logs for _, logs in ours)
+    losses = [step for step, logs in follower.logged if "loss" in logs and "own" in logs]
+    assert losses == [2, 4, 6]
+    assert [entry["step"] for entry in run.state.log_history if "sparsity/density" in entry] == [2, 4, 6]
+
+
+def test_a_trainer_that_goes_on_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its checkpoint, every second step; where the trainer logs nothing else, the closing entry brings ours."""
+    follower = Follower()
+    for steps in (2, 6):
+        run = trainer(tmp_path, follower, max_steps=steps, logging_strategy="no", save_strategy="steps", save_steps=2)
+        run.add_callback(SparsityCallback(run, every=2, path=tmp_path / "sparsity.jsonl"))
+        run.train(resume_from_checkpoint=steps > 2)
+    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
+    assert [(line["since"], line["step"]) for line in lines] == [(0, 2), (2, 4), (4, 6)]
+    assert all(0 < line["density"] < 1 for line in lines)
+    assert [step for step, logs in follower.logged if "sparsity/density" in logs] == [2, 6]
+
+
+def test_without_transformers_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\nimport pulse_rl\n"
+        "try: import pulse_rl.integrations.transformers\n"
+        "except pulse_rl.MissingExtraError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ("transformers is needed for this and is not installed: pip install 'pulse-rl[run]'")
