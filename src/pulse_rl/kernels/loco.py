@@ -45,6 +45,7 @@ FORMATS: dict[str, Format] = {
     "float8_e4m3fn": _format(
         20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24
     ),  # saturates, as torch does
+    "float8_e5m2": _format(21, 112 << 23, 113 << 23, 134 << 23, 143 << 23, 0x7C, 0x7F, 24),
 }
 
 
