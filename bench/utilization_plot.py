@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from pulse_rl.study.plan import utilization as use
+
 WIDTH, HEIGHT, TOP, BOTTOM, PLOT = 980, 480, 50, 330, 390  # PLOT: width of one drawing
 PAPER_S, PAPER_FULL, PAPER_PATCH = 50.0, 14e9, 108e6  # seconds of compute; bytes: a 7B model in BF16, its mean patch
 PAPER_POINTS = ((20e9, 0.9), (0.2e9, 0.9))  # bit/s, GPU use
@@ -26,10 +28,6 @@ class Curve(NamedTuple):
     nbytes: float
     color: str
     dash: str = ""
-
-
-def use(compute_s: float, transfer_s: float) -> float:
-    return compute_s / (compute_s + transfer_s)
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:

@@ -1,4 +1,24 @@
-"""Numbers for people."""
+"""Numbers for people, and from them."""
+
+import math
+import re
+from collections.abc import Mapping
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # as models are named: 7B
+FRACTIONS = {"": 1.0, "%": 0.01}
+SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+BANDWIDTHS = {f"{p}bit": n for p, n in _PREFIXES.items()} | {f"{p}B": 8 * n for p, n in _PREFIXES.items()}  # bit/s
+_NUMBER = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(.*?)\s*", re.ASCII)
+
+
+def parse(text: str, units: Mapping[str, float], what: str) -> float:
+    """A number with one of these units: parse("200Mbit", BANDWIDTHS, …) is 2e8. Raises ValueError naming `what`."""
+    found = _NUMBER.fullmatch(text)
+    if found is None or found[2] not in units or math.isinf(float(found[1])):
+        known = ", ".join(unit or "none" for unit in units)
+        raise ValueError(f"{what}: expected a number and its unit ({known}), found {text!r}")
+    return float(found[1]) * units[found[2]]
 
 
 def nbytes(count: float) -> str:
@@ -8,3 +28,17 @@ def nbytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def bandwidth(bits: float) -> str:
+    """Bit/s in decimal units, three digits: 200 Mbit/s."""
+    for unit in ("bit", "kbit", "Mbit", "Gbit"):
+        if bits < 1000:
+            return f"{bits:.3g} {unit}/s"
+        bits /= 1000
+    return f"{bits:.3g} Tbit/s"
+
+
+def seconds(time: float) -> str:
+    """Three digits: 4.32 s."""
+    return f"{time:,.0f} s" if time >= 100 else f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"

@@ -14,6 +14,7 @@ import typer
 from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
+from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
@@ -36,6 +37,7 @@ app.command()(verify)
 app.command()(status)
 app.command()(prune)
 app.command()(study)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,241 @@
+"""`pulse-rl plan`: the paper's two points, the measurements of bench/README.md, and what multiplies with whom."""
+
+import ast
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl import units
+from pulse_rl.cli.main import main
+from pulse_rl.loco import exchange
+from pulse_rl.study.plan import RATES, SENT, Plan, Way, bandwidth_needed, bits, plan, utilization
+
+ROOT = Path(__file__).parent.parent
+
+
+def of(found: Plan, name: str) -> Way:
+    return next(way for way in found.weights if way.name == name)
+
+
+def planned(**changed: Any) -> Plan:
+    return plan(**{"params": 7_000_000_000, "density": 0.006, "bandwidth": 2e8, "compute_s": 50.0} | changed)
+
+
+# -- the formula ----------------------------------------------------------------------------------------------
+
+
+def test_the_papers_two_points() -> None:
+    """arXiv 2602.03839: 7B parameters, 50 s of compute; 90 % at 20 Gbit/s in full and at 0.2 with patches of 108 MB."""
+    full = of(planned(bandwidth=20e9), "full")
+    assert full.nbytes == 14_000_000_000
+    assert full.utilization == pytest.approx(0.90, abs=0.005)
+    assert utilization(50, 8 * 108e6 / 0.2e9) == pytest.approx(0.92, abs=0.005)
+    assert full.bandwidth_needed == pytest.approx(20e9, rel=0.02)
+    assert bandwidth_needed(50, 108e6) == pytest.approx(0.2e9, rel=0.25)  # 0.16: theirs is rounded up
+    assert bandwidth_needed(50, 14e9) / bandwidth_needed(50, 108e6) == pytest.approx(130, rel=0.01)
+    gap = of(planned(density=0.005), "gap")  # our densities at their learning rate are 0.4 to 0.6 %
+    assert gap.nbytes == pytest.approx(108e6, rel=0.1)
+
+
+def test_the_bandwidth_that_is_needed_gives_that_use() -> None:
+    for way in planned(trainers=5).weights + planned(trainers=5).rounds:
+        compute = 50 * (8 if way.name in ("ddp", "diloco", "pulseloco") else 1)
+        assert utilization(compute, 8 * way.nbytes / way.bandwidth_needed) == pytest.approx(0.9)
+
+
+def test_workers_multiply_what_is_sent_directly_and_nothing_else() -> None:
+    one, many = planned(), planned(workers=32)
+    for before, after in zip(one.weights, many.weights, strict=True):
+        assert (after.nbytes, after.seconds, after.utilization) == (before.nbytes, before.seconds, before.utilization)
+        assert after.seconds == pytest.approx(8 * after.nbytes / 2e8)
+        assert (before.direct_seconds, after.direct_seconds) == (before.seconds, 32 * before.seconds)
+        assert after.direct_utilization == 50 / (50 + 32 * after.seconds)
+
+
+# -- sizes, against what was measured -------------------------------------------------------------------------
+
+
+def measured() -> list[tuple[str, float, float, float]]:
+    """Setting, density, bits a change by `context` and by `gap`, of bench/README.md's table of sizes."""
+    number = r"\*{0,2}[\d.,]+ \(([\d.]+)\)\*{0,2}"
+    rows = re.findall(
+        rf"^\| ([^|]*→[^|]*) \| ([\d.]+) % \| {number} \| {number} \|", (ROOT / "bench/README.md").read_text(), re.M
+    )
+    return [(setting, float(density) / 100, float(context), float(gap)) for setting, density, context, gap in rows]
+
+
+def test_sizes_are_those_of_the_measured_patches() -> None:
+    """`gap` in all twelve, `context` where one step of a run under way was coded; of the others it is no more."""
+    rows = measured()
+    assert len(rows) == 12
+    for setting, density, context, gap in rows:
+        assert bits(RATES["gap"], density) / density == pytest.approx(gap, rel=0.04), setting
+        expected = bits(RATES["context"], density) / density
+        if setting.endswith(("19 → 20", "10 → 11")):
+            assert expected == pytest.approx(context, rel=0.05)
+        elif "1e-6, undithered" not in setting:
+            assert expected > context
+
+
+def test_what_pulseloco_sends_is_what_was_measured() -> None:
+    rows = re.findall(
+        r"\| ([\d.]+)% \| [\d.]+ MB \| [\d.,]+ × \| [\d.,]+ × \| ([\d.]+) \|", (ROOT / "bench/README.md").read_text()
+    )
+    assert len(rows) == 6
+    for density, found in rows:
+        assert bits(SENT, float(density) / 100) / float(density) * 100 == pytest.approx(float(found), rel=0.06)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.25, 0.5, 1.0])
+def test_sizes_hold_at_densities_that_no_run_has(density: float) -> None:
+    """Against real patches with evenly spread changes by one step: `gap` within a fifth, `context` not below half."""
+    random = np.random.default_rng(0)
+    old = torch.from_numpy(random.normal(0, 0.05, 1 << 18).astype(np.float32)).bfloat16()
+    new = old.view(torch.int16).clone()
+    changed = torch.from_numpy(random.random(1 << 18) < density)
+    new[changed] ^= 1
+    for codec, tolerance in (("gap", 0.2), ("context", 0.6)):
+        patch = pulse.diff({"w": old}, {"w": new.view(torch.bfloat16)}, codec=codec)  # type: ignore[arg-type]
+        assert bits(RATES[codec], density) * (1 << 18) / 8 == pytest.approx(len(patch), rel=tolerance), codec
+
+
+def test_more_changes_are_more_bytes_and_never_more_than_the_model() -> None:
+    for rates in RATES.values():
+        sizes = [bits(rates, k / 100) for k in range(61)]
+        assert all(a < b for a, b in itertools.pairwise(sizes))
+        assert max(bits(rates, k / 1000) for k in range(1001)) < 16
+
+
+def test_full_is_sooner_where_the_link_is_fast_or_much_has_changed() -> None:
+    """At the density it names a patch takes as long as the model, coding counted, and just below it less."""
+    for name in RATES:
+        found = [of(planned(bandwidth=bandwidth), name).dense_density for bandwidth in (1e6, 2e8, 2e9, 5e9, 2e12)]
+        known = [1.0 if density is None else density for density in found]
+        assert known == sorted(known, reverse=True)
+        assert known[-1] == 0
+        for bandwidth, density in ((2e9, found[2]), (5e9, found[3])):
+            assert density is not None
+            for near, sooner in ((density, True), (density - 0.001, False)):
+                way = of(planned(bandwidth=bandwidth, density=near), name)
+                assert (way.seconds + way.coding_seconds >= 8 * 14e9 / bandwidth) is sooner
+
+
+# -- trainers -------------------------------------------------------------------------------------------------
+
+
+def test_one_trainer_exchanges_nothing() -> None:
+    assert planned().rounds == ()
+
+
+@pytest.mark.parametrize("trainers", [2, 4, 24, 64])
+def test_trainers_receive_what_the_exchange_takes(trainers: int) -> None:
+    """The ring's bytes, H times for DDP; for PULSELoCo those of the way that the library would choose."""
+    ddp, diloco, pulseloco = planned(trainers=trainers, sync_every=8, loco_density=0.03).rounds
+    assert diloco.nbytes == round(2 * (trainers - 1) / trainers * 28e9)
+    assert ddp.nbytes == pytest.approx(8 * diloco.nbytes)
+    payload, union = (7e9 * bits(SENT, d) / 8 for d in (0.03, 1 - 0.97**trainers))
+    ways = {"gather": (trainers - 1) * payload, "split": (trainers - 1) / trainers * (payload + union)}
+    assert pulseloco.nbytes == round(min(ways.values()))
+    # The library counts elements, not bytes, so near where the two cross it may take the other one.
+    assert ways[exchange.choose([30_000] * trainers, 1_000_000)] == pytest.approx(pulseloco.nbytes, rel=0.05)
+    assert ddp.utilization == 400 / (400 + ddp.seconds)
+    assert pulseloco.reduction == pytest.approx(ddp.nbytes / pulseloco.nbytes)
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *args])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
+
+
+ASKED = ("--params", "7B", "--bandwidth", "200Mbit", "--compute", "50s", "--workers", "32", "--trainers", "4")
+
+
+def test_the_command_prints_what_is_calculated(run: Run) -> None:
+    code, out, err = run(*ASKED, "--density", "0.6%", "--json")
+    assert (code, err) == (0, "")
+    expected = planned(workers=32, trainers=4)
+    document = json.loads(out)
+    assert document["weights"][2]["nbytes"] == of(expected, "context").nbytes
+    assert document["rounds"][2]["nbytes"] == expected.rounds[2].nbytes
+    assert run("--params", "7e9", "--bandwidth", "25 MB/s", "--compute", "50000ms", *ASKED[6:], "--json")[1] == out
+
+
+def test_people_get_tables(run: Run) -> None:
+    code, out, _ = run(*ASKED)
+    assert code == 0
+    for word in ("14 GB", "8.2%", "20.2 Gbit/s", "direct to 32", "pulseloco", "a round of 8 steps"):
+        assert word in out
+    assert "trainers" not in run(*ASKED[:6])[1]
+
+
+def test_the_docs_show_what_the_command_prints(run: Run) -> None:
+    """docs/plan.md's example, and every bit a change in its table."""
+    text = (ROOT / "docs/plan.md").read_text()
+    command, shown = re.findall(r"^    pulse-rl plan (.*)\n\n```\n(.*?)```", text, re.M | re.S)[0]
+    lines = [line.rstrip() for line in run(*command.split())[1].splitlines()]
+    assert lines == [line.rstrip() for line in shown.splitlines()]
+    rows = re.findall(r"^\| (.*→.*) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
+    assert len(rows) == 12
+    for row, (setting, density, context, gap) in zip(rows, measured(), strict=True):
+        assert row[0] == setting
+        assert (float(row[2]), float(row[4])) == (context, gap)
+        assert row[3] == f"{bits(RATES['context'], density) / density:.2f}"
+        assert row[5] == f"{bits(RATES['gap'], density) / density:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--params", "seven"), "params: expected a number and its unit (none, k, M, B, T), found 'seven'"),
+        (("--params", "0.1"), "params: expected at least 1, found 0"),
+        (("--bandwidth", "200Mb"), "bandwidth: expected a number and its unit (bit, kbit, Mbit"),
+        (("--bandwidth", "0bit"), "bandwidth: expected more than 0, found 0"),
+        (("--compute", "1e999"), "compute: expected a number and its unit"),
+        (("--density", "120%"), "density: expected a fraction above 0, at most 1, found 1.2"),
+        (("--loco-density", "0"), "loco_density: expected a fraction above 0, at most 1, found 0"),
+    ],
+)
+def test_a_value_that_makes_no_sense_exits_2(run: Run, changed: tuple[str, ...], said: str) -> None:
+    code, out, err = run(*ASKED, *changed)
+    assert (code, out) == (2, "")
+    assert said in " ".join(re.sub("[│╭╮╰╯─]", " ", err).split())
+
+
+def test_units() -> None:
+    for text, table, expected in (
+        ("200Mbit", units.BANDWIDTHS, 2e8),
+        (" 1.5 GB ", units.BANDWIDTHS, 1.2e10),
+        ("135M", units.COUNTS, 135e6),
+        ("2min", units.SECONDS, 120),
+        (".6%", units.FRACTIONS, 0.006),
+    ):
+        assert units.parse(text, table, "it") == pytest.approx(expected)
+    assert (units.bandwidth(2e8), units.bandwidth(2e14), units.bandwidth(9.5)) == (
+        "200 Mbit/s",
+        "200 Tbit/s",
+        "9.5 bit/s",
+    )
+    assert [units.seconds(t) for t in (0.0123, 4.321, 1234.5)] == ["12.3 ms", "4.32 s", "1,234 s"]
+
+
+def test_the_drawing_of_gpu_use_takes_the_same_formula() -> None:
+    script = ast.parse((ROOT / "bench/utilization_plot.py").read_text())
+    assert any(isinstance(n, ast.ImportFrom) and n.module == "pulse_rl.study.plan" for n in script.body)
