@@ -6,17 +6,22 @@
 W > 1 + U / P. `choose` takes k_r sends of rank r, of n elements, for independent: U = n · (1 − Π(1 − k_r / n)). Both
 ways add in rank order from +0 in float32 and divide by W once, so they agree to the bit. A dense copy exists only of
 the segment that is being added up; what a round holds are sends and means, both sparse.
+
+What a rank does with the payloads it got is its own, and may fail there alone: so each such part ends in one number
+from every rank, and where one cannot go on, none does (`together`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.changes import find_changes
+from pulse_rl.errors import ExchangeError, PatchFormatError
 from pulse_rl.kernels import cpu, loco
 from pulse_rl.kernels.loco import F32
 from pulse_rl.loco import payload
@@ -27,6 +32,7 @@ from pulse_rl.parallel import ordered_map
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
+ACCOUNT = 4000  # bytes of what a rank that cannot go on tells the others
 
 
 class Mean(NamedTuple):
@@ -46,12 +52,20 @@ class Mean(NamedTuple):
 
 
 class Work:
-    """Seconds by part and bytes of one round, as they add up."""
+    """Seconds by part and bytes of one round, as they add up.
+
+    stalled: seconds of the inner loop, which waits for parts of a round or for all of it.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.sent = 0
         self.received = 0
+        self.stalled = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Time counts from now on."""
         self._clock = time.perf_counter()
 
     def spent(self, part: str) -> None:
@@ -78,8 +92,10 @@ def gather(
     work.spent("exchange")
     work.sent += len(mine)
     work.received += sum(map(len, found)) - len(mine)
-    means = _means(group, found, sends, spans, gate, value_dtype)
-    work.spent("decode")
+    with together(group):
+        means = _means(group, found, sends, spans, gate, value_dtype)
+        work.spent("decode")
+    work.spent("exchange")
     return means
 
 
@@ -97,24 +113,28 @@ def split(
     work.spent("exchange")
     own = ranges[group.rank]
     mine, reduced = [spans[i] for i in own], b""
-    if own:
-        sums = _means(group, found, [sends[i] for i in own], mine, gate, value_dtype)
-        work.spent("decode")
-        sparse = [_sparse(mean) for mean in sums]
-        reduced = payload.encode(sparse, mine, gate)
-    work.spent("encode")
+    with together(group):
+        if own:
+            sums = _means(group, found, [sends[i] for i in own], mine, gate, value_dtype)
+            work.spent("decode")
+            sparse = [_sparse(mean) for mean in sums]
+            reduced = payload.encode(sparse, mine, gate)
+        work.spent("encode")
     gathered = group.gather(reduced, limit)
     work.spent("exchange")
     work.sent += sum(map(len, pieces)) - len(pieces[group.rank]) + len(reduced)
     work.received += sum(map(len, found)) - len(found[group.rank]) + sum(map(len, gathered)) - len(reduced)
     means: list[Mean] = []
-    for rank, r in enumerate(ranges):
-        if rank == group.rank:
-            means += sums if own else []
-        elif r:
-            decoders = payload.open_payload(gathered[rank], [spans[i] for i in r], gate)
-            means += ordered_map(lambda decode: Mean(*decode()), decoders)
-    work.spent("decode")
+    with together(group):
+        for rank, r in enumerate(ranges):
+            if rank == group.rank:
+                means += sums if own else []
+            elif r:
+                with _blamed(rank):
+                    decoders = payload.open_payload(gathered[rank], [spans[i] for i in r], gate)
+                    means += ordered_map(lambda decode: Mean(*decode()), decoders)
+        work.spent("decode")
+    work.spent("exchange")
     return means
 
 
@@ -140,6 +160,29 @@ def dense(group: Group, values: F32, work: Work) -> F32:
     return found
 
 
+@contextmanager
+def together(group: Group) -> Iterator[None]:
+    """Each rank does its own work, without collectives; then all know whether one could not. A collective.
+
+    Raises what was raised here, and ExchangeError, naming the rank and its error, on all ranks that were fine.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        mine = error
+    account = f"{type(mine).__name__}: {mine}"[: ACCOUNT // 4].encode() if mine else b""
+    told = group.gather(account, ACCOUNT)
+    if mine is not None:
+        raise mine
+    for rank, failed in enumerate(told):
+        if failed:
+            raise ExchangeError(
+                f"rank {rank} could not go on, so no rank does; the shared weights are those of the last whole round: "
+                f"start the trainers again from their last checkpoint ({bytes(failed).decode(errors='replace')})"
+            )
+
+
 def owned(spans: Sequence[Span], ranks: int) -> list[range]:
     """Which segments each rank adds up: runs of about equally many elements, some empty if there are few segments."""
     middles = np.cumsum([span.size for span in spans]) - np.array([span.size for span in spans]) / 2
@@ -157,17 +200,18 @@ def _means(
     value_dtype: str,
 ) -> list[Mean]:
     """Add up these segments' payloads of all ranks, in rank order; this rank's own sends need no decoding."""
-    opened: list[list[Callable[[], Sends]] | None] = [
-        None if rank == group.rank else payload.open_payload(data, spans, gate, value_dtype)
-        for rank, data in enumerate(payloads)
-    ]
+    opened: list[list[Callable[[], Sends]] | None] = []
+    for rank, data in enumerate(payloads):
+        with _blamed(rank):
+            opened.append(None if rank == group.rank else payload.open_payload(data, spans, gate, value_dtype))
 
     def add(number: int) -> Mean:
         size = spans[number].size
         total: F32 = cpu.buffer("total", size, np.float32)[:size]
         total.fill(0)
-        for decoders in opened:
-            loco.add(total, *(sends[number] if decoders is None else decoders[number]()))
+        for rank, decoders in enumerate(opened):
+            with _blamed(rank):
+                loco.add(total, *(sends[number] if decoders is None else decoders[number]()))
         np.divide(total, np.float32(group.size), out=total)
         changes = find_changes(np.zeros(size, np.uint32), total.view(np.uint32))
         if 2 * len(changes.indices) > size:
@@ -175,6 +219,15 @@ def _means(
         return Mean(changes.indices, changes.values.view(np.float32))
 
     return list(ordered_map(add, range(len(spans))))
+
+
+@contextmanager
+def _blamed(rank: int) -> Iterator[None]:
+    """A payload that is broken says whose it is."""
+    try:
+        yield
+    except PatchFormatError as error:
+        raise PatchFormatError(f"rank {rank}: {error}") from error
 
 
 def _sparse(mean: Mean) -> Sends:

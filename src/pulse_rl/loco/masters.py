@@ -1,7 +1,8 @@
 """What a trainer holds: θ as all trainers share it, the outer momentum, its own residual, and the live parameters.
 
 All of it is float32, by tensor and in host memory; the live parameters may be on any device and are read and
-written a segment at a time. Tensors are in canonical order (by name), segments are at most 2^20 elements of one
+written a segment at a time. While a round is under way beside further inner steps, a copy of them as they were at its
+begin is held, too. Tensors are in canonical order (by name), segments are at most 2^20 elements of one
 tensor, and fragments are runs of segments that are exchanged together, so that what a round holds is bounded.
 """
 
@@ -72,6 +73,7 @@ class Masters:
             self.fragments.append(range(first, len(self.segments)))
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
         self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
+        self._frozen: dict[str, F32] = {}
         self.take()
 
     def take(self) -> None:
@@ -84,15 +86,26 @@ class Masters:
         for segment in self.segments:
             self._write(segment)
 
+    def freeze(self) -> None:
+        """Until `thaw`, `live` is what the live parameters are now, while they move on: 4 bytes a parameter."""
+        frozen = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
+        for segment in self.segments:
+            frozen[segment.name][segment.span.start : segment.span.stop] = self._read(segment)
+        self._frozen = frozen
+
+    def thaw(self) -> None:
+        """Forget what `freeze` kept."""
+        self._frozen = {}
+
     def live(self, segment: Segment) -> F32:
         """The live parameters of a segment; not to be written to."""
-        values: F32 = self._live[segment.name].read(segment.span.start, segment.span.stop).view(np.float32)
-        return values
+        return self._frozen_part(segment) if self._frozen else self._read(segment)
 
     def commit(self, segment: Segment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
         """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
 
         sends: what this trainer sent, to be taken from the residual. gradient: the mean over all trainers, (n,).
+        The live parameters become θ, and frozen ones θ − (frozen − live): what they moved by since then is on top.
         """
         span = segment.span
         if segment.residual is not None and sends is not None:
@@ -113,5 +126,18 @@ class Masters:
     def _digest(self, segment: Segment, values: F32) -> int:
         return cpu.digest_range(self._seeds[segment.name], segment.span.start, values.view(np.uint32))
 
+    def _read(self, segment: Segment) -> F32:
+        values: F32 = self._live[segment.name].read(segment.span.start, segment.span.stop).view(np.float32)
+        return values
+
+    def _frozen_part(self, segment: Segment) -> F32:
+        return self._frozen[segment.name][segment.span.start : segment.span.stop]
+
     def _write(self, segment: Segment) -> None:
-        self._live[segment.name].write(segment.span.start, segment.span.shared.view(np.uint32))
+        values = segment.span.shared
+        if self._frozen:
+            # In this order a parameter that has not moved gets θ's own bits: −0 − (+0) is −0, but −0 + (+0) is +0.
+            values = self._frozen_part(segment)
+            np.subtract(values, self._read(segment), out=values)
+            np.subtract(segment.span.shared, values, out=values)
+        self._live[segment.name].write(segment.span.start, values.view(np.uint32))

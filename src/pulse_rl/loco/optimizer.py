@@ -11,16 +11,28 @@ ranks; θ takes one step of SGD with Nesterov momentum along g; the live paramet
 compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) The inner optimizer's state stays each rank's own.
 All ranks take the same number of inner steps: one that skips a step keeps the others waiting.
 
+With overlap=n > 0 a round ends n inner steps after its begin, and its exchange goes on beside them, in a thread:
+
+    begin   frozen = live, and all up to g is made of frozen
+    end     θ takes the outer step, and live = θ − (frozen − live), in float32
+
+So g is the same function of θ, residual and frozen as ever and what is sent and what is kept still add up to s, bit for
+bit; but the n steps were taken from parameters that did not know of the round's outcome yet. They stay on top of θ and
+are part of the next round's pseudo-gradient, which begins `sync_every` steps after this one did, so each inner step
+counts once. (Streaming DiLoCo, arXiv 2501.18512, mixes instead: live = α·live + (1 − α)·θ. torchft has that as
+fragment_sync_delay and fragment_update_alpha.) θ does not depend on when the others' bytes arrived, nor does live.
+
 Nothing of a trainer's state changes until all that it needs of a round has arrived and been checked, and from then
 on nothing can fail but the machine. So an error leaves θ, momentum and residual before the round, never amid it;
 only where a worker is lost in a round's very last exchange can others stand one whole round apart, and a common
 checkpoint is the way back. Buffers (running statistics, say) are not shared.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 import torch
@@ -40,6 +52,17 @@ from pulse_rl.loco.report import LocoReport
 from pulse_rl.parallel import ordered_map
 
 
+class _Brought(NamedTuple):
+    """What a round has brought, before anything is changed by it."""
+
+    steps: int  # inner steps that it is made of
+    sends: list[Sends]
+    sent: int  # elements, of this rank
+    means: list[Mean]  # of each segment
+    ways: list[str]  # of each fragment
+    work: Work
+
+
 class LocalSteps(ABC):
     """What PulseLoCo and DiLoCo share: all but what is exchanged."""
 
@@ -53,10 +76,16 @@ class LocalSteps(ABC):
         sync_every: int,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        overlap: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if sync_every < 1:
             raise ValueError(f"sync_every: expected at least 1 inner step, found {sync_every}")
+        if not 0 <= overlap < sync_every:
+            raise ValueError(
+                f"overlap: expected 0 to {sync_every - 1} inner steps, so that a round ends before the next begins, "
+                f"found {overlap}"
+            )
         if not outer_lr > 0 or not 0 <= outer_momentum < 1:
             raise ValueError(
                 f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "
@@ -73,14 +102,18 @@ class LocalSteps(ABC):
         self.sync_every = sync_every
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
+        self.overlap = overlap
         self.round = 0  # rounds that are whole
-        self.inner_steps = 0  # since the last one
+        self.inner_steps = 0  # since the last of them began
         self.reports: list[LocoReport] = []
         self._inner = inner_optimizer
         self._group = Group(process_group)
         self._masters = Masters(parameters, kept=self._KEPT)
         self._hook: Any = None
         self._broken = False
+        self._thread = ThreadPoolExecutor(1, "pulse-round")
+        self._underway: Future[_Brought] | None = None
+        self._ends_at = 0  # inner steps
 
     @property
     def report(self) -> LocoReport | None:
@@ -89,7 +122,10 @@ class LocalSteps(ABC):
 
     @property
     def digest(self) -> str:
-        """The digest of θ, 16 hexadecimal digits: `pulse.digest` of the trainable parameters after a round."""
+        """The digest of θ, 16 hexadecimal digits: `pulse.digest` of the trainable parameters after a round.
+
+        With overlap, of what they were without the inner steps taken meanwhile.
+        """
         return digests.to_hex(self._masters.digest())
 
     def __enter__(self) -> Self:
@@ -113,17 +149,33 @@ class LocalSteps(ABC):
         self._hook = self._inner.register_step_post_hook(self._stepped)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Stop following. Inner steps since the last round stay where they are: in the live parameters."""
+    def __exit__(self, *exception: object) -> None:
+        """Stop following. Inner steps since the last round stay where they are: in the live parameters.
+
+        A round that is under way is ended first, which is a collective.
+        """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._underway is not None:
+            try:
+                self.sync()
+            except Exception as failed:
+                if not isinstance(exception[1], BaseException):
+                    raise
+                exception[1].add_note(f"round {self.round + 1}, which was under way, failed too: {failed}")
 
     def state_dict(self, *, workers: int | None = None) -> dict[str, Any]:
         """θ, momentum, this rank's residual and the counters; tensors are views. `checkpoint` has the layout.
 
         workers: of the checkpoint that is to be loaded into the result, where it had another number of ranks.
+        Raises RuntimeError while a round is under way: half of its state is on the network.
         """
+        if self._underway is not None:
+            raise RuntimeError(
+                f"state_dict: expected no round under way, found round {self.round + 1}: call it "
+                f"{self._ends_at - self.inner_steps} inner steps later, or after sync() on all ranks, which ends it now"
+            )
         return checkpoint.state_dict(self, self._masters, self._group, workers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,16 +188,78 @@ class LocalSteps(ABC):
         checkpoint.load_state_dict(self, self._masters, self._group, state)
 
     def sync(self) -> LocoReport:
-        """One round, now: called after every `sync_every` inner steps. A collective.
+        """One round, now, or the end of the one that is under way. A collective, called by the inner steps.
 
-        Raises ExchangeError if a worker is lost, FloatingPointError if an element of a pseudo-gradient is infinite or
-        no number, PatchFormatError for a payload that is broken (θ is that of the round before in all three), and
-        IntegrityError if the ranks' θ differ after the round.
+        Raises ExchangeError if a worker is lost or cannot go on, FloatingPointError if an element of a pseudo-gradient
+        is infinite or no number, PatchFormatError for a payload that is broken (θ is that of the round before in all
+        three), and IntegrityError if the ranks' θ differ after the round.
         """
+        clock = time.perf_counter()
+        brought = self._collect(self.inner_steps, self._claim()) if self._underway is None else self._landed()
+        masters, work = self._masters, brought.work
+        work.start()
+
+        def commit(number: int) -> int:
+            segment = masters.segments[number]
+            sends, gradient = brought.sends, brought.means[number].dense(segment.span.size)
+            return masters.commit(
+                segment, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum
+            )
+
+        total = (masters.empty_digest + sum(ordered_map(commit, range(len(brought.means))))) & digests.MASK
+        masters.thaw()
+        self.round += 1
+        self.inner_steps -= brought.steps
+        work.spent("outer")
+        column = self._group.gather_numbers([_signed(total)])[:, 0].tolist()
+        work.spent("exchange")
+        if (odd := _odd_ones(column)) is not None:
+            self._fail_apart(odd, f"θ differs after round {self.round}", "start again from the last checkpoint")
+        self._broken = False
+        work.stalled += time.perf_counter() - clock
+        report = self._report(brought, digests.to_hex(total))
+        self.reports.append(report)
+        return report
+
+    def _stepped(self, *_: object) -> None:
+        self.inner_steps += 1
+        if self._underway is not None:
+            if self.inner_steps >= self._ends_at:
+                self.sync()
+        elif self.inner_steps >= self.sync_every:
+            if self.overlap:
+                self._begin()
+            else:
+                self.sync()
+
+    def _claim(self) -> Work:
+        """A round begins; if it does not come to its end, there is no other."""
         if self._broken:
             raise ExchangeError("an earlier round failed: start the trainers again from their last checkpoint")
         self._broken = True
-        masters, work = self._masters, Work()
+        return Work()
+
+    def _begin(self) -> None:
+        """Have a thread collect a round while inner steps go on."""
+        clock = time.perf_counter()
+        work = self._claim()
+        self._masters.freeze()
+        self._ends_at = self.inner_steps + self.overlap
+        self._underway = self._thread.submit(self._collect, self.inner_steps, work)
+        work.stalled += time.perf_counter() - clock
+
+    def _landed(self) -> _Brought:
+        """What the round under way has brought, once it is there."""
+        assert self._underway is not None
+        wait([self._underway])  # an interruption here leaves it under way
+        underway, self._underway = self._underway, None
+        if underway.exception() is not None:
+            self._masters.thaw()
+        return underway.result()
+
+    def _collect(self, steps: int, work: Work) -> _Brought:
+        """Exchange what this rank has to send; changes nothing."""
+        masters = self._masters
         sends, broken = self._find()
         work.spent("gate")
         counts = self._counts(sends)
@@ -163,34 +277,10 @@ class LocalSteps(ABC):
             way, found = self._exchange(fragment, sends, column, work)
             ways.append(way)
             means += found
+        return _Brought(steps, sends, sum(counts), means, ways, work)
 
-        def commit(number: int) -> int:
-            segment = masters.segments[number]
-            gradient = means[number].dense(segment.span.size)
-            return masters.commit(
-                segment, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum
-            )
-
-        total = (masters.empty_digest + sum(ordered_map(commit, range(len(means))))) & digests.MASK
-        self.round += 1
-        self.inner_steps = 0
-        work.spent("outer")
-        column = self._group.gather_numbers([_signed(total)])[:, 0].tolist()
-        work.spent("exchange")
-        if (odd := _odd_ones(column)) is not None:
-            self._fail_apart(odd, f"θ differs after round {self.round}", "start again from the last checkpoint")
-        self._broken = False
-        report = self._report(ways, sum(counts), work, digests.to_hex(total))
-        self.reports.append(report)
-        return report
-
-    def _stepped(self, *_: object) -> None:
-        self.inner_steps += 1
-        if self.inner_steps == self.sync_every:
-            self.sync()
-
-    def _report(self, ways: Sequence[str], sent: int, work: Work, digest: str) -> LocoReport:
-        elements = self._masters.elements
+    def _report(self, brought: _Brought, digest: str) -> LocoReport:
+        elements, sent, ways, work = self._masters.elements, brought.sent, brought.ways, brought.work
         return LocoReport(
             round=self.round,
             workers=self._group.size,
@@ -202,6 +292,7 @@ class LocalSteps(ABC):
             received_nbytes=work.received,
             dense_nbytes=4 * elements,
             digest=digest,
+            stalled_s=work.stalled,
             **{f"{part}_s": work.seconds[part] for part in ("gate", "encode", "exchange", "decode", "outer")},
         )
 
@@ -214,7 +305,7 @@ class LocalSteps(ABC):
 
     def _options(self) -> tuple[object, ...]:
         """All that has to be the same on all ranks, beside the state."""
-        return (self.outer_lr, self.outer_momentum)
+        return (self.outer_lr, self.outer_momentum, self.overlap)
 
     @abstractmethod
     def _find(self) -> tuple[list[Sends], int]:
@@ -235,7 +326,13 @@ class PulseLoCo(LocalSteps):
     model: its trainable parameters are float32 (compute under autocast, or in a cast copy). inner_optimizer: holds
     all of them. sync_every: inner steps a round. gate: what the forward pass computes in. value_dtype: "bfloat16"
     rounds what is sent, and the rounding error stays in the residual. exchange: see `exchange.py`; the result is the
-    same. Takes 12 bytes of host memory a parameter, and the sends and means of one round.
+    same. Takes 12 bytes of host memory a parameter, and the sends and means of one round; with overlap 16.
+
+    overlap: inner steps, fewer than sync_every, that are taken while a round is exchanged; the head of this file says
+    what that changes. Meanwhile a thread uses the process group and nobody else may, so give it one of its own
+    (`dist.new_group()`) if you have other collectives. What goes wrong is raised at the round's end. Until then
+    `state_dict` is refused; leaving the context, or `sync()`, ends it early. `sync()` while none is under way is a
+    whole round without overlap, after which the live parameters are θ.
 
     Raises ValueError for an option that does not fit and for a trainable parameter that the inner optimizer lacks,
     TypeError for one that is not float32, ExchangeError if there is no process group.
@@ -251,6 +348,7 @@ class PulseLoCo(LocalSteps):
         sync_every: int,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        overlap: int = 0,
         process_group: dist.ProcessGroup | None = None,
         gate: Gate = "bfloat16",
         value_dtype: ValueDtype = "float32",
@@ -269,6 +367,7 @@ class PulseLoCo(LocalSteps):
             sync_every=sync_every,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
+            overlap=overlap,
             process_group=process_group,
         )
         self.gate = gate
@@ -309,7 +408,7 @@ class DiLoCo(LocalSteps):
     """The dense baseline: the same rounds, with the whole float32 pseudo-gradient exchanged and nothing kept back.
 
     Arguments and errors are those of PulseLoCo without gate, value_dtype and exchange. Takes 12 bytes of host memory
-    a parameter during a round.
+    a parameter during a round, and with overlap 16.
     """
 
     def _find(self) -> tuple[list[Sends], int]:

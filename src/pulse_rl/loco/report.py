@@ -24,11 +24,12 @@ class LocoReport:
     exchange_s: float  # on the network, waiting for the others included
     decode_s: float  # and adding up
     outer_s: float  # the outer step, and θ's digest
+    stalled_s: float  # in which no inner step could be taken: with overlap, the two ends and what they wait for
     digest: str  # of θ after the round, 16 hexadecimal digits: the same on all ranks
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole round."""
+        """Seconds of all that a round does."""
         return self.gate_s + self.encode_s + self.exchange_s + self.decode_s + self.outer_s
 
     @property
