@@ -1,5 +1,6 @@
 """A payload: what goes in comes out, how large it is, and that nothing else is taken for one."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from pulse_rl.errors import PatchFormatError
 from pulse_rl.loco import exchange, payload
 from pulse_rl.loco.gate import GATES, Sends, cast, find_sends
 from pulse_rl.loco.payload import VALUE_DTYPES, Span, rounded
+from pulse_rl.zstd import decompress
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 
 
 def trained(shapes: list[tuple[int, ...]], step: float, seed: int, gate: str = "bfloat16") -> tuple[Any, Any]:
@@ -57,6 +61,42 @@ def test_a_sum_of_zero_exponent_and_sign_survives() -> None:
     sends = [Sends(np.array([0, 1, 2, 3, 5], np.uint32), values)]
     data = payload.encode(sends, spans, "bfloat16")
     assert same([d() for d in payload.open_payload(memoryview(data), spans, "bfloat16")], sends)
+
+
+GOLDEN = """
+    4303537ea42c69be45d0af05ae8611c6320000000d00000003000000010000002c0000000185
+    33834c45872dfb959d5f095901f54aca57d247e30c390d758e7949112ef6e41164b65b50c6d8
+    3152d98a5e8528b52ffd2004210000767879750000800000001283406f1283
+"""
+
+
+def golden() -> tuple[list[Span], list[Sends]]:
+    a = np.array([0.5, -0.25, 1, -1, 0.125, 0, 3, -2], np.float32)
+    b = np.array([0, 1, 2], np.float32)
+    values = np.array([0xBB000000, 0x3C000000, 0x3CC08312, 0xBA83126F], np.uint32).view(np.float32)
+    sends = [Sends(np.array([1, 2, 6], np.uint32), values[:3]), Sends(np.array([2], np.uint32), values[3:])]
+    return [Span((2, 4), 0, 8, a), Span((3,), 0, 3, b)], sends
+
+
+def test_golden_bytes() -> None:
+    """What is read for ever; what is written, but for the zstd frame, which may differ between versions of zstd."""
+    spans, sends = golden()
+    pinned = bytes.fromhex(GOLDEN)
+    assert same([d() for d in payload.open_payload(memoryview(pinned), spans, "bfloat16")], sends)
+    written = payload.encode(sends, spans, "bfloat16")
+    frame = slice(32 + 50, 32 + 50 + 13)  # after the hash, two lengths, two counts and 50 bytes of positions
+    assert pinned[16:24] == bytes.fromhex("32000000 0d000000")
+    assert pinned[frame.stop :] == bytes.fromhex("000080 000000 128340 6f1283")
+    assert decompress(memoryview(pinned)[frame], 4, "exponents") == bytes.fromhex("76787975")
+    assert len(written) - len(pinned) == int.from_bytes(written[20:24], "little") - 13
+    assert written[16:20] + written[24 : frame.start] == pinned[16:20] + pinned[24 : frame.start]
+    assert written[-12:] == pinned[-12:]
+    narrow = [one._replace(values=rounded(one.values, "bfloat16")) for one in sends]
+    assert payload.encode(narrow, spans, "bfloat16", "bfloat16")[-4:] == bytes.fromhex("80004183")
+
+
+def test_the_document_shows_the_golden_bytes() -> None:
+    assert "".join(GOLDEN.split()) in "".join(DOCUMENT.read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize(("step", "density"), [(5e-8, 0.002), (3e-7, 0.01), (2e-6, 0.04)])
