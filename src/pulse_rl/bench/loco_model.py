@@ -61,11 +61,11 @@ def position_bits(loco: pulse.PulseLoCo) -> float:
     old: dict[str, Bits] = {}
     new: dict[str, Bits] = {}
     for segment, sent in zip(loco._masters.segments, sends, strict=True):
-        before = cast(segment.span.shared, loco.gate).copy()
+        before = cast(segment.shared, loco.gate).copy()
         after = before.copy()
         after[sent.indices] ^= 1
         held = HostBits("BF16", before), HostBits("BF16", after)
-        name = f"{segment.name}:{segment.span.start}"
+        name = f"{segment.name}:{segment.start}"
         old[name], new[name] = held
     return bounds(old, new)[0].positions
 

@@ -18,7 +18,6 @@ from pulse_rl.kernels import cpu, loco
 from pulse_rl.kernels.loco import F32
 from pulse_rl.kernels.reference import mix
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.payload import Span
 
 FRAGMENT = 1 << 25  # elements: 128 MB of float32
 
@@ -27,9 +26,16 @@ class Segment(NamedTuple):
     """A piece of one tensor; the arrays are views."""
 
     name: str
-    span: Span  # with θ
+    shape: tuple[int, ...]  # of its tensor
+    start: int  # its first element there, flat
+    stop: int
+    shared: F32  # θ
     momentum: F32
     residual: F32 | None  # None: nothing is kept (DiLoCo)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 class Masters:
@@ -55,7 +61,10 @@ class Masters:
         self.segments = [
             Segment(
                 name,
-                Span(bits.shape, start, stop, self.theta[name][start:stop]),
+                bits.shape,
+                start,
+                stop,
+                self.theta[name][start:stop],
                 self.momentum[name][start:stop],
                 self.residual[name][start:stop] if kept else None,
             )
@@ -65,10 +74,10 @@ class Masters:
         self.fragments: list[range] = []  # of numbers of segments
         first, held = 0, 0
         for number, segment in enumerate(self.segments):
-            held += segment.span.size
+            held += segment.size
             if held > FRAGMENT and number > first:
                 self.fragments.append(range(first, number))
-                first, held = number, segment.span.size
+                first, held = number, segment.size
         if self.segments:
             self.fragments.append(range(first, len(self.segments)))
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
@@ -79,7 +88,7 @@ class Masters:
     def take(self) -> None:
         """θ becomes what the live parameters are."""
         for segment in self.segments:
-            segment.span.shared[:] = self.live(segment)
+            segment.shared[:] = self.live(segment)
 
     def put(self) -> None:
         """The live parameters become θ."""
@@ -90,7 +99,7 @@ class Masters:
         """Until `thaw`, `live` is what the live parameters are now, while they move on: 4 bytes a parameter."""
         frozen = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
         for segment in self.segments:
-            frozen[segment.name][segment.span.start : segment.span.stop] = self._read(segment)
+            frozen[segment.name][segment.start : segment.stop] = self._read(segment)
         self._frozen = frozen
 
     def thaw(self) -> None:
@@ -107,16 +116,15 @@ class Masters:
         sends: what this trainer sent, to be taken from the residual. gradient: the mean over all trainers, (n,).
         The live parameters become θ, and frozen ones θ − (frozen − live): what they moved by since then is on top.
         """
-        span = segment.span
         if segment.residual is not None and sends is not None:
-            loco.keep(span.shared, self.live(segment), segment.residual, sends.indices, sends.values)
-        loco.outer(span.shared, segment.momentum, gradient, lr, mu)
+            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
+        loco.outer(segment.shared, segment.momentum, gradient, lr, mu)
         self._write(segment)
-        return self._digest(segment, span.shared)
+        return self._digest(segment, segment.shared)
 
     def digest(self) -> int:
         """The digest of θ: as `pulse.digest` of the trainable parameters."""
-        own = sum(self._digest(segment, segment.span.shared) for segment in self.segments)
+        own = sum(self._digest(segment, segment.shared) for segment in self.segments)
         return (self.empty_digest + own) & digests.MASK
 
     def momentum_digest(self) -> int:
@@ -124,20 +132,20 @@ class Masters:
         return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
 
     def _digest(self, segment: Segment, values: F32) -> int:
-        return cpu.digest_range(self._seeds[segment.name], segment.span.start, values.view(np.uint32))
+        return cpu.digest_range(self._seeds[segment.name], segment.start, values.view(np.uint32))
 
     def _read(self, segment: Segment) -> F32:
-        values: F32 = self._live[segment.name].read(segment.span.start, segment.span.stop).view(np.float32)
+        values: F32 = self._live[segment.name].read(segment.start, segment.stop).view(np.float32)
         return values
 
     def _frozen_part(self, segment: Segment) -> F32:
-        return self._frozen[segment.name][segment.span.start : segment.span.stop]
+        return self._frozen[segment.name][segment.start : segment.stop]
 
     def _write(self, segment: Segment) -> None:
-        values = segment.span.shared
+        values = segment.shared
         if self._frozen:
             # In this order a parameter that has not moved gets θ's own bits: −0 − (+0) is −0, but −0 + (+0) is +0.
             values = self._frozen_part(segment)
             np.subtract(values, self._read(segment), out=values)
-            np.subtract(segment.span.shared, values, out=values)
-        self._live[segment.name].write(segment.span.start, values.view(np.uint32))
+            np.subtract(segment.shared, values, out=values)
+        self._live[segment.name].write(segment.start, values.view(np.uint32))

@@ -44,10 +44,10 @@ from pulse_rl.errors import ExchangeError, IntegrityError
 from pulse_rl.kernels import cpu, loco
 from pulse_rl.loco import checkpoint, exchange
 from pulse_rl.loco.exchange import EXCHANGES, Exchange, Mean, Work
-from pulse_rl.loco.gate import GATES, Gate, Sends, find_sends
+from pulse_rl.loco.gate import GATES, Gate, Sends, cast, find_sends
 from pulse_rl.loco.group import Group
 from pulse_rl.loco.masters import Masters
-from pulse_rl.loco.payload import VALUE_DTYPES, ValueDtype, rounded
+from pulse_rl.loco.payload import VALUE_DTYPES, Span, ValueDtype, rounded
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.parallel import ordered_map
 
@@ -201,7 +201,7 @@ class LocalSteps(ABC):
 
         def commit(number: int) -> int:
             segment = masters.segments[number]
-            sends, gradient = brought.sends, brought.means[number].dense(segment.span.size)
+            sends, gradient = brought.sends, brought.means[number].dense(segment.size)
             return masters.commit(
                 segment, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum
             )
@@ -383,7 +383,7 @@ class PulseLoCo(LocalSteps):
         def find(number: int) -> Sends | None:
             segment = masters.segments[number]
             assert segment.residual is not None
-            sends = find_sends(segment.span.shared, masters.live(segment), segment.residual, self.gate)
+            sends = find_sends(segment.shared, masters.live(segment), segment.residual, self.gate)
             return sends and sends._replace(values=rounded(sends.values, self.value_dtype))
 
         sends: list[Sends] = []
@@ -397,7 +397,8 @@ class PulseLoCo(LocalSteps):
         return [sum(len(one.indices) for one in sends[f.start : f.stop]) for f in self._masters.fragments]
 
     def _exchange(self, fragment: range, sends: list[Sends], counts: list[int], work: Work) -> tuple[str, list[Mean]]:
-        spans = [self._masters.segments[number].span for number in fragment]
+        segments = self._masters.segments[fragment.start : fragment.stop]
+        spans = list(ordered_map(lambda s: Span(s.shape, s.start, s.stop, cast(s.shared, self.gate).copy()), segments))
         way = exchange.choose(counts, sum(span.size for span in spans)) if self.exchange == "auto" else self.exchange
         run = exchange.split if way == "split" else exchange.gather
         mine = sends[fragment.start : fragment.stop]
@@ -414,26 +415,26 @@ class DiLoCo(LocalSteps):
     def _find(self) -> tuple[list[Sends], int]:
         masters = self._masters
         for number, segment in enumerate(masters.segments):
-            scratch = cpu.buffer("mean", segment.span.size, np.float32)
-            if not loco.difference(segment.span.shared, masters.live(segment), scratch):
+            scratch = cpu.buffer("mean", segment.size, np.float32)
+            if not loco.difference(segment.shared, masters.live(segment), scratch):
                 return [], number
         return [], -1
 
     def _counts(self, sends: list[Sends]) -> list[int]:
-        return [sum(self._masters.segments[number].span.size for number in f) for f in self._masters.fragments]
+        return [sum(self._masters.segments[number].size for number in f) for f in self._masters.fragments]
 
     def _exchange(self, fragment: range, sends: list[Sends], counts: list[int], work: Work) -> tuple[str, list[Mean]]:
         segments = [self._masters.segments[number] for number in fragment]
-        ends = np.cumsum([segment.span.size for segment in segments]).tolist()
+        ends = np.cumsum([segment.size for segment in segments]).tolist()
         gradient = np.empty(ends[-1], np.float32)
         for segment, end in zip(segments, ends, strict=True):
-            shared = segment.span.shared
+            shared = segment.shared
             loco.difference(shared, self._masters.live(segment), gradient[end - len(shared) : end])
         work.spent("encode")
         mean = exchange.dense(self._group, gradient, work)
         work.sent += gradient.nbytes
         work.received += 2 * gradient.nbytes * (self._group.size - 1) // self._group.size  # ranges, then their sums
-        return "dense", [Mean(None, mean[end - s.span.size : end]) for s, end in zip(segments, ends, strict=True)]
+        return "dense", [Mean(None, mean[end - s.size : end]) for s, end in zip(segments, ends, strict=True)]
 
 
 def _signed(number: int) -> int:

@@ -48,7 +48,7 @@ class Span(NamedTuple):
     shape: tuple[int, ...]  # of its tensor
     start: int  # its first element, flat
     stop: int
-    shared: F32  # θ there, (stop − start,)
+    seen: UIntArray  # θ there, in the gate's format, (stop − start,)
 
     @property
     def size(self) -> int:
@@ -106,7 +106,7 @@ def open_payload(
     values = _joined(exponents, np.frombuffer(payload[at + frame_nbytes :], np.uint8), value_dtype)
     ends = np.cumsum(counts).tolist()
     return [
-        partial(_decode, piece, values[end - spec.changed : end], span, gate)
+        partial(_decode, piece, values[end - spec.changed : end], span)
         for piece, spec, end, span in zip(pieces, specs, ends, spans, strict=True)
     ]
 
@@ -122,14 +122,12 @@ def rounded(values: F32, value_dtype: str) -> F32:
 def _part(sends: Sends, span: Span, gate: str) -> Part:
     spec = segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, len(sends.indices))
     count = len(sends.indices)
-    up = moves.move(
-        cast(span.shared, gate), sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype)
-    )
-    return Part(spec, Changes(sends.indices, up), partial(cast, span.shared, gate))
+    up = moves.move(span.seen, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype))
+    return Part(spec, Changes(sends.indices, up), lambda: span.seen)
 
 
-def _decode(piece: Piece, values: F32, span: Span, gate: str) -> Sends:
-    (changes,) = piece.decode([partial(cast, span.shared, gate)])
+def _decode(piece: Piece, values: F32, span: Span) -> Sends:
+    (changes,) = piece.decode([lambda: span.seen])
     return Sends(changes.indices, values)
 
 
