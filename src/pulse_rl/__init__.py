@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         VersionNotFoundError,
     )
     from pulse_rl.history import History
+    from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.report import LocoReport
     from pulse_rl.patch import PatchInfo, apply, diff, inspect
@@ -50,6 +51,7 @@ _HOME = {
     "History": "history",
     "IntegrityError": "errors",
     "LocoReport": "loco.report",
+    "Membership": "loco.membership",
     "MissingExtraError": "errors",
     "PatchFormatError": "errors",
     "PatchInfo": "patch",
@@ -77,6 +79,7 @@ __all__ = [
     "History",
     "IntegrityError",
     "LocoReport",
+    "Membership",
     "MissingExtraError",
     "PatchFormatError",
     "PatchInfo",

@@ -21,7 +21,7 @@ from torch import nn
 import pulse_rl as pulse
 from pulse_rl.bench import loco_task as task
 from pulse_rl.bench.loco import EVALUATE_EVERY, LocoRun, Settings, Way, ways
-from pulse_rl.loco.optimizer import LocalSteps
+from pulse_rl.loco.rounds import LocalSteps
 
 PROBLEMS, GROUP = 4, 8  # of each rank and inner step
 EVALUATED = 1024  # problems, the same for all runs; each rank takes its share

@@ -4,6 +4,7 @@ Every call is a collective: all ranks make the same ones in the same order. A ra
 ExchangeError within the group's timeout (`init_process_group(timeout=…)`).
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,7 @@ class Group:
         return self._swap(torch.from_numpy(values.reshape(-1)), width, width).reshape(self.size, -1)
 
     def _gather(self, mine: torch.Tensor) -> NDArray[Any]:
-        with _lost():
+        with lost():
             mine = mine.to(self._device)
             found = torch.empty(self.size * len(mine), dtype=mine.dtype, device=self._device)
             if len(mine):
@@ -76,7 +77,7 @@ class Group:
             return found.cpu().numpy()
 
     def _swap(self, mine: torch.Tensor, out: list[int], into: list[int]) -> NDArray[Any]:
-        with _lost():
+        with lost():
             found = torch.empty(sum(into), dtype=mine.dtype, device=self._device)
             dist.all_to_all_single(found, mine.to(self._device), into, out, group=self._group)
             return found.cpu().numpy()
@@ -91,10 +92,13 @@ def _check(lengths: NDArray[np.int64], limit: int) -> None:
 
 
 @contextmanager
-def _lost() -> Iterator[None]:
+def lost() -> Iterator[None]:
+    """What torch.distributed raises becomes ExchangeError."""
     try:
         yield
     except RuntimeError as error:
+        # The frames of torch.distributed hold the process group, and Gloo ends its connections only when nothing does.
+        traceback.clear_frames(error.__traceback__)
         first = str(error).strip().splitlines()[0]
         raise ExchangeError(
             "the exchange between trainers failed, a worker is lost or the network is; the shared weights are those of "
