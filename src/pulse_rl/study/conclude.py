@@ -11,6 +11,8 @@ from pulse_rl.study.results import Exponent, Prediction, Recurrence, Settings, S
 from pulse_rl.study.tally import Reals, Tally
 from pulse_rl.study.timeline import Timeline
 
+LEAST, MOST = 1, 8  # ULP in the mean: where moves are measured
+
 
 class Forecast:
     """What theory says of each step of a timeline."""
@@ -19,19 +21,24 @@ class Forecast:
         self.lr, stride = settings.lr, timeline.stride
         bases = [timeline.numbers[base] for base, _ in timeline.steps]
         early = [min(base, theory.LONGEST) for base in bases]
-        places = theory.walk(settings.betas, [number for base in early for number in (base, base + stride)])
-        self._walks = [(self.lr * places[base], self.lr * places[base + stride]) for base in early]
+        self._spans = [(base, base + stride) for base in early]
+        self._places = theory.walk(settings.betas, [number for span in self._spans for number in span])
         self._most = [np.array([self.lr * theory.most(settings.betas, base, base + stride)]) for base in bases]
+
+    def _walk(self, step: int) -> tuple[Reals, Reals]:
+        """Where the simulated masters are before and after a step."""
+        before, after = (self.lr * self._places[number].astype(np.float64) for number in self._spans[step])
+        return before, after
 
     def chances(self, step: int, ulps: Reals) -> Reals:
         """P(change) at each ULP: as Prediction.density, spread and highest, (3, E)."""
-        before, after = self._walks[step]
+        before, after = self._walk(step)
         began, spread = theory.began(before, after, ulps), theory.spread(after - before, ulps)
         return np.stack([began, spread, theory.spread(self._most[step], ulps)])
 
     def predict(self, step: int, tallies: Mapping[str, Tally], elements: int, move: float | None) -> Prediction:
         """The density of one step. tallies: by dtype; move: the mean size of the masters' moves, where it is known."""
-        before, after = self._walks[step]
+        before, after = self._walk(step)
         stretch = None if move is None else move / float(np.abs(after - before).mean())
         found, by_rate = np.zeros(3), 0.0
         for dtype, one in tallies.items():
@@ -52,13 +59,18 @@ class Forecast:
 
 
 def _move(tallies: Mapping[str, Tally]) -> float | None:
-    """The mean |new − old| of elements with exponents of which half changed or more; None without any."""
+    """The mean size of the masters' moves, where it shows; None where it does not.
+
+    Where moves are of a few ULP, |new − old| is about the move. Larger weights hide it, the more so while masters are
+    near the middle of their cells; and smaller ones are no fair sample, for many are small because they move little.
+    """
     elements, moved = 0, 0.0
     for dtype, one in tallies.items():
-        if values.ulps(dtype) is not None:
-            resolved = (2 * one.by_exponent() >= one.elements) & (one.elements > 0)
-            elements += int(one.elements[resolved].sum())
-            moved += float(one.moved[resolved].sum())
+        if (ulps := values.ulps(dtype)) is not None:
+            unit = ulps * one.elements
+            shows = (one.moved >= LEAST * unit) & (one.moved <= MOST * unit)
+            elements += int(one.elements[shows].sum())
+            moved += float(one.moved[shows].sum())
     return moved / elements if elements else None
 
 

@@ -57,11 +57,12 @@ def look(timeline: Timeline, dtype: str, versions: Iterable[UIntArray]) -> Seen:
     first, last = timeline.run
     opening: UIntArray = np.empty(0)  # the first version of the run
     often: NDArray[np.uint32] = np.empty(0, np.uint32)  # how often each element has changed since
-    returned = 0
+    times, returned = np.zeros(timeline.run_steps + 1, np.int64), 0
     for place, bits in enumerate(versions):
         held[place] = bits
         if place == first:
             opening, often = bits, np.zeros(len(bits), np.uint32)
+            times[0] = len(bits)
         for k, base in timeline.bases[place].items():
             old = held[base]
             if k > 1:
@@ -76,11 +77,13 @@ def look(timeline: Timeline, dtype: str, versions: Iterable[UIntArray]) -> Seen:
             steps.append(counted)
             differing.append(len(indices))
             if first < place <= last:
-                often[indices] += 1
+                before = often[indices]
+                moving = np.bincount(before, minlength=len(times))
+                times += np.roll(moving, 1) - moving  # the last column has none to leave it
+                often[indices] = before + 1
         if place == last:
-            returned = int(np.count_nonzero(often)) - count_differing(opening, bits)
+            returned = int(times[1:].sum()) - count_differing(opening, bits)
         held = {base: old for base, old in held.items() if timeline.last_use[base] > place}
-    times = np.bincount(often, minlength=timeline.run_steps + 1)
     return Seen(steps, np.array(differing, np.int64), times, returned)
 
 

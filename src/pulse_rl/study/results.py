@@ -7,7 +7,8 @@ Everything is counted on stored bits, exactly; what is predicted says so. The wo
   later, and k steps to the one k strides later. Versions that lie otherwise are not compared;
 - *density* is changes / elements, *sparsity* is 1 − density; both are fractions, never per cent;
 - the *distance* of a change is how many places the new bits are from the old in the order of the dtype's values:
-  1 is the neighbouring value, 1 ULP away. −0 and +0 are two places;
+  1 is the neighbouring value, 1 ULP away. −0 and +0 are two places, and what is more than half of all places away is
+  counted the short way around. From 2^52 on (of 64-bit elements) a distance counts as 2^52 − 1;
 - an *exponent* e is that of the old value, |w| in [2^e, 2^(e+1)); a dtype's lowest, 1 below that of the smallest normal
   numbers, has its subnormals and zeros, its highest infinities and NaNs. Whole numbers have one row.
 
@@ -83,8 +84,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     lr: float  # of this step
     density: float  # nothing is fitted: gradients that are independent noise, masters that began as the BF16 weights
-    spread: float  # likewise, but masters lie anywhere in the cells that round to their bits
-    highest: float  # as spread, with r as large as Adam can make it: what no learning rate like this exceeds
+    spread: float  # likewise, but masters lie anywhere in the cells that round to their bits: so it is in the long run
+    highest: float  # as spread, with r as large as Adam can make it for every element
     by_rate: float | None  # as density, with moves stretched so that E[r] is Step.rate; None without one
 
 
@@ -103,8 +104,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     bounds: Bounds
     codecs: dict[str, int]  # bytes of the whole patch by codec; empty where codecs were not asked for
     moved: float  # mean of |new − old| as values, over all elements of floating-point dtypes; what is not finite: 0
-    # Measured E[r], r the size of Adam's update ratio: mean |new − old| / lr / stride over the exponents of which half
-    # the elements changed or more, where rounding does not hide the moves; None without an lr or such exponents.
+    # Measured E[r], r the size of Adam's update ratio: mean |new − old| / lr / stride over the exponents at which that
+    # mean is 1 to 8 ULP. None without an lr or such exponents.
     rate: float | None
     prediction: Prediction | None  # None without an lr
 
@@ -152,7 +153,7 @@ class Exponent(msgspec.Struct, frozen=True, kw_only=True):
     predicted: float | None  # probability by theory, mean over steps: as Prediction.density; None without an lr
     spread: float | None  # likewise, as Prediction.spread
     highest: float | None  # likewise, as Prediction.highest
-    rate: float | None  # mean |new − old| / lr / stride: E[r] where the probability is 1/2 or more; None without an lr
+    rate: float | None  # mean |new − old| / lr / stride: E[r] where moves are of a few ULP; None without an lr
 
 
 class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +179,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stride: int  # in version numbers
     elements: int
     full_nbytes: int
-    settings: Settings | None  # None: no learning rate is known, and nothing is predicted
+    settings: Settings | None  # None: no learning rate is known; what needs one, and predictions, are None then
     spans: tuple[Span, ...]  # k rising, as far as the versions reach; the first is k = 1
     steps: tuple[Step, ...]
     tensors: tuple[TensorStudy, ...]  # in canonical order

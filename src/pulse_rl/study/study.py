@@ -12,7 +12,10 @@ from pulse_rl.study.conclude import Forecast, exponents_of, recurrence_of, steps
 from pulse_rl.study.measure import survey
 from pulse_rl.study.results import Report, Settings, Version
 from pulse_rl.study.sources import Source
+from pulse_rl.study.theory import LONGEST
 from pulse_rl.study.timeline import Timeline
+
+TOO_FAR = f"versions lie more than {LONGEST:,} steps apart, if their numbers are steps: nothing is predicted"
 
 Progress = Callable[[int, int, str], object]  # (done, in all, of what)
 
@@ -39,7 +42,8 @@ def study(
     for name, seen in survey(source, timeline, lambda done, total: progress(done, total, "study")):
         found.add(name, source.tensors[name], seen)
     seconds = time.perf_counter() - begun
-    forecast = Forecast(timeline, settings) if settings else None
+    near = timeline.stride <= LONGEST
+    forecast = Forecast(timeline, settings) if settings and near else None
     sizes = _sizes(source, timeline, progress) if codecs else {}
     distances, exponents = exponents_of(found, forecast)
     return Report(
@@ -59,7 +63,7 @@ def study(
         distances=distances,
         exponents=tuple(exponents),
         recurrence=recurrence_of(found),
-        notes=(*source.notes, *_left_out(timeline, source.versions)),
+        notes=(*source.notes, *_left_out(timeline, source.versions), *([] if near else [TOO_FAR])),
         seconds=seconds,
     )
 

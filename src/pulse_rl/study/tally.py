@@ -99,9 +99,8 @@ def tally(
     moved = moves.moves(replaced, values, kind)
     keys, counts = study.histogram(moved, kind.exponents)
     again, back = study.recurring(former, old, indices, values) if former is not None else (0, 0)
-    after: Counts = elements
-    lengths_by: Reals = np.zeros(kind.exponents)
-    flipped: Counts = np.zeros(kind.exponents, np.int64)
+    after = elements
+    flipped, lengths_by = np.zeros(kind.exponents, np.int64), np.zeros(kind.exponents)
     if kind.floating and len(indices):
         uint = old.dtype.type
         landed = (values & uint(kind.mask)) >> uint(kind.shift)
@@ -109,11 +108,11 @@ def tally(
         after = elements - left
         after += np.bincount(landed, minlength=kind.exponents)
         flips = (replaced ^ values) & uint(kind.sign) != 0
-        flipped = np.bincount(moved.exponents[flips], minlength=kind.exponents)
+        flipped += np.bincount(moved.exponents[flips], minlength=kind.exponents)
         with np.errstate(invalid="ignore", over="ignore"):
             lengths = np.abs(decode(dtype, values) - decode(dtype, replaced))
         lengths[~np.isfinite(lengths)] = 0
-        lengths_by = np.bincount(moved.exponents, lengths, kind.exponents)
+        lengths_by += np.bincount(moved.exponents, lengths, kind.exponents)
     return Tally(elements, keys, counts, flipped, lengths_by, again, back), indices, after
 
 

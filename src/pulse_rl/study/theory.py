@@ -29,12 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLES = 1 << 14  # elements simulated
-LONGEST = 10_000  # steps simulated; what comes later is taken to be like the last of them
+LONGEST = 4_000  # steps simulated before a move, and in one; what comes later is taken to be like the last of them
 
 Reals = NDArray[np.float64]
+Places = NDArray[np.float32]
 
 
-def walk(betas: tuple[float, float], numbers: Iterable[int]) -> dict[int, Reals]:
+def walk(betas: tuple[float, float], numbers: Iterable[int]) -> dict[int, Places]:
     """Where Adam has moved elements whose gradients are independent noise, from 0, in learning rates.
 
     numbers: of optimizer steps. Returns the places of SAMPLES elements after each, (SAMPLES,).
@@ -43,38 +44,39 @@ def walk(betas: tuple[float, float], numbers: Iterable[int]) -> dict[int, Reals]
     wanted = set(numbers)
     rng = np.random.default_rng(0)
     m, v, place = np.zeros(SAMPLES), np.zeros(SAMPLES), np.zeros(SAMPLES)
-    places = {0: place.copy()}
+    places = {0: place.astype(np.float32)}
     for t in range(1, max(wanted, default=0) + 1):
         gradient = rng.standard_normal(SAMPLES)
         m += (1 - beta1) * (gradient - m)
         v += (1 - beta2) * (gradient * gradient - v)
         place += m / (1 - beta1**t) / np.sqrt(v / (1 - beta2**t))
         if t in wanted:
-            places[t] = place.copy()
+            places[t] = place.astype(np.float32)
     return places
 
 
 def most(betas: tuple[float, float], base: int, target: int) -> float:
     """The farthest that Adam can move an element from optimizer step base to target, in learning rates."""
     beta1, beta2 = betas
-    ratio = beta1**2 / beta2 if beta2 else math.inf
+    ratio = beta1**2 / beta2
     t = np.arange(base + 1, target + 1, dtype=np.float64)
     # Σ ratio^i over the t gradients there were; where ratio ≥ 1 the bound goes on growing with t.
-    geometric = t if ratio == 1 else (1 - ratio**t) / (1 - ratio)
+    with np.errstate(over="ignore"):
+        geometric = t if ratio == 1 else (1 - ratio**t) / (1 - ratio)
     bound = (1 - beta1) / math.sqrt(1 - beta2) * np.sqrt(geometric * (1 - beta2**t)) / (1 - beta1**t)
     return float(bound.sum())
 
 
-def spread(moves: Reals, ulps: Reals) -> Reals:
+def spread(moves: Places | Reals, ulps: Reals) -> Reals:
     """P(change) at each ULP (E,) of masters that lie anywhere in their cells and move by one of moves (n,)."""
     # In order of the moves the sum of what stays below 1 is a running sum: O((n + E) log n).
-    ordered = np.sort(np.abs(moves))
+    ordered = np.sort(np.abs(moves)).astype(np.float64)
     below = np.searchsorted(ordered, ulps)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     chances: Reals = (sums[below] / ulps + (len(ordered) - below)) / len(ordered)
     return chances
 
 
-def began(before: Reals, after: Reals, ulps: Reals) -> Reals:
+def began(before: Places | Reals, after: Places | Reals, ulps: Reals) -> Reals:
     """P(change) at each ULP (E,) of masters that began in the middle of their cells, and lie so far from there (n,)."""
     return np.array([(np.rint(before / ulp) != np.rint(after / ulp)).mean() for ulp in ulps])

@@ -1,7 +1,7 @@
 """Which versions of a study are compared with which."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pulse_rl.study.results import SPANS
 
@@ -31,8 +31,10 @@ class Timeline:
     @property
     def held(self) -> int:
         """How many versions are held at once, at most, to compare each with its bases; and the first of the run."""
-        spans = list(enumerate(self.last_use))
-        return 1 + max(sum(base <= now <= last for base, last in spans) for now in range(len(spans)))
+        change = [1] * len(self.last_use) + [0]  # at each version: it comes, and those last used at the one before go
+        for last in self.last_use:
+            change[last + 1] -= 1
+        return 1 + max(accumulate(change))
 
 
 def _longest_run(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], int]:

@@ -32,9 +32,10 @@ def ulps(dtype: str) -> NDArray[np.float64] | None:
 def decode(dtype: str, bits: UIntArray) -> NDArray[np.float64]:
     """The values (n,) that bits (n,) of a floating-point dtype stand for."""
     if dtype == "BF16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        bits, dtype = bits.astype(np.uint32) << np.uint32(16), "F32"
     if dtype in ("F16", "F32", "F64"):
-        return bits.view(f"f{bits.itemsize}").astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return bits.view(f"f{bits.itemsize}").astype(np.float64)
     values: NDArray[np.float64] = _table(dtype)[bits]
     return values
 

@@ -1,0 +1,65 @@
+"""What a study of checkpoints takes, against NumPy's comparison of two of them, and the memory it takes.
+
+    PYTHONPATH=src python bench/study_speed.py OLD.safetensors NEW.safetensors [MORE.safetensors …]
+
+In turns: `numpy !=` over the bytes of the first two, held in memory, and the study of them, read from their files, with
+every statistic but the codecs' sizes. CPU time says more where others use the machine. Then the study of all of them,
+in a process of its own, for its peak memory.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pulse_rl.parallel import threads
+from pulse_rl.study.results import Settings
+from pulse_rl.study.sources import Checkpoints
+from pulse_rl.study.study import study
+
+ROUNDS = 7
+SETTINGS = Settings(lr=1e-6, betas=(0.9, 0.999))
+ALONE = "--alone"
+
+
+def run(paths: list[str]) -> float:
+    """Seconds that the pass took."""
+    return study(Checkpoints(paths), SETTINGS, codecs=False).seconds
+
+
+def peak() -> float:
+    """The most memory that this process has had, MB. (What getrusage tells begins with its parent's.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+
+
+def main(paths: list[str]) -> None:
+    if paths[0] == ALONE:
+        before, seconds = peak(), run(paths[1:])
+        print(json.dumps({"seconds": seconds, "imported": before, "peak": peak()}))
+        return
+    old, new = (np.fromfile(path, np.uint8) for path in paths[:2])
+    run(paths[:2])  # compiles
+    ways = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            way()
+            taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    (wall, cpu), (own_wall, own_cpu) = (map(statistics.median, zip(*times, strict=True)) for times in taken.values())
+    print(f"two of {old.nbytes / 1e6:,.0f} MB, {threads()} threads, medians of {ROUNDS}")
+    print(f"wall time: numpy != {wall:.3f} s, study {own_wall:.3f} s: {own_wall / wall:.1f} ×")
+    print(f"CPU time, of all threads: numpy != {cpu:.3f} s, study {own_cpu:.3f} s: {own_cpu / cpu:.1f} ×")
+    alone = [sys.executable, str(Path(__file__)), ALONE, *paths]
+    found = json.loads(subprocess.run(alone, check=True, capture_output=True, text=True).stdout)
+    print(f"{len(paths)} of them, alone: {found['seconds']:.2f} s, peak {found['peak']:,.0f} MB", end=" ")
+    print(f"({found['imported']:,.0f} MB after the imports)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
