@@ -43,6 +43,9 @@ def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
     assert len(set(patch["density"])) > 1  # something was learned, so there was something to differ in
     assert max(patch["density"]) > 0
     assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
+    page = (tmp_path / "patch" / "report.html").read_text()
+    assert "A run of tiny on chain_sum" in page
+    assert all(worker["digest"] in page for worker in patch["workers"])
     # An anchor of it is an ordinary checkpoint.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,6 +6,7 @@ trainer.pt       the trainer's checkpoint; of several trainers the first one's, 
 trainer-R-S.pt   the checkpoint of trainer R, from 1, of step S
 store/           the history, unless it is elsewhere
 summary.json     what the run came to
+report.html      the same to look at, with the lines of metrics as plots; needs the extra `study`
 ray.log          what the engine says about its processes
 running          locked by the driver while the run goes on
 """

@@ -1,7 +1,7 @@
 """A run as its driver does it: check the settings, start the actors, watch them, sum up.
 
 The driver only watches: it feeds the display, starts workers that were asked for or that died, and writes
-`summary.json` at the end. What is in the run's directory is told in `directory`.
+`summary.json` and `report.html` at the end. What is in the run's directory is told in `directory`.
 """
 
 import json
@@ -18,7 +18,7 @@ from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.errors import ExchangeError, PulseError, require
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as places
-from pulse_rl.rl import metrics
+from pulse_rl.rl import metrics, report
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.crew import Crew
@@ -109,6 +109,10 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     except ExchangeError as error:
         raise PulseError(f"{error}; {_outlook(config)}") from None
     (config.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    try:
+        report.write(config.directory, summary, metrics.read(config.directory))
+    except Exception as error:  # noqa: BLE001  # the run is whole, whatever happens to what is said of it
+        display.say(f"no {report.REPORT}: {error}")
     if final["step"] < config.steps:
         display.say(f"stopped at step {final['step']} of {config.steps}; {_outlook(config)}")
     return summary

@@ -1,0 +1,260 @@
+"""`report.html` of a run: what it learned, what it sent, how far behind its workers were and where the time went.
+
+Made of what the run keeps anyway, its lines of metrics and its summary; the page is that of a study.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pulse_rl.checkpoint import write_stream
+from pulse_rl.study import charts
+from pulse_rl.study.charts import BYTES, FRACTION, Axis, Points
+from pulse_rl.study.page import Page, Plot
+from pulse_rl.units import nbytes
+
+REPORT = "report.html"
+SMOOTH = 8  # versions that the mean of rewards goes over
+
+Records = Sequence[dict[str, Any]]
+STEP = Axis("optimizer step", whole=True)
+
+
+def write(directory: Path, summary: dict[str, Any], records: Records) -> Path:
+    """Write the run's report into its directory, whole or not at all; return where it is.
+
+    Raises MissingExtraError without the extra `study`, OSError if the file cannot be written.
+    """
+    write_stream(directory / REPORT, [html(summary, records).encode()])
+    return directory / REPORT
+
+
+def html(summary: dict[str, Any], records: Records) -> str:
+    """The report as one HTML document without references to anything outside of it.
+
+    summary, records: as `metrics.summary` and `metrics.read` give them. Raises MissingExtraError without the extra
+    `study`.
+    """
+    page = Page(
+        f"A run of {summary['model']} on {summary['task']}",
+        f"{summary['run']}: {summary['steps']} steps, {len(records)} versions of {summary['elements']:,} elements "
+        f"({nbytes(summary['full_nbytes'])}), {summary['seconds']:.0f} s. metrics.jsonl has every number.",
+    )
+    if records:
+        page.numbers(headline(summary, records))
+        page.heading("What it learned")
+        page.plot(_reward(records))
+        page.heading("What it sent to the rollout workers")
+        page.plot(_density(records))
+        page.plot(_sent(records))
+        page.plot(_reduction(records))
+        page.heading("How far behind the workers were")
+        page.plot(_lag(records))
+        page.plot(_staleness(records))
+    page.table("Rollout workers at the end", *_workers(summary))
+    if summary["trainer_sync"] and records:
+        page.heading("What the trainers sent each other")
+        page.plot(_exchanged(records))
+        page.plot(_exchange_density(records))
+        page.table("All rounds together", ("", "of the run"), _exchange(summary["trainer_sync"]))
+    if records:
+        page.heading("Where the time went")
+        page.plot(_seconds(records))
+        page.table("Every version", *_versions(records), folded=True)
+    return page.html()
+
+
+def headline(summary: dict[str, Any], records: Records) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the numbers that stand first; records: one at least."""
+    rewards, sent = summary["reward"], summary["patch_nbytes"]
+    part = max(1, len(rewards) // 4)
+    proved = sum(worker["verified"] for worker in summary["workers"])
+    found = [
+        ("reward at first", f"{_mean(rewards[:part]):.3f}", f"mean of {_count(part, 'version')}"),
+        ("reward at last", f"{_mean(rewards[-part:]):.3f}", f"mean of {_count(part, 'version')}"),
+        ("mean density", f"{_mean(summary['density']):.3%}", "changed from version to version"),
+        ("lowest sparsity", f"{1 - max(summary['density']):.3%}", "from version to version"),
+        ("bytes a version", nbytes(_mean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
+        ("reduction", f"{summary['reduction']:,.0f} ×", "fewer bytes than full weights"),
+        ("workers proved", f"{proved} of {len(summary['workers'])}", "hold the trainer's last bits"),
+    ]
+    if sync := summary["trainer_sync"]:
+        found.append(("between trainers", f"{sync['reduction_vs_diloco']:,.3g} ×", "fewer bytes than DiLoCo"))
+    return found
+
+
+def _reward(records: Records) -> Plot:
+    rewards = [record["reward"] for record in records]
+    smooth = [_mean(rewards[max(0, at + 1 - SMOOTH) : at + 1]) for at in range(len(rewards))]
+    series: dict[str, Points] = {
+        "reward": _series(records, "reward"),
+        f"mean of {SMOOTH} versions": list(zip(_steps(records), smooth, strict=True)),
+        "solved": _series(records, "solved"),
+    }
+    return Plot(
+        "Reward",
+        "The mean reward of the completions that were trained on, its mean over the last versions, and the share of "
+        "completions that were right. Prompts are new at every step, so single steps scatter.",
+        charts.lines(series, STEP, Axis("mean reward; share solved", zero=True), dashed=["solved"]),
+    )
+
+
+def _density(records: Records) -> Plot:
+    return Plot(
+        "Density",
+        "The share of the elements whose bits changed from one version to the next. All else keeps its bits and is not "
+        "sent.",
+        charts.lines({"density": _series(records, "density")}, STEP, Axis("changed elements", FRACTION, zero=True)),
+    )
+
+
+def _sent(records: Records) -> Plot:
+    return Plot(
+        "Bytes of a patch",
+        "What a worker fetches for one version, where full weights are "
+        f"{nbytes(records[-1]['full_nbytes'])}. It follows the density.",
+        charts.lines({"patch": _series(records, "patch_nbytes")}, STEP, Axis("a patch", BYTES, zero=True)),
+    )
+
+
+def _reduction(records: Records) -> Plot:
+    return Plot(
+        "Reduction",
+        "How many times fewer bytes a patch has than the full weights.",
+        charts.lines({"reduction": _series(records, "reduction")}, STEP, Axis("full bytes / patch bytes", zero=True)),
+    )
+
+
+def _lag(records: Records) -> Plot:
+    series: dict[str, list[tuple[float, float | None]]] = {}
+    for record in records:
+        for name, held in sorted(record["workers"].items()):
+            if held is not None:  # else it has proved no version yet
+                series.setdefault(name, []).append((record["step"], record["version"] - held))
+    return Plot(
+        "Lag of the workers",
+        "How many versions each worker's proved weights were behind the one just published, when its line was written. "
+        "A worker that is sampling takes the next version when it is done: 1 is usual, and a line that rises is a "
+        "worker that does not keep up.",
+        charts.lines(series, STEP, Axis("versions behind", zero=True, whole=True)),
+    )
+
+
+def _staleness(records: Records) -> Plot:
+    return Plot(
+        "Staleness of what was trained on",
+        "How many versions old the weights were that made the completions of a step, their mean. The clipped ratio of "
+        "probabilities corrects for it; the buffer drops what is too old"
+        + f": {_count(sum(record['dropped_chunks'] for record in records), 'chunk')} in this run.",
+        charts.lines({"staleness": _series(records, "staleness")}, STEP, Axis("versions, mean", zero=True)),
+    )
+
+
+def _exchanged(records: Records) -> Plot:
+    rounds = [(record["step"], record["trainer_sync"]) for record in records]
+    series: dict[str, Points] = {
+        records[-1]["trainer_sync"]["mode"]: [(step, _mean(one["sent_nbytes"])) for step, one in rounds],
+        "DiLoCo": [(step, one["dense_nbytes"]) for step, one in rounds],
+        "DDP": [(step, one["ddp_nbytes"]) for step, one in rounds],
+    }
+    return Plot(
+        "Bytes that a trainer sends in a round",
+        "The trainers' mean, beside what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient in "
+        "FP32) and by DDP (the gradients of every step).",
+        charts.lines(series, STEP, Axis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
+    )
+
+
+def _exchange_density(records: Records) -> Plot:
+    series = {"density": [(record["step"], record["trainer_sync"]["density"]) for record in records]}
+    return Plot(
+        "Density between trainers",
+        "The share of the pseudo-gradient's elements that a trainer sends in a round: those that the next forward pass "
+        "can see. The rest is kept and added to the next round's.",
+        charts.lines(series, STEP, Axis("sent elements", FRACTION, zero=True)),
+    )
+
+
+def _seconds(records: Records) -> Plot:
+    series: dict[str, Points] = {
+        "waiting": _series(records, "wait_s"),
+        "training": _series(records, "train_s"),
+        "publishing": _series(records, "publish_s"),
+        "the rest": [
+            (r["step"], max(0.0, r["total_s"] - r["wait_s"] - r["train_s"] - r["publish_s"])) for r in records
+        ],
+    }
+    return Plot(
+        "Seconds of a version",
+        "Waiting for completions, training, publishing and the rest, of a trainer, wall time. Waiting means that the "
+        "rollout workers are the slower side; publishing is what the weight channel costs the trainer.",
+        charts.stacks(series, STEP, Axis("seconds", zero=True)),
+    )
+
+
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+def _workers(summary: dict[str, Any]) -> Table:
+    columns = ("worker", "version", "digest", "bits", "syncs", "fetched", "syncing", "restarts")
+    rows = [["trainer", str(summary["trainer_version"]), summary["trainer_digest"], "", "", "", "", ""]]
+    for worker in summary["workers"]:
+        bits = "identical" if worker["verified"] else "NOT IDENTICAL"
+        counted = str(worker["syncs"]), nbytes(worker["fetched_nbytes"]), f"{worker['sync_s']:.1f} s"
+        rows.append([worker["id"], str(worker["version"]), worker["digest"], bits, *counted, str(worker["restarts"])])
+    return columns, rows
+
+
+def _exchange(sync: dict[str, Any]) -> list[list[str]]:
+    sent = sum(map(sum, sync["sent_nbytes"]))
+    return [
+        ["trainers", str(sync["trainers"])],
+        ["steps a round", str(sync["sync_every"])],
+        ["rounds", str(sync["rounds"])],
+        ["sent by all", nbytes(sent)],
+        ["fewer bytes than DiLoCo", f"{sync['reduction_vs_diloco']:,.3g} ×"],
+        ["fewer bytes than DDP", f"{sync['reduction_vs_ddp']:,.3g} ×"],
+        ["the same weights after each round", "yes" if sync["digests_equal"] else "NO"],
+    ]
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of the table of versions
+    "step": ("step", str),
+    "version": ("version", str),
+    "reward": ("reward", "{:.3f}".format),
+    "solved": ("solved", "{:.0%}".format),
+    "loss": ("loss", "{:+.4f}".format),
+    "grad_norm": ("gradient norm", "{:.3g}".format),
+    "clipped": ("clipped", "{:.2%}".format),
+    "tokens": ("tokens", "{:,.0f}".format),
+    "staleness": ("staleness", "{:.2f}".format),
+    "density": ("density", "{:.4%}".format),
+    "patch_nbytes": ("patch", nbytes),
+    "codec": ("codec", str),
+    "reduction": ("reduction", "{:,.0f} ×".format),
+    "wait_s": ("waiting, s", "{:.2f}".format),
+    "train_s": ("training, s", "{:.2f}".format),
+    "publish_s": ("publishing, s", "{:.2f}".format),
+    "total_s": ("in all, s", "{:.2f}".format),
+}
+
+
+def _versions(records: Records) -> Table:
+    rows = [[form(record[name]) for name, (_, form) in COLUMNS.items()] for record in records]
+    return [title for title, _ in COLUMNS.values()], rows
+
+
+def _series(records: Records, name: str) -> Points:
+    return [(record["step"], record[name]) for record in records]
+
+
+def _steps(records: Records) -> list[int]:
+    return [record["step"] for record in records]
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,208 @@
+"""`report.html` of a study: every result in the order in which a reader asks for it."""
+
+from collections.abc import Sequence
+
+from pulse_rl.study import plots
+from pulse_rl.study.page import Page
+from pulse_rl.study.results import Group, Report, Span, TensorStudy
+from pulse_rl.units import nbytes
+
+LISTED = 10  # tensors at each end
+FULL = "full weights"
+
+
+def html(report: Report) -> str:
+    """The report as one HTML document without references to anything outside of it.
+
+    Raises MissingExtraError without the extra `study`: ask `errors.require("vl_convert", "study")` before long work.
+    """
+    first, last = report.versions[0], report.versions[-1]
+    page = Page(
+        "How sparse the updates are, and why",
+        f"{report.location}: {len(report.versions)} versions, {first.number} to {last.number}, of {report.elements:,} "
+        f"elements ({nbytes(report.full_nbytes)}). {_settings(report)} Everything is counted on the stored bits, but "
+        f"for what is called predicted; report.json has every number. Counted in {report.seconds:.3g} s.",
+    )
+    page.numbers(headline(report))
+    page.points(report.notes)
+    page.heading("Over time")
+    page.plot(plots.sparsity(report))
+    page.table("Sparsity over k steps", ("k", "mean", "spread", "lowest", "highest", "pairs"), _spans(report))
+    page.plot(plots.prediction(report))
+    page.plot(plots.rate(report))
+    page.heading("Where the changes are")
+    page.plot(plots.kinds(report))
+    page.plot(plots.kinds_over_time(report))
+    page.table("By kind of layer", *_groups("kind", report.kinds))
+    page.plot(plots.layers(report))
+    page.table("By depth", *_groups("layer", report.depths), folded=True)
+    filled = sorted((t for t in report.tensors if t.elements), key=lambda t: -t.density)
+    page.table(f"The {min(LISTED, len(filled))} most changing tensors, by density", *_tensors(filled[:LISTED]))
+    page.table(f"The {min(LISTED, len(filled))} least changing tensors, by density", *_tensors(filled[::-1][:LISTED]))
+    page.heading("Why: the size of a weight decides")
+    page.plot(plots.probability(report))
+    page.plot(plots.population(report))
+    page.plot(plots.rate_by_exponent(report))
+    page.table("By exponent of the old value", *_exponents(report), folded=True)
+    page.heading("What a change is")
+    page.plot(plots.distances(report))
+    page.plot(plots.recurrence(report))
+    page.plot(plots.times(report))
+    page.table("The same elements", ("elements", "share"), _recurrence(report))
+    page.heading("What it costs to send")
+    page.plot(plots.sizes(report))
+    page.plot(plots.bits(report))
+    page.table("A step's patch", *_codecs(report))
+    page.table("Every step", *_steps(report), folded=True)
+    return page.html()
+
+
+def headline(report: Report) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the numbers that stand first."""
+    one = report.spans[0].over_time
+    found = [
+        ("mean sparsity", f"{one.mean:.3%}", "of one step"),
+        ("spread over time", f"{one.std:.3%}", "standard deviation"),
+        ("lowest sparsity", f"{one.min:.3%}", "of one step"),
+    ]
+    longest = max((span for span in report.spans if span.k <= 8), key=lambda span: span.k)
+    if longest.k > 1:
+        found.append((f"sparsity, {longest.k} steps", f"{longest.over_time.mean:.3%}", f"mean of S_{longest.k}"))
+    found.append((FULL, nbytes(report.full_nbytes), f"{report.elements:,} elements"))
+    for name, mean in _patches(report).items():
+        found.append((f"patch, {name}", nbytes(mean), f"{_times(report.full_nbytes, mean)} fewer bytes"))
+    return found
+
+
+def _settings(report: Report) -> str:
+    if report.settings is None:
+        return "No learning rate is known, so nothing is predicted."
+    beta1, beta2 = report.settings.betas
+    return f"Adam with learning rate {report.settings.lr:g}, betas {beta1:g} and {beta2:g}."
+
+
+def _patches(report: Report) -> dict[str, float]:
+    """Mean bytes of a step's patch by codec, fewest first."""
+    found = {}
+    for name in dict.fromkeys(name for step in report.steps for name in step.codecs):
+        sent = [step.codecs[name] for step in report.steps if name in step.codecs]
+        found[name] = sum(sent) / len(sent)
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _times(full: float, sent: float) -> str:
+    return f"{full / sent:,.0f} ×" if sent and full / sent >= 10 else f"{full / max(1, sent):.2g} ×"
+
+
+def _part(value: float | None, form: str = ".3%") -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def _spans(report: Report) -> list[list[str]]:
+    def row(span: Span) -> list[str]:
+        over = span.over_time
+        return [
+            str(span.k),
+            *(f"{value:.3%}" for value in (over.mean, over.std, over.min, over.max)),
+            str(len(span.bases)),
+        ]
+
+    return [row(span) for span in report.spans]
+
+
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+def _groups(what: str, groups: Sequence[Group]) -> Table:
+    spans = list(dict.fromkeys(k for group in groups for k in group.sparsity))
+    columns = (what, "tensors", "elements", "density", "lowest", "highest", *(f"S_{k}" for k in spans))
+    rows = [
+        [group.name, f"{group.tensors:,}", f"{group.elements:,}"]
+        + [f"{value:.4%}" for value in (group.density, group.min, group.max)]
+        + [_part(group.sparsity.get(k)) for k in spans]
+        for group in groups
+    ]
+    return columns, rows
+
+
+def _tensors(tensors: Sequence[TensorStudy]) -> Table:
+    columns = ("tensor", "kind", "shape", "dtype", "density", "lowest", "highest", "changes")
+    rows = [
+        [t.name, t.kind, " × ".join(map(str, t.shape)), t.dtype]
+        + [f"{value:.4%}" for value in (t.density, t.min, t.max)]
+        + [f"{t.changes:,}"]
+        for t in tensors
+    ]
+    return columns, rows
+
+
+def _exponents(report: Report) -> Table:
+    columns = (
+        "dtype",
+        "e",
+        "ULP",
+        "elements, all steps",
+        "changes",
+        "changed",
+        "predicted",
+        "anywhere",
+        "bound",
+        "rate",
+        "up",
+    )
+    rows = [
+        [row.dtype, _part(row.exponent, "d"), _part(row.ulp, ".3g"), f"{row.elements:,}", f"{row.changes:,}"]
+        + [_part(value, ".3%") for value in (row.probability, row.predicted, row.spread, row.highest)]
+        + [_part(row.rate, ".3f"), _part(row.ups / row.changes if row.changes else None, ".1%")]
+        for row in report.exponents
+    ]
+    return columns, rows
+
+
+def _recurrence(report: Report) -> list[list[str]]:
+    found = report.recurrence
+    total, never = sum(found.times), found.times[0] if found.times else 0
+    rows = [
+        ["Changed in a step, and in the next", _part(found.again, ".2%")],
+        ["the same, were it for exponents and chance", _part(found.expected_again, ".2%")],
+        ["Changed in a step, and back in the next", _part(found.back, ".2%")],
+    ]
+    if total:
+        changed = total - never
+        steps = f"{found.steps} step{'s' * (found.steps > 1)}"
+        rows += [
+            [f"Never changed in {steps}", f"{never:,} ({never / total:.2%})"],
+            [f"Changed in {steps}", f"{changed:,} ({changed / total:.2%})"],
+            ["of these back at their first bits", f"{found.returned:,} ({found.returned / max(1, changed):.2%})"],
+        ]
+    return rows
+
+
+def _codecs(report: Report) -> Table:
+    changes = sum(step.changes for step in report.steps) / len(report.steps)
+    bound = sum(step.bounds.total for step in report.steps) / len(report.steps) / 8
+    found = _patches(report) | {"entropy bound": bound, FULL: float(report.full_nbytes)}
+    rows = [
+        [
+            name,
+            nbytes(mean),
+            f"{8 * mean / changes:.2f}" if changes and name != FULL else "–",
+            _times(report.full_nbytes, mean),
+        ]
+        for name, mean in found.items()
+    ]
+    return ("codec", "mean bytes", "bits a change", "fewer bytes"), rows
+
+
+def _steps(report: Report) -> Table:
+    names = list(_patches(report))
+    columns = ("from", "to", "changes", "density", "predicted", "rate", "up", "mean ULPs", "again", "back", *names)
+    rows = [
+        [str(step.base), str(step.target), f"{step.changes:,}", f"{step.density:.4%}"]
+        + [_part(step.prediction.density if step.prediction else None, ".4%"), _part(step.rate, ".3f")]
+        + [f"{step.ups:.1%}", f"{step.mean_distance:.2f}", _part(step.again, ".1%"), _part(step.back, ".1%")]
+        + [nbytes(step.codecs[name]) if name in step.codecs else "–" for name in names]
+        for step in report.steps
+    ]
+    return columns, rows

@@ -1,0 +1,296 @@
+"""The pages of a study and of a run: whole, closed to the outside, true to the numbers they are made of."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from study_example import example
+
+import pulse_rl as pulse
+from pulse_rl.rl import metrics
+from pulse_rl.rl import report as run_report
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.study import charts, page, show
+from pulse_rl.study.results import Report
+from pulse_rl.units import nbytes
+
+HOSTILE = "</script><script>alert('a&b')</script><!--\"{{model}}.layers.3.__proto__[datum.x]\u2028"
+VOID = {"meta"}
+
+
+@dataclass
+class Document(HTMLParser):
+    """What a browser reads of a page: its elements, its visible text, its scripts, and the numbers of the headline."""
+
+    open: list[str] = field(default_factory=list)
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
+            self.text.append(data)
+            if self.tags[-1] == ("dd", {"class": "value"}):
+                self.values.append(data)
+
+    @property
+    def specs(self) -> list[dict[str, Any]]:
+        """The plots."""
+        found: list[dict[str, Any]] = json.loads(self.scripts[0])["specs"]
+        return found
+
+
+def read(html: str) -> Document:
+    """Parse a page, and hold that every element is closed and nothing comes from elsewhere."""
+    document = Document()
+    document.feed(html)
+    document.close()
+    assert document.open == []
+    for tag, attributes in document.tags:
+        assert not {"src", "href", "srcset", "style", "background"} & set(attributes)
+        assert not any(name.startswith("on") for name in attributes)
+        assert tag not in ("link", "base", "img", "iframe", "object", "embed")
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "@import" not in style
+    assert "url(" not in style
+    policy = next(a["content"] for tag, a in document.tags if tag == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert len(document.scripts) == 2
+    assert sum(a.get("class") == "plot" for _, a in document.tags) == len(document.specs)
+    return document
+
+
+@pytest.fixture(autouse=True)
+def _library_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What draws is 0.9 MB that every page holds, and takes a second to put together."""
+    import vl_convert
+
+    if not BUNDLES:
+        BUNDLES.append(vl_convert.javascript_bundle(page.DRAW))
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: BUNDLES[0])
+
+
+BUNDLES: list[str] = []
+
+
+def test_a_study_s_headline_is_the_report_s_numbers() -> None:
+    report = example()
+    document = read(show.html(report))
+    found = json.loads(msgspec.json.encode(report))
+    sparsity = {span["k"]: span["over_time"] for span in found["spans"]}
+    mean = {name: sum(s["codecs"][name] for s in found["steps"]) / 40 for name in ("context", "gap", "raw")}
+    assert document.values == [
+        f"{sparsity[1]['mean']:.3%}",
+        f"{sparsity[1]['std']:.3%}",
+        f"{sparsity[1]['min']:.3%}",
+        f"{sparsity[8]['mean']:.3%}",
+        nbytes(found["full_nbytes"]),
+        *(nbytes(mean[name]) for name in ("context", "gap", "raw")),
+    ]
+    assert f"{found['full_nbytes'] / mean['context']:,.0f} × fewer bytes" in document.text
+    drawn = document.specs[0]["data"]["values"]
+    for span in report.spans:
+        points = [(row["x"], row["y"]) for row in drawn if row["series"] == f"k = {span.k}"]
+        assert points == list(zip(span.bases, span.sparsity, strict=True))
+    assert len(document.specs) == 14
+    for step in report.steps:
+        assert f"{step.changes:,}" in document.text
+
+
+def test_every_plot_is_a_chart_that_vega_lite_compiles() -> None:
+    import vl_convert
+
+    for spec in read(show.html(example(6, 2))).specs:
+        svg = vl_convert.vegalite_to_svg(spec | {"width": 300}, config=page.CONFIG)
+        assert svg.count("<path") > len(spec["data"]["values"]) / 2
+        assert "NaN" not in svg
+
+
+def renamed(report: Report, name: str) -> Report:
+    """The report with names, notes and places as an enemy would choose them."""
+    replace = msgspec.structs.replace
+    tensors = tuple(replace(t, name=f"{name}.{t.name}", kind=name, dtype=name, shape=()) for t in report.tensors)
+    steps = tuple(replace(s, kinds={name: s.density}, codecs={name: 10, "gap": 5}) for s in report.steps)
+    groups = tuple(replace(group, name=name) for group in report.kinds)
+    exponents = tuple(replace(row, dtype=name) for row in report.exponents)
+    return replace(
+        report, location=name, notes=(name,), tensors=tensors, steps=steps, kinds=groups, exponents=exponents
+    )
+
+
+def test_hostile_names_are_only_ever_text() -> None:
+    plain, hostile = (read(show.html(renamed(example(4, 2), name))) for name in ("plain", HOSTILE))
+    assert hostile.tags == plain.tags
+    assert any(HOSTILE in text for text in hostile.text)
+    assert HOSTILE in {row.get("series") for spec in hostile.specs for row in spec["data"]["values"]}
+    # Beside the data and the domains made of it, a specification is the same whatever the names are.
+    bare = [json.dumps(spec).replace(json.dumps(HOSTILE)[1:-1], "plain") for spec in hostile.specs]
+    for spec, other in zip(bare, plain.specs, strict=True):
+        assert re.sub(r'"expr": "[^"]*"', "", spec) == re.sub(r'"expr": "[^"]*"', "", json.dumps(other))
+
+
+def _empty(report: Report) -> Report:
+    """Of weights without an element: nothing to show, and nothing to divide by."""
+    steps = tuple(msgspec.structs.replace(s, changes=0, kinds={}, codecs={}) for s in report.steps)
+    nothing = msgspec.structs.replace(
+        report.recurrence, again=None, back=None, expected_again=None, times=(), returned=0
+    )
+    return msgspec.structs.replace(
+        report,
+        elements=0,
+        full_nbytes=0,
+        tensors=(),
+        kinds=(),
+        depths=(),
+        exponents=(),
+        steps=steps,
+        recurrence=nothing,
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "plots"),
+    [
+        (example(2, 2, settings=False), 6),  # two checkpoints, of which nothing more is known
+        (example(3, 2, settings=False), 11),
+        (_empty(example(3, 1)), 3),
+    ],
+)
+def test_parts_that_are_not_there_are_left_out(report: Report, plots: int) -> None:
+    html = show.html(report)
+    document = read(html)
+    assert len(document.specs) == plots
+    assert not {"nan", "NaN", "None", "inf"} & {text.strip("%") for text in document.text}
+
+
+def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
+    points = [(1, 0.5), (2, None), (3, math.nan), (4, math.inf), (5, 0.0), (6, 0.25)]
+    linear = charts.lines({"a": points}, charts.Axis("x"), charts.Axis("y"))
+    log = charts.lines({"a": points}, charts.Axis("x"), charts.Axis("y", log=True))
+    assert linear is not None
+    assert log is not None
+    assert [row["x"] for row in linear["data"]["values"]] == [1, 5, 6]
+    assert [row["x"] for row in log["data"]["values"]] == [1, 6]
+    assert charts.lines({"a": points[:1], "b": []}, charts.Axis("x"), charts.Axis("y")) is None
+    ranges = charts.ranges([("a", math.nan, 0.0, 1.0)], charts.Axis("x"))
+    assert ranges is not None
+    assert ranges["data"]["values"] == [{"series": "a", "x": None, "low": 0.0, "high": 1.0}]
+    many = charts.lines({"a": [(n, n % 2) for n in range(10_000)]}, charts.Axis("x"), charts.Axis("y"))
+    assert many is not None
+    assert len(many["data"]["values"]) == charts.POINTS
+    assert sum(row["y"] for row in many["data"]["values"]) / charts.POINTS == pytest.approx(0.5)
+
+
+# --- a run ----------------------------------------------------------------------------------------------------
+
+
+def _run(directory: Path, versions: int, trainers: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary and the lines of a run that writes them as runs do."""
+    config = RunConfig(out=str(directory), trainers=trainers, workers=1)
+    for version in range(1, versions + 1):
+        record = {
+            "step": version,
+            "version": version,
+            "reward": version / 100,
+            "solved": 0.25,
+            "loss": math.nan,
+            "grad_norm": math.inf,
+            "clipped": 0.01,
+            "tokens": 200,
+            "staleness": 1.0,
+            "elements": 1000,
+            "density": version / 1000,
+            "full_nbytes": 2000,
+            "patch_nbytes": 100 + version,
+            "reduction": 2000 / (100 + version),
+            "codec": HOSTILE,
+            "wait_s": 0.5,
+            "train_s": 2.0,
+            "publish_s": 0.25,
+            "total_s": 3.0,
+            "dropped_chunks": 1,
+            "workers": {HOSTILE: version - 1 if version > 1 else None},
+        }
+        if trainers > 1:
+            record["trainer_sync"] = {
+                "mode": "pulse",
+                "sent_nbytes": [100, 200],
+                "dense_nbytes": 4000,
+                "ddp_nbytes": 32000,
+                "density": 0.03,
+                "exchange_s": 0.1,
+                "digests": ["0", "0"],
+            }
+        metrics.append(directory, record)
+    held = {"version": versions, "digest": "0123456789abcdef"}
+    worker = held | {"id": HOSTILE, "syncs": versions, "fetched_nbytes": 12345, "sync_s": 1.5, "restarts": 0}
+    return metrics.summary(config, held, [worker]), metrics.read(directory)
+
+
+def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
+    summary, records = _run(tmp_path, 20)
+    path = run_report.write(tmp_path, summary, records)
+    assert path == tmp_path / "report.html"
+    document = read(path.read_text())
+    assert document.values == ["0.030", "0.180", "1.050%", "98.000%", "110 B", "18 ×", "1 of 1"]
+    assert len(document.specs) == 7
+    lag = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "versions behind")
+    assert [(row["x"], row["y"]) for row in lag["data"]["values"]] == [(version, 1) for version in range(2, 21)]
+    assert document.text.count(HOSTILE) == 21  # the codec of each version, and the worker at the end
+    assert "nan" in "".join(document.text)  # a loss that was none is told in the table
+
+
+def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:
+    document = read(run_report.html(*_run(tmp_path, 3, trainers=2)))
+    assert document.values[-1] == "26.7 ×"
+    spec = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "a trainer and round")
+    assert {row["series"]: row["y"] for row in spec["data"]["values"]} == {"pulse": 150, "DiLoCo": 4000, "DDP": 32000}
+
+
+@pytest.mark.parametrize("versions", [0, 1])
+def test_a_run_that_ended_early_has_a_page(tmp_path: Path, versions: int) -> None:
+    assert read(run_report.html(*_run(tmp_path, versions))).specs == []
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[study\]'"):
+        show.html(example(2, 1))
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here to draw the page in")
+def test_a_browser_draws_every_plot_and_runs_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(show.html(renamed(example(4, 2), HOSTILE.replace("alert('a&b')", "document.title = 'broken'"))))
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=30000", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert len(re.findall('<svg [^>]*class="marks"', done.stdout)) == 14
+    assert "<title>How sparse the updates are, and why</title>" in done.stdout
