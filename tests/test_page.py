@@ -5,19 +5,24 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from study_example import example
 
 import pulse_rl as pulse
+from pulse_rl.cli.main import main
 from pulse_rl.rl import metrics
 from pulse_rl.rl import report as run_report
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.display import Display
 from pulse_rl.study import charts, page, show
 from pulse_rl.study.results import Report
 from pulse_rl.units import nbytes
@@ -275,10 +280,46 @@ def test_a_run_that_ended_early_has_a_page(tmp_path: Path, versions: int) -> Non
     assert read(run_report.html(*_run(tmp_path, versions))).specs == []
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[study\]'"):
+def test_without_the_library_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[study\]'") as caught:
         show.html(example(2, 1))
+    with Display("a run", 1) as display:  # whose printer has a markup in brackets of its own
+        display.say(str(caught.value))
+    assert "'pulse-rl[study]'" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_page_beside_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two real checkpoints; then without the library: a line, or an error before the work where it was asked for."""
+    for step in (1, 2):
+        save_file({"layers.0.mlp.up_proj.weight": np.full((8, 8), step, np.float16)}, tmp_path / f"{step}.safetensors")
+    targets = [str(tmp_path / "1.safetensors"), str(tmp_path / "2.safetensors")]
+
+    def command(*options: str) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["study", *targets, *options])
+        return ended.value.code, capsys.readouterr().err
+
+    assert command("-o", str(tmp_path / "a")) == (0, "")
+    found = json.loads((tmp_path / "a" / "report.json").read_text())
+    document = read((tmp_path / "a" / "report.html").read_text())
+    assert document.values[0] == f"{found['spans'][0]['over_time']['mean']:.3%}" == "0.000%"
+    assert command("-o", str(tmp_path / "b"), "--no-html") == (0, "")
+    assert [file.name for file in (tmp_path / "b").iterdir()] == ["report.json"]
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    code, said = command("-o", str(tmp_path / "c"))
+    assert code == 0
+    assert said.startswith("no report.html: vl_convert is needed")
+    assert (tmp_path / "c" / "report.json").exists()
+    code, said = command("-o", str(tmp_path / "d"), "--html")
+    assert code == 1
+    assert "pip install 'pulse-rl[study]'" in said
+    assert not (tmp_path / "d").exists()
+    assert command("--html")[0] == 2
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

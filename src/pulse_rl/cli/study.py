@@ -10,13 +10,14 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
+from pulse_rl.errors import MissingExtraError, require
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
     from pulse_rl.study.results import Report, Settings
     from pulse_rl.study.sources import Source
 
-REPORT = "report.json"
+REPORT, PAGE = "report.json", "report.html"
 
 
 def study(
@@ -31,7 +32,17 @@ def study(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="DIR", help=f"Write {REPORT} there; made if need be.", show_default=False
+            "--output",
+            "-o",
+            metavar="DIR",
+            help=f"Write {REPORT} and {PAGE} there; made if need be.",
+            show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        bool | None,
+        typer.Option(
+            "--html/--no-html", help=f"Write {PAGE}, with -o.", show_default="if its extra, study, is installed"
         ),
     ] = None,
     lr: Annotated[
@@ -60,16 +71,20 @@ def study(
 
     with ExitStack() as stack:
         with output.checking():
+            if html and out is None:
+                raise ValueError(f"html: expected with -o DIR, where {PAGE} is written")
             settings = _settings(targets, lr, betas)
             if settings is not None:
                 check(settings)
+        if html:
+            require("vl_convert", "study")  # before the work, not after it
         source = _open(targets, stack)
         with output.progress("study") as update:
             report = measure(source, settings, codecs=codecs, progress=update)
     if len(targets) == 1 and _is_run(targets[0]):
         report = replace(report, source="run", location=targets[0], notes=(*report.notes, *_run_notes(targets[0])))
     if out is not None:
-        _write(report, out)
+        _write(report, out, html)
     if as_json:
         output.emit(report)
     else:
@@ -131,13 +146,21 @@ def _open(targets: list[str], stack: ExitStack) -> Source:
     return Checkpoints(targets)
 
 
-def _write(report: Report, directory: Path) -> None:
+def _write(report: Report, directory: Path, html: bool | None) -> None:
+    """html: whether the page is wanted; None where it can be had."""
     import msgspec
 
     from pulse_rl.checkpoint import write_stream
+    from pulse_rl.study import show
 
     directory.mkdir(parents=True, exist_ok=True)
     write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])
+    if html is False:
+        return
+    try:
+        write_stream(directory / PAGE, [show.html(report).encode()])
+    except MissingExtraError as error:
+        typer.echo(f"no {PAGE}: {error}", err=True)
 
 
 def _print(report: Report) -> None:

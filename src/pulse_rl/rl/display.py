@@ -34,7 +34,7 @@ class Display:
             self._live.__exit__(*exception)
 
     def say(self, message: str) -> None:
-        self._console.print(message, highlight=False, soft_wrap=True)
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, records: list[dict[str, Any]], board: Mapping[str, Mapping[str, Any]]) -> None:
         """records: new ones since the last call. board: all actors' facts."""
