@@ -18,8 +18,10 @@ STYLES = {  # colour, dash, mark
     "DDP, lr × 7": ("#808080", "", "M-6 0h12M0 -6v12"),
     "DiLoCo": ("#d97a00", "", "M0 -6L6 5H-6z"),
     "PULSELoCo": ("#3b8fd6", "", "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
+    "FP16 gate": ("#2f9e77", "2 3", "M0 -6L6 0L0 6L-6 0z"),
     "without feedback": ("#c2559b", "6 4", "M-5 -5L5 5M-5 5L5 -5"),
 }
+LABELS = {"DiLoCo": (7, -9, "start"), "PULSELoCo": (-9, -5, "end"), "FP16 gate": (4, 18, "start")}  # where H is told
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -68,8 +70,9 @@ def main(source: str, target: str) -> None:
         for h, (size, mean, deviation) in by_h.items():
             out.append(f'<path d="M{x(size):.1f} {y(mean - deviation):.1f}V{y(mean + deviation):.1f}" {style}/>')
             out.append(f'<path d="{mark}" transform="translate({x(size):.1f} {y(mean):.1f})" {style}/>')
-            if h:
-                out.append(text(x(size) + 9, y(mean) - 7, f"H = {h}", "start", ' font-size="10"'))
+            if h and name in LABELS:
+                dx, dy, anchor = LABELS[name]
+                out.append(text(x(size) + dx, y(mean) + dy, f"H = {h}", anchor, ' font-size="10"'))
         at = f"translate({LEFT + 20 + row % 3 * 240} {BOTTOM + 75 + row // 3 * 24})"
         sign = f'<path d="M-16 0h32" {style} stroke-dasharray="{dash}"/><path d="{mark}" {style}/>'
         out.append(f'<g transform="{at}">{sign}{text(24, 4, name, "start")}</g>')

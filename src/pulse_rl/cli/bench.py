@@ -132,7 +132,7 @@ def fanout(
 @bench.command()
 def loco(
     seeds: Annotated[int, typer.Option(min=1, help="Of the task's runs.")] = 3,
-    steps: Annotated[int, typer.Option(min=16, help="Inner steps of each run; a multiple of 16.")] = 1024,
+    steps: Annotated[int, typer.Option(min=16, help="Inner steps of each run; a multiple of 16.")] = 512,
     lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate in these runs.")] = 1e-6,
     sync_every: Annotated[
         list[int] | None,
@@ -146,7 +146,7 @@ def loco(
 ) -> None:
     """Train a small policy by DDP, DiLoCo and PULSELoCo, with four trainers; then count the bytes of a real model.
 
-    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Takes an hour on two
+    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Takes half an hour on two
     cores; --steps 128 minutes. Needs the extra run.
     """
     from pulse_rl.bench.loco import check, run
