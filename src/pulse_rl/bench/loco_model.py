@@ -128,7 +128,7 @@ def measure(name: str, rounds: int, lr: float) -> ModelResult:
     optimizer.state.clear()
     dense = pulse.DiLoCo(net, optimizer, sync_every=SYNC_EVERY)
     for each in (loco, dense):
-        each._group = Echo(WORKERS)
+        each._group = each._saved_as = Echo(WORKERS)
     before["workers"] = WORKERS
     seconds: dict[str, list[dict[str, float]]] = {"pulse": [], "diloco": []}
     for _ in range(REPEATS):
