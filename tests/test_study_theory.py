@@ -62,7 +62,7 @@ def test_chances_are_those_of_naive_loops() -> None:
     assert theory.began(before, after, ulps) == pytest.approx(np.array(began))
 
 
-def trained(directory: Path, *, rounded: bool) -> Report:
+def trained(directory: Path, *, rounded: bool, warmup: int) -> Report:
     """Study a real AdamW on noise. rounded: whether the FP32 masters start at BF16 values."""
     generator = torch.Generator().manual_seed(0)
     masters = torch.randn(400_000, generator=generator) * 0.01
@@ -72,16 +72,18 @@ def trained(directory: Path, *, rounded: bool) -> Report:
     for step in range(13):
         if step:
             master.grad = torch.randn(master.shape, generator=generator)
+            optimizer.param_groups[0]["lr"] = LR * min(1, step / max(1, warmup))
             optimizer.step()
         if step in (0, 1, 11, 12):
             paths.append(directory / f"step-{step}.safetensors")
             write_checkpoint(paths[-1], layout({"w": master.detach().bfloat16()}))
-    return study(Checkpoints(paths), Settings(lr=LR, betas=BETAS), codecs=False)
+    return study(Checkpoints(paths), Settings(lr=LR, betas=BETAS, warmup=warmup), codecs=False)
 
 
 @pytest.mark.parametrize("rounded", [True, False])
-def test_a_real_adam_on_noise_does_what_is_predicted(tmp_path: Path, rounded: bool) -> None:
-    report = trained(tmp_path, rounded=rounded)
+@pytest.mark.parametrize("warmup", [0, 9])
+def test_a_real_adam_on_noise_does_what_is_predicted(tmp_path: Path, rounded: bool, warmup: int) -> None:
+    report = trained(tmp_path, rounded=rounded, warmup=warmup)
     assert [(step.base, step.target) for step in report.steps] == [(0, 1), (11, 12)]
     for step in report.steps:
         assert step.prediction is not None

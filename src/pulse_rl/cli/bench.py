@@ -146,8 +146,8 @@ def loco(
 ) -> None:
     """Train a small policy by DDP, DiLoCo and PULSELoCo, with four trainers; then count the bytes of a real model.
 
-    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Takes half an hour on two
-    cores; --steps 128 minutes. Needs the extra run.
+    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Takes
+    half an hour on two cores; with --steps 128 minutes. Needs the extra run.
     """
     from pulse_rl.bench.loco import check, run
 

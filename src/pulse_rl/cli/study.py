@@ -102,16 +102,16 @@ def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] |
     from pulse_rl.rl.config import RunConfig, load
     from pulse_rl.study.results import Settings
 
-    found = RunConfig()
+    found, warmup = RunConfig(), 0
     if len(targets) == 1 and _is_run(targets[0]):
         found = load(Path(targets[0]))
         if lr is None and found.trainers == 1:
-            lr = found.lr
+            lr, warmup = found.lr, found.warmup
     if lr is None:
         if betas is not None:
             raise ValueError("betas: expected with --lr, without which nothing can be predicted")
         return None
-    return Settings(lr=lr, betas=betas or found.betas)
+    return Settings(lr=lr, betas=betas or found.betas, warmup=warmup)
 
 
 def _run_notes(target: str) -> list[str]:

@@ -18,16 +18,22 @@ class Forecast:
     """What theory says of each step of a timeline."""
 
     def __init__(self, timeline: Timeline, settings: Settings) -> None:
-        self.lr, stride = settings.lr, timeline.stride
+        stride = timeline.stride
         bases = [timeline.numbers[base] for base, _ in timeline.steps]
         early = [min(base, theory.LONGEST) for base in bases]
         self._spans = [(base, base + stride) for base in early]
-        self._places = theory.walk(settings.betas, [number for span in self._spans for number in span])
-        self._most = [np.array([self.lr * theory.most(settings.betas, base, base + stride)]) for base in bases]
+        self._lr = settings.lr
+        self._places = theory.walk(settings.betas, [number for span in self._spans for number in span], settings.warmup)
+        paces = [[theory.pace(settings.warmup, base + n + 1) for n in range(stride)] for base, _ in self._spans]
+        self.lr = [settings.lr * sum(each) / stride for each in paces]  # the mean of each step
+        self._most = [
+            np.array([settings.lr * each[-1] * theory.most(settings.betas, base, base + stride)])
+            for base, each in zip(bases, paces, strict=True)
+        ]
 
     def _walk(self, step: int) -> tuple[Reals, Reals]:
         """Where the simulated masters are before and after a step."""
-        before, after = (self.lr * self._places[number].astype(np.float64) for number in self._spans[step])
+        before, after = (self._lr * self._places[number].astype(np.float64) for number in self._spans[step])
         return before, after
 
     def chances(self, step: int, ulps: Reals) -> Reals:
@@ -50,7 +56,7 @@ class Forecast:
                     by_rate += float(theory.began(stretch * before, stretch * after, ulps) @ counts)
         density, spread, highest = (found / max(1, elements)).tolist()
         return Prediction(
-            lr=self.lr,
+            lr=self.lr[step],
             density=density,
             spread=spread,
             highest=highest,
@@ -106,7 +112,7 @@ def steps_of(
                 bounds=found.bounds(step),
                 codecs=codecs.get((base, target), {}),
                 moved=moved,
-                rate=move / forecast.lr / timeline.stride if forecast and move is not None else None,
+                rate=move / forecast.lr[step] / timeline.stride if forecast and move is not None else None,
                 prediction=forecast.predict(step, tallies, found.elements, move) if forecast else None,
             )
         )
@@ -126,11 +132,12 @@ def exponents_of(found: Collected, forecast: Forecast | None) -> tuple[tuple[int
         moved = np.stack([one.moved for one in seen.steps]).sum(0)
         numbers, ulps = values.exponents(dtype), values.ulps(dtype)
         there = np.flatnonzero(elements.sum(0))
-        chances = None
+        chances = paces = None
         if forecast is not None and ulps is not None:
             weights = elements[:, there] / elements[:, there].sum(0)
             each = np.stack([forecast.chances(step, ulps[there]) for step in range(len(seen.steps))])
             chances = np.einsum("se,sce->ce", weights, each)  # steps, exponents, the three predictions
+            paces = found.timeline.stride * np.array(forecast.lr) @ elements[:, there]  # how far r = 1 would have led
         for row, place in enumerate(there.tolist()):
             total = int(elements[:, place].sum())
             rows.append(
@@ -147,9 +154,7 @@ def exponents_of(found: Collected, forecast: Forecast | None) -> tuple[tuple[int
                     predicted=None if chances is None else float(chances[0, row]),
                     spread=None if chances is None else float(chances[1, row]),
                     highest=None if chances is None else float(chances[2, row]),
-                    rate=float(moved[place]) / total / forecast.lr / found.timeline.stride
-                    if forecast and ulps is not None
-                    else None,
+                    rate=float(moved[place] / paces[row]) if paces is not None and paces[row] else None,
                 )
             )
     cut = [replace(row, distances=row.distances[:columns]) for row in rows]

@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     lr: float
     betas: tuple[float, float]
+    warmup: int = 0  # steps in which the learning rate rises to lr, by equal parts
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

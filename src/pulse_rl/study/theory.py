@@ -18,8 +18,9 @@ What is r? The weights do not tell. Two models need nothing but the betas and th
   m and b_i = (1−β2) β2^i of their squares in v, Cauchy and Schwarz give |m| ≤ √v · √(Σ a_i² / b_i), and both are
   corrected for bias. That is 1 in the first step and 7.3 in the long run for (0.9, 0.999), 1.2 for (0.9, 0.95).
 
-Weight decay, ε, a changing learning rate and the norm's clipping are left out. Real gradients are no noise: what the
-moves are in truth shows at the smallest weights, whose cells are smaller than a move (`Step.rate`).
+Of a learning rate's schedule only a linear warm-up is known (`pace`). Weight decay, ε and the norm's clipping are left
+out. Real gradients are no noise: what the moves are in truth shows at the smallest weights, whose cells are smaller
+than a move (`Step.rate`).
 """
 
 import math
@@ -35,8 +36,13 @@ Reals = NDArray[np.float64]
 Places = NDArray[np.float32]
 
 
-def walk(betas: tuple[float, float], numbers: Iterable[int]) -> dict[int, Places]:
-    """Where Adam has moved elements whose gradients are independent noise, from 0, in learning rates.
+def pace(warmup: int, t: int) -> float:
+    """The learning rate of optimizer step t, from 1, as a part of the full one, which step `warmup` reaches."""
+    return min(1.0, t / max(1, warmup))
+
+
+def walk(betas: tuple[float, float], numbers: Iterable[int], warmup: int = 0) -> dict[int, Places]:
+    """Where Adam has moved elements whose gradients are independent noise, from 0, in full learning rates.
 
     numbers: of optimizer steps. Returns the places of SAMPLES elements after each, (SAMPLES,).
     """
@@ -49,7 +55,7 @@ def walk(betas: tuple[float, float], numbers: Iterable[int]) -> dict[int, Places
         gradient = rng.standard_normal(SAMPLES)
         m += (1 - beta1) * (gradient - m)
         v += (1 - beta2) * (gradient * gradient - v)
-        place += m / (1 - beta1**t) / np.sqrt(v / (1 - beta2**t))
+        place += pace(warmup, t) * m / (1 - beta1**t) / np.sqrt(v / (1 - beta2**t))
         if t in wanted:
             places[t] = place.astype(np.float32)
     return places
