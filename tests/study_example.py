@@ -19,6 +19,7 @@ from pulse_rl.study.results import (
     Summary,
     TensorStudy,
     Version,
+    Visible,
 )
 
 PARTS = {  # a Llama's layer: part → kind, shape
@@ -31,6 +32,15 @@ PARTS = {  # a Llama's layer: part → kind, shape
     "mlp.gate_proj.weight": ("mlp", (1536, 576)),
     "mlp.up_proj.weight": ("mlp", (1536, 576)),
     "mlp.down_proj.weight": ("mlp", (576, 1536)),
+}
+PRECISIONS = {  # of the changes in BF16, and scales
+    "BF16": (1.0, 0),
+    "F16": (0.999, 0),
+    "F8_E4M3": (0.009, 0),
+    "F8_E5M2": (0.04, 0),
+    "F8_E4M3/tensor": (0.07, 272),
+    "F8_E5M2/tensor": (0.05, 272),
+    "I8/row": (0.003, 204_733),
 }
 LR = 3e-6
 CHANGE = {-17: 0.93, -16: 0.88, -15: 0.78, -14: 0.61, -13: 0.34, -12: 0.18, -11: 0.067, -10: 0.02, -9: 0.009, -8: 0.004}
@@ -138,6 +148,10 @@ def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -
             moves=1.45 * changes,
         ),
         codecs={"context": int(changes * 0.52), "gap": int(changes * 2.7), "raw": int(changes * 6)},
+        precisions={
+            name: Visible(elements, int(changes * share), share * here, scales, scales // 500)
+            for name, (share, scales) in PRECISIONS.items()
+        },
         moved=0.19 * LR,
         rate=0.19 if settings else None,
         prediction=predicted,

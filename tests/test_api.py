@@ -41,6 +41,18 @@ def test_all_is_complete_and_resolves() -> None:
         assert getattr(pulse, name).__name__ == name
 
 
+def test_the_study_s_names_resolve_however_its_modules_are_imported() -> None:
+    """One lazily loaded name after the other, each what it is called, also once every module is an attribute."""
+    code = (
+        "import importlib, pkgutil, sys, pulse_rl.study as s\n"
+        "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)\n"
+        "assert sorted(s.__all__) == sorted(s._HOME)\n"
+        "for module in pkgutil.iter_modules(s.__path__): importlib.import_module(f'pulse_rl.study.{module.name}')\n"
+        "for name in s.__all__: assert getattr(s, name).__name__ == name, name"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_digest_is_the_function_after_everything_is_imported() -> None:
     """A submodule of the same name would shadow it."""
     code = "import pulse_rl as p; p.diff({}, {}); p.Publisher; p.Subscriber; assert callable(p.digest)"

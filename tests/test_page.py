@@ -120,9 +120,27 @@ def test_a_study_s_headline_is_the_report_s_numbers() -> None:
     for span in report.spans:
         points = [(row["x"], row["y"]) for row in drawn if row["series"] == f"k = {span.k}"]
         assert points == list(zip(span.bases, span.sparsity, strict=True))
-    assert len(document.specs) == 14
+    assert len(document.specs) == 15
     for step in report.steps:
         assert f"{step.changes:,}" in document.text
+
+
+def test_what_other_precisions_see_is_drawn_and_told() -> None:
+    """The plot's points and the table's rows against the report; without --no-codecs there is no such section."""
+    report = example(4, 2)
+    document = read(show.html(report))
+    (spec,) = (spec for spec in document.specs if "codes changed in a step" in json.dumps(spec))
+    drawn = {(row["series"], row["x"]): row["y"] for row in spec["data"]["values"]}
+    for step in report.steps:
+        for name, one in step.precisions.items():
+            assert drawn[name, step.target] == one.density
+    for seen in report.precisions.values():
+        assert f"{sum(one.density for one in seen) / 3:.4%}" in document.text
+    rescaled = sum(one.rescaled for one in report.precisions["I8/row"])
+    assert f"{rescaled / sum(one.scales for one in report.precisions['I8/row']):.4%}" in document.text
+    bare = tuple(msgspec.structs.replace(step, precisions={}) for step in report.steps)
+    assert "What other precisions would see" in document.text
+    assert "What other precisions would see" not in read(show.html(msgspec.structs.replace(report, steps=bare))).text
 
 
 def test_every_plot_is_a_chart_that_vega_lite_compiles() -> None:
@@ -159,7 +177,7 @@ def test_hostile_names_are_only_ever_text() -> None:
 
 def _empty(report: Report) -> Report:
     """Of weights without an element: nothing to show, and nothing to divide by."""
-    steps = tuple(msgspec.structs.replace(s, changes=0, kinds={}, codecs={}) for s in report.steps)
+    steps = tuple(msgspec.structs.replace(s, changes=0, kinds={}, codecs={}, precisions={}) for s in report.steps)
     nothing = msgspec.structs.replace(
         report.recurrence, again=None, back=None, expected_again=None, times=(), returned=0
     )
@@ -180,7 +198,7 @@ def _empty(report: Report) -> Report:
     ("report", "plots"),
     [
         (example(2, 2, settings=False), 6),  # two checkpoints, of which nothing more is known
-        (example(3, 2, settings=False), 11),
+        (example(3, 2, settings=False), 12),
         (_empty(example(3, 1)), 3),
     ],
 )
@@ -333,5 +351,5 @@ def test_a_browser_draws_every_plot_and_runs_nothing_else(tmp_path: Path) -> Non
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=30000", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert len(re.findall('<svg [^>]*class="marks"', done.stdout)) == 14
+    assert len(re.findall('<svg [^>]*class="marks"', done.stdout)) == 15
     assert "<title>How sparse the updates are, and why</title>" in done.stdout

@@ -10,7 +10,8 @@ from pulse_rl import bits as bits_module
 from pulse_rl.bits import HostBits, as_bits
 from pulse_rl.digests import SEGMENT
 from pulse_rl.kernels import loco
-from pulse_rl.study.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, Visible, together, visible
+from pulse_rl.study.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, together, visible
+from pulse_rl.study.results import Visible
 
 SHAPES = [(300, 257), (77,), (), (3, 5, 7), (4, 1), (1, 9), (0, 3), (SEGMENT // 200 + 9, 200)]
 

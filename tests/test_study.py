@@ -20,7 +20,7 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.bench.bound import bounds
-from pulse_rl.bits import layout
+from pulse_rl.bits import as_bits, layout
 from pulse_rl.checkpoint import write_checkpoint
 from pulse_rl.digests import SEGMENT
 from pulse_rl.dtypes import DTYPES, field
@@ -28,10 +28,11 @@ from pulse_rl.history import History
 from pulse_rl.kernels.study import FARTHEST
 from pulse_rl.store.base import Store
 from pulse_rl.study import layers, values
+from pulse_rl.study.precision import together, visible
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources import Checkpoints
 from pulse_rl.study.stored import Stored
-from pulse_rl.study.study import study
+from pulse_rl.study.studies import study
 
 Weights = dict[str, torch.Tensor]
 
@@ -294,6 +295,35 @@ def test_a_history_is_studied_as_its_versions_are(tmp_path: Path, trainee: Train
     assert {step.target: step.codecs[codec] for step in files.steps if step.target in published} == published
 
 
+def test_other_precisions_see_what_visible_says(tmp_path: Path) -> None:
+    """Step by step, against `precision.visible` of the two checkpoints' tensors; a pair that is no step has nothing."""
+    shapes = {"w": (torch.bfloat16, (40, 7)), "b": (torch.float32, (5,)), "n": (torch.int64, (9,))}
+    rng = np.random.default_rng(4)
+    states = [
+        {
+            name: torch.from_numpy(rng.normal(0, 3, shape)).to(dtype) * (1 + number // 2)
+            for name, (dtype, shape) in shapes.items()
+        }
+        for number in range(5)
+    ]
+    states[2]["b"][1] = torch.nan
+    numbers = [1, 2, 3, 5, 6]
+    report = study(written(tmp_path, states, numbers))
+    at = dict(zip(numbers, states, strict=True))
+    assert [(step.base, step.target) for step in report.steps] == [(1, 2), (2, 3), (5, 6)]
+    for step in report.steps:
+        names = ["w"] if step.target == 3 else ["b", "w"]
+        found = [visible(as_bits(at[step.base][name]), as_bits(at[step.target][name])) for name in names]
+        assert step.precisions == together(found)
+        assert step.precisions["F16"].changed > 0
+    assert [len(seen) for seen in report.precisions.values()] == [3] * 7
+    (note,) = [note for note in report.notes if "infinity" in note]
+    assert note.endswith("what other precisions would see of it: b")
+    assert study(written(tmp_path, states, numbers), codecs=False).precisions == {}
+    whole = [{"n": state["n"]} for state in states]
+    assert study(written(tmp_path, whole, numbers)).precisions == {}
+
+
 def test_a_history_of_one_version_is_refused(tmp_path: Path, store: Store) -> None:
     with pulse.Publisher(store) as publisher:
         publisher.publish({"a": np.zeros(3, np.float32)}, version=5)
@@ -334,12 +364,15 @@ def test_versions_too_far_apart_for_theory(tmp_path: Path) -> None:
 def test_checkpoints_are_numbered_by_their_names(tmp_path: Path) -> None:
     def numbers(*names: str) -> tuple[list[int], list[str]]:
         for name in names:
-            (tmp_path / name).mkdir()
+            (tmp_path / name).mkdir(parents=True)
             write_checkpoint(tmp_path / name / "model.safetensors", layout({"a": np.zeros(2)}))
         source = Checkpoints([tmp_path / name for name in names])
         return [version.number for version in source.versions], source.notes
 
     assert numbers("checkpoint-500", "checkpoint-1000") == ([500, 1000], [])
+    assert numbers("run2/checkpoint-9/model", "run2/checkpoint-10/model") == ([9, 10], [])
+    with pytest.raises(ValueError, match="in training order, found step-1000 before step-500"):
+        numbers("step-20", "step-1000", "step-500")
     for names in (("later", "earlier"), ("b7", "a3"), ("c1", "last")):
         unknown, notes = numbers(*names)
         assert unknown == [0, 1]

@@ -13,7 +13,7 @@ from pulse_rl.checkpoint import write_checkpoint
 from pulse_rl.study import theory
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources import Checkpoints
-from pulse_rl.study.study import study
+from pulse_rl.study.studies import study
 
 LR, BETAS = 2e-5, (0.9, 0.999)
 

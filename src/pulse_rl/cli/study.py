@@ -52,7 +52,10 @@ def study(
         tuple[float, float] | None,
         typer.Option(help="Adam's, two numbers: --betas 0.9 0.95.", show_default="a run's, or 0.9 0.999"),
     ] = None,
-    codecs: Annotated[bool, typer.Option(help="Code every step with every codec, which takes longest.")] = True,
+    codecs: Annotated[
+        bool,
+        typer.Option(help="Code every step with every codec and cast it to lower precisions, which takes longest."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure how sparse the steps of a training run are, exactly, on the stored bits, and say why.
@@ -66,8 +69,8 @@ def study(
     """
     from msgspec.structs import replace
 
-    from pulse_rl.study.study import check
-    from pulse_rl.study.study import study as measure
+    from pulse_rl.study.studies import check
+    from pulse_rl.study.studies import study as measure
 
     with ExitStack() as stack:
         with output.checking():
@@ -164,15 +167,17 @@ def _write(report: Report, directory: Path, html: bool | None) -> None:
 
 
 def _print(report: Report) -> None:
+    from pulse_rl.study.show import times
+
     changes = sum(step.changes for step in report.steps)
     first, last = report.versions[0], report.versions[-1]
     bits = sum(step.bounds.total for step in report.steps) / max(1, changes)
     facts = {
-        "studied": f"{len(report.versions)} versions, {first.number} to {last.number}, {len(report.steps)} steps of "
-        f"{report.stride}",
+        "studied": f"{len(report.versions)} versions, {first.number} to {last.number}, "
+        f"{len(report.steps)} step{'s' * (len(report.steps) > 1)} of {report.stride}",
         "model": f"{report.elements:,} elements, {nbytes(report.full_nbytes)}",
         "density": f"{report.density.mean:.4%} of the elements change in a step, ± {report.density.std:.4%} over time",
-        "entropy": f"{bits:.2f} bits a change, given the exponent",
+        "entropy": f"{bits:.2f} bits a change, given the exponent and the tensor",
     }
     again = report.recurrence
     if again.again is not None and again.expected_again is not None and again.back is not None:
@@ -216,5 +221,13 @@ def _print(report: Report) -> None:
         rows = []
         for codec, mean in mean_nbytes.items():
             each = f"{8 * mean * len(report.steps) / max(1, changes):.2f}"
-            rows.append((codec, nbytes(mean), each, f"{report.full_nbytes / mean:,.0f} ×"))
+            rows.append((codec, nbytes(mean), each, times(report.full_nbytes, mean)))
         output.table(["codec", "a step", "bits a change", "reduction"], rows)
+    if report.precisions:
+        output.write("\n")
+        casts = []
+        for name, seen in report.precisions.items():
+            scales = sum(one.scales for one in seen)
+            rescaled = f"{sum(one.rescaled for one in seen) / scales:.4%}" if scales else ""
+            casts.append((name, f"{sum(one.density for one in seen) / len(seen):.4%}", rescaled))
+        output.table(["cast to", "codes changed", "scales changed"], casts)

@@ -1,14 +1,32 @@
-"""The study: how sparse a run's updates are, and why. Public names are imported when first used."""
+"""The study: how sparse a run's updates are, and why. Public names are imported when first used.
+
+    report = study(Checkpoints(["checkpoint-10", "checkpoint-11"]), Settings(lr=1e-6, betas=(0.9, 0.999)))
+    report.density.mean
+
+`Stored` is the source that reads a history. No module is called as a name here, which it would shadow.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pulse_rl.study.monitor import Sparsity, SparsityMonitor
+    from pulse_rl.study.results import Report, Settings
+    from pulse_rl.study.sources import Checkpoints
+    from pulse_rl.study.stored import Stored
+    from pulse_rl.study.studies import study
 
-_HOME = {"Sparsity": "monitor", "SparsityMonitor": "monitor"}
+_HOME = {
+    "Checkpoints": "sources",
+    "Report": "results",
+    "Settings": "results",
+    "Sparsity": "monitor",
+    "SparsityMonitor": "monitor",
+    "Stored": "stored",
+    "study": "studies",
+}
 
-__all__ = ["Sparsity", "SparsityMonitor"]
+__all__ = ["Checkpoints", "Report", "Settings", "Sparsity", "SparsityMonitor", "Stored", "study"]
 
 
 def __getattr__(name: str) -> Any:

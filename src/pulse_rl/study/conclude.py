@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from pulse_rl.study import theory, values
 from pulse_rl.study.collect import Collected
-from pulse_rl.study.results import Exponent, Prediction, Recurrence, Settings, Step
+from pulse_rl.study.results import Exponent, Prediction, Recurrence, Settings, Step, Visible
 from pulse_rl.study.tally import Reals, Tally
 from pulse_rl.study.timeline import Timeline
 
@@ -81,9 +81,12 @@ def _move(tallies: Mapping[str, Tally]) -> float | None:
 
 
 def steps_of(
-    found: Collected, forecast: Forecast | None, codecs: Mapping[tuple[int, int], dict[str, int]]
+    found: Collected,
+    forecast: Forecast | None,
+    codecs: Mapping[tuple[int, int], dict[str, int]],
+    precisions: Mapping[tuple[int, int], dict[str, Visible]],
 ) -> list[Step]:
-    """Every step. codecs: bytes by codec, by the places of the step's versions."""
+    """Every step. codecs, precisions: as Step has them, by the places of the step's versions."""
     timeline = found.timeline
     differing = dict(zip(timeline.pairs, found.differing.tolist(), strict=True))
     by_kind = {
@@ -111,6 +114,7 @@ def steps_of(
                 kinds={name: by_kind[name][1, base] / max(1, one.elements) for name, one in found.kinds.items()},
                 bounds=found.bounds(step),
                 codecs=codecs.get((base, target), {}),
+                precisions=precisions.get((base, target), {}),
                 moved=moved,
                 rate=move / forecast.lr[step] / timeline.stride if forecast and move is not None else None,
                 prediction=forecast.predict(step, tallies, found.elements, move) if forecast else None,

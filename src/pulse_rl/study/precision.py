@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +35,7 @@ from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, field
 from pulse_rl.kernels import loco
 from pulse_rl.kernels.loco import F32
 from pulse_rl.parallel import ordered_map
+from pulse_rl.study.results import Visible
 
 CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # finite numbers; Micikevicius et al., arXiv 2209.05433
@@ -44,16 +44,6 @@ ROWS = "I8/row"
 INT8 = 127.0  # symmetric: −128 is not used
 PRECISIONS = (*CASTS, *SCALED, ROWS)
 SOURCES = ("F32", "BF16", "F16")
-
-
-class Visible(msgspec.Struct, frozen=True):
-    """What a receiver of one precision sees of a step."""
-
-    elements: int
-    changed: int  # elements whose codes differ
-    density: float  # changed / elements; 0 without elements
-    scales: int = 0  # how many there are: none, one a tensor, or one a row
-    rescaled: int = 0  # how many of them differ
 
 
 def visible(old: Bits, new: Bits) -> dict[str, Visible]:

@@ -90,6 +90,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     by_rate: float | None  # as density, with moves stretched so that E[r] is Step.rate; None without one
 
 
+class Visible(msgspec.Struct, frozen=True):
+    """What a receiver of one precision sees of a step, whose weights are cast from these: `study.precision`."""
+
+    elements: int
+    changed: int  # elements whose codes differ
+    density: float  # changed / elements; 0 without elements
+    scales: int = 0  # how many there are: none, one a tensor, or one a row
+    rescaled: int = 0  # how many of them differ
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """From one version to the next."""
 
@@ -104,6 +114,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     kinds: dict[str, float]  # density by kind of layer
     bounds: Bounds
     codecs: dict[str, int]  # bytes of the whole patch by codec; empty where codecs were not asked for
+    # By precision.PRECISIONS, of the tensors in F32, BF16 and F16 whose numbers are finite; empty where codecs were not
+    # asked for, or without such tensors.
+    precisions: dict[str, Visible]
     moved: float  # mean of |new − old| as values, over all elements of floating-point dtypes; what is not finite: 0
     # Measured E[r], r the size of Adam's update ratio: mean |new − old| / lr / stride over the exponents at which that
     # mean is 1 to 8 ULP. None without an lr or such exponents.
@@ -191,6 +204,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     recurrence: Recurrence
     notes: tuple[str, ...]  # what was left out, and why
     seconds: float  # that the counting took
+
+    @property
+    def precisions(self) -> dict[str, list[Visible]]:
+        """Step.precisions by precision, of the steps that have them."""
+        names = dict.fromkeys(name for step in self.steps for name in step.precisions)
+        return {name: [step.precisions[name] for step in self.steps if step.precisions] for name in names}
 
     @property
     def density(self) -> Summary:

@@ -9,6 +9,13 @@ from pulse_rl.units import nbytes
 
 LISTED = 10  # tensors at each end
 FULL = "full weights"
+PRECISIONS = (
+    "The stored weights are cast. From BF16 weights it is what a receiver sees whose weights are cast from what was "
+    "published; from FP32 masters, one whose weights are cast from those.",
+    "Masters that still lie on the BF16 grid, as in a run's first steps, stand on many of the midpoints between FP8 "
+    "numbers, where the least move changes the code.",
+    "Under a scale that changes, all values but 0 are others, also where the codes are the same.",
+)
 
 
 def html(report: Report) -> str:
@@ -49,6 +56,11 @@ def html(report: Report) -> str:
     page.plot(plots.recurrence(report))
     page.plot(plots.times(report))
     page.table("The same elements", ("elements", "share"), _recurrence(report))
+    if report.precisions:
+        page.heading("What other precisions would see")
+        page.points(PRECISIONS)
+        page.plot(plots.precisions(report))
+        page.table("Codes that change in a step, by precision", *_precisions(report))
     page.heading("What it costs to send")
     page.plot(plots.sizes(report))
     page.plot(plots.bits(report))
@@ -70,7 +82,7 @@ def headline(report: Report) -> list[tuple[str, str, str]]:
         found.append((f"sparsity, {longest.k} steps", f"{longest.over_time.mean:.3%}", f"mean of S_{longest.k}"))
     found.append((FULL, nbytes(report.full_nbytes), f"{report.elements:,} elements"))
     for name, mean in _patches(report).items():
-        found.append((f"patch, {name}", nbytes(mean), f"{_times(report.full_nbytes, mean)} fewer bytes"))
+        found.append((f"patch, {name}", nbytes(mean), f"{times(report.full_nbytes, mean)} fewer bytes"))
     return found
 
 
@@ -90,7 +102,7 @@ def _patches(report: Report) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _times(full: float, sent: float) -> str:
+def times(full: float, sent: float) -> str:
     return f"{full / sent:,.0f} ×" if sent and full / sent >= 10 else f"{full / max(1, sent):.2g} ×"
 
 
@@ -179,6 +191,20 @@ def _recurrence(report: Report) -> list[list[str]]:
     return rows
 
 
+def _precisions(report: Report) -> Table:
+    rows = []
+    for name, seen in report.precisions.items():
+        densities, scales = [one.density for one in seen], sum(one.scales for one in seen)
+        by = {"tensor": "one a tensor", "row": "one a row"}.get(name.partition("/")[2], "none")
+        rescaled = sum(one.rescaled for one in seen)
+        rows.append(
+            [name.partition("/")[0], by]
+            + [f"{value:.4%}" for value in (sum(densities) / len(seen), min(densities), max(densities))]
+            + [f"{rescaled / scales:.4%}" if scales else "–"]
+        )
+    return ("precision", "scales", "density", "lowest", "highest", "scales changed"), rows
+
+
 def _codecs(report: Report) -> Table:
     changes = sum(step.changes for step in report.steps) / len(report.steps)
     bound = sum(step.bounds.total for step in report.steps) / len(report.steps) / 8
@@ -188,7 +214,7 @@ def _codecs(report: Report) -> Table:
             name,
             nbytes(mean),
             f"{8 * mean / changes:.2f}" if changes and name != FULL else "–",
-            _times(report.full_nbytes, mean),
+            times(report.full_nbytes, mean),
         ]
         for name, mean in found.items()
     ]

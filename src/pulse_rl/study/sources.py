@@ -107,7 +107,9 @@ class Checkpoints:
     """Safetensors files, or directories of shards, in the order given.
 
     They are numbered by the last number in their names (checkpoint-500) where all have one and these rise; otherwise
-    0, 1, 2, … Raises ValueError for fewer than two, BaseMismatchError where tensors differ, and what opening raises.
+    0, 1, 2, … Files of one name (checkpoint-500/model.safetensors) go by their directories'. Raises ValueError for
+    fewer than two, and for names that differ in this number alone where it does not rise, BaseMismatchError where
+    tensors differ, and what opening raises.
     """
 
     kind: Literal["checkpoints", "store"] = "checkpoints"
@@ -116,12 +118,12 @@ class Checkpoints:
         if len(paths) < 2:
             raise ValueError(f"expected two checkpoints at least, in training order, found {len(paths)}")
         self._paths = [Path(path) for path in paths]
+        numbers = _numbers(_names(self._paths))
         self.location = " ".join(map(str, paths))
         self._files = [Files(path) for path in self._paths]
         self.tensors = self._files[0].tensors
         for path, files in zip(self._paths, self._files, strict=True):
             same_tensors(self.tensors, files.tensors, str(path))
-        numbers = _numbers([path.stem if path.is_file() else path.name for path in self._paths])
         self.notes = []
         if numbers is None:
             numbers = list(range(len(paths)))
@@ -139,10 +141,26 @@ class Checkpoints:
             yield open_checkpoint(old), open_checkpoint(new)
 
 
+def _names(paths: Sequence[Path]) -> list[str]:
+    """What tells the checkpoints apart: the names of files and directories, or of the directories that hold them."""
+    names = [path.stem if path.is_file() else path.name for path in paths]
+    return names if len(set(names)) > 1 else [path.absolute().parent.name for path in paths]
+
+
 def _numbers(names: Sequence[str]) -> list[int] | None:
-    """The last number in each name, if every name has one and they rise."""
-    found = [re.findall(r"\d+", name) for name in names]
-    if not all(found):
+    """The last number in each name, if every name has one and they rise.
+
+    Raises ValueError if they do not, and the names have nothing else in which they differ: a shell lists
+    checkpoint-1000 before checkpoint-500.
+    """
+    found = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
+    parts = [one.groups() for one in found if one]
+    if len(parts) < len(names):
         return None
-    numbers = [int(runs[-1]) for runs in found]
-    return numbers if all(a < b for a, b in pairwise(numbers)) else None
+    numbers = [int(number) for _, number, _ in parts]
+    if all(a < b for a, b in pairwise(numbers)):
+        return numbers
+    if len({(before, after) for before, _, after in parts}) == 1:
+        first, second = next(place for place in pairwise(range(len(names))) if numbers[place[0]] >= numbers[place[1]])
+        raise ValueError(f"expected checkpoints in training order, found {names[first]} before {names[second]}")
+    return None

@@ -91,7 +91,15 @@ class PastBits:
         self.writable = False
 
     def read(self, start: int, stop: int) -> UIntArray:
-        """As of any Bits, but within one segment."""
+        """As of any Bits."""
+        first = start - start % SEGMENT
+        if stop <= first + SEGMENT:
+            return self._within(start, stop)
+        pieces = [(max(start, place), min(stop, place + SEGMENT)) for place in range(first, stop, SEGMENT)]
+        return np.concatenate([self._within(*piece) for piece in pieces])
+
+    def _within(self, start: int, stop: int) -> UIntArray:
+        """The elements [start, stop) of one segment."""
         segment = start - start % SEGMENT
         if segment not in self._old:
             return self._newest.read(start, stop)
