@@ -373,6 +373,8 @@ def test_checkpoints_are_numbered_by_their_names(tmp_path: Path) -> None:
     assert numbers("run2/checkpoint-9/model", "run2/checkpoint-10/model") == ([9, 10], [])
     with pytest.raises(ValueError, match="in training order, found step-1000 before step-500"):
         numbers("step-20", "step-1000", "step-500")
+    with pytest.raises(ValueError, match="found step-20 before step-20"):
+        Checkpoints([tmp_path / "step-20"] * 2)
     for names in (("later", "earlier"), ("b7", "a3"), ("c1", "last")):
         unknown, notes = numbers(*names)
         assert unknown == [0, 1]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import Trainee
 
@@ -87,6 +88,7 @@ def test_the_report_is_written_and_told(capsys: pytest.CaptureFixture[str], run:
         "by theory",
         "other",
         "context",
+        f"{np.mean([step.precisions['F8_E5M2'].density for step in written.steps]):.4%}",
         f"{written.density.mean:.4%}",
     ):
         assert expected in printed
@@ -108,7 +110,9 @@ def test_what_the_theory_leaves_out_is_told(
         (["--betas", "0.9", "0.95"], 2, "betas: expected with --lr"),
         (["--lr", "0"], 2, "lr: expected more than 0"),
         (["--lr", "1e-6", "--betas", "0.9", "1"], 2, "betas: expected two numbers"),
+        (["-o", "a-file"], 2, "is a file"),
         (["nothing-there"], 1, "nothing-there"),
+        (["last", "one"], 1, "found checkpoint-4 before checkpoint-0"),
         (["one"], 1, "expected two checkpoints at least"),
         (["run", "one"], 1, "expected several checkpoints, or one run or store, found a store"),
     ],
@@ -116,7 +120,8 @@ def test_what_the_theory_leaves_out_is_told(
 def test_what_cannot_be_studied_is_said(
     capsys: pytest.CaptureFixture[str], run: Run, options: list[str], code: int, said: str
 ) -> None:
-    named = {"run": str(run.directory), "one": str(run.checkpoints[0])}
+    named = {"run": str(run.directory), "one": str(run.checkpoints[0]), "last": str(run.checkpoints[-1])}
+    named["a-file"] = named["one"]
     targets = [] if any(option in ("run", "one", "nothing-there") for option in options) else run.checkpoints[:2]
     found, out, err = call(capsys, *targets, *(named.get(option, option) for option in options))
     assert found == code

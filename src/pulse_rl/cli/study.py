@@ -35,6 +35,7 @@ def study(
             "--output",
             "-o",
             metavar="DIR",
+            file_okay=False,
             help=f"Write {REPORT} and {PAGE} there; made if need be.",
             show_default=False,
         ),
@@ -62,7 +63,8 @@ def study(
 
     Over one step and over k = 2, 4, … 32; by tensor, kind of layer, depth and
     exponent; how often the same elements change; what patches take, and what
-    the entropies are; and beside it what theory predicts of Adam.
+    the entropies are; what receivers of FP16, FP8 and INT8 would see; and
+    beside it what theory predicts of Adam.
     Checkpoints are numbered by the last number in their names (checkpoint-500).
 
     Example: pulse-rl study runs/main -o runs/main/study
@@ -82,6 +84,8 @@ def study(
         if html:
             require("vl_convert", "study")  # before the work, not after it
         source = _open(targets, stack)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)  # likewise
         with output.progress("study") as update:
             report = measure(source, settings, codecs=codecs, progress=update)
     if len(targets) == 1 and _is_run(targets[0]):
@@ -124,7 +128,10 @@ def _run_notes(target: str) -> list[str]:
     config = load(Path(target))
     notes = []
     if config.trainers > 1:
-        notes.append(f"{config.trainers} trainers by {config.trainer_sync}: the theory is of one trainer's Adam")
+        notes.append(
+            f"{config.trainers} trainers by {config.trainer_sync}: a version is a round of {config.sync_every} steps, "
+            "and the theory is of one trainer's Adam"
+        )
     if config.weight_decay:
         notes.append(f"weight decay of {config.weight_decay}: the theory leaves it out")
     return notes
@@ -145,18 +152,19 @@ def _open(targets: list[str], stack: ExitStack) -> Source:
             return Stored(History(kinds[0][1]), directory, update)
     for target, (kind, _) in zip(targets, kinds, strict=True):
         if kind != "checkpoint":
-            raise ValueError(f"{target}: expected several checkpoints, or one run or store, found a {kind}")
+            raise ValueError(
+                f"{target}: expected several checkpoints, or one run or store, found a {kind} among {len(targets)}"
+            )
     return Checkpoints(targets)
 
 
 def _write(report: Report, directory: Path, html: bool | None) -> None:
-    """html: whether the page is wanted; None where it can be had."""
+    """directory: is there. html: whether the page is wanted; None where it can be had."""
     import msgspec
 
     from pulse_rl.checkpoint import write_stream
     from pulse_rl.study import show
 
-    directory.mkdir(parents=True, exist_ok=True)
     write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])
     if html is False:
         return
@@ -220,7 +228,7 @@ def _print(report: Report) -> None:
         }
         rows = []
         for codec, mean in mean_nbytes.items():
-            each = f"{8 * mean * len(report.steps) / max(1, changes):.2f}"
+            each = f"{8 * mean * len(report.steps) / changes:.2f}" if changes else ""
             rows.append((codec, nbytes(mean), each, times(report.full_nbytes, mean)))
         output.table(["codec", "a step", "bits a change", "reduction"], rows)
     if report.precisions:

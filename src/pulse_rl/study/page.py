@@ -51,8 +51,8 @@ dd.value { font-size: 1.35rem; font-weight: 600; overflow-wrap: normal; }
 .plot svg { display: block; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .7rem .9rem .3rem; color: var(--faint); }
-th, td { padding: .3rem .9rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line); }
+caption { text-align: left; padding: .7rem .6rem .3rem; color: var(--faint); }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line); }
 th { font-weight: 600; vertical-align: bottom; }
 .words { text-align: left; }
 details { margin: 1rem 0; }

@@ -144,7 +144,8 @@ class Checkpoints:
 def _names(paths: Sequence[Path]) -> list[str]:
     """What tells the checkpoints apart: the names of files and directories, or of the directories that hold them."""
     names = [path.stem if path.is_file() else path.name for path in paths]
-    return names if len(set(names)) > 1 else [path.absolute().parent.name for path in paths]
+    holders = [path.absolute().parent.name for path in paths]
+    return holders if len(set(names)) == 1 < len(set(holders)) else names
 
 
 def _numbers(names: Sequence[str]) -> list[int] | None:
