@@ -230,6 +230,36 @@ def compare_digests(group: Any, rank: int, size: int) -> str:
         return loco.digest
 
 
+def move(group: Any, rank: int, size: int, overlap: int) -> None:
+    """Parameters that get other memory, become other objects or are frozen for a while are shared as before."""
+    model = Model()
+    optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
+    options: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "process_group": group}
+    with pulse.PulseLoCo(model, optimizer, **options) as loco:
+        for step in range(6):
+            if step == 1:
+                model.a.data = model.a.detach().clone()
+            if step == 3:
+                model.b = torch.nn.Parameter(model.b.detach().clone())
+                optimizer.param_groups[0]["params"][1] = model.b
+            for name, parameter in trainable(model).items():
+                parameter.grad = torch.full_like(parameter, 1.0 + rank) * len(name)
+            model.scale.requires_grad_(step % 2 == 0)
+            optimizer.step()
+    assert loco.digest == pulse.digest(dict(trainable(model)) | {"scale": model.scale})
+    model.frozen = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="found others: frozen came, went or changed their shape"):
+        loco.sync()
+    model.half()
+    with pytest.raises(TypeError, match="'a': expected float32, found torch.float16"):
+        loco.sync()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_rounds_follow_parameters_that_move(ranks: Ranks, overlap: int) -> None:
+    good(ranks(move, 2, overlap))
+
+
 def resume(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
     """Stopped amid a round and begun again from files: the same bits as without the stop."""
     plain = Model()

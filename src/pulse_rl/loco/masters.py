@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pulse_rl import digests
-from pulse_rl.bits import layout
+from pulse_rl.bits import Layout, layout
 from pulse_rl.kernels import cpu, loco
 from pulse_rl.kernels.loco import F32
 from pulse_rl.kernels.reference import mix
@@ -46,13 +46,7 @@ class Masters:
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, kept: bool) -> None:
-        for name, parameter in parameters.items():
-            if parameter.dtype != torch.float32:
-                raise TypeError(
-                    f"parameter {name!r}: expected float32, found {parameter.dtype}: in a narrower dtype the "
-                    "pseudo-gradient would hold rounding error; keep float32 masters and compute under autocast"
-                )
-        self._live = layout(parameters)
+        self._live = _layout(parameters)
         self.shapes = {name: bits.shape for name, bits in self._live.items()}
         self.elements = self._live.elements
         self.theta = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
@@ -84,6 +78,21 @@ class Masters:
         self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
         self._frozen: dict[str, F32] = {}
         self.take()
+
+    def follow(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Look where the live parameters are now: `model.to` and `parameter.data = …` give them other memory.
+
+        Raises ValueError if they are others or of another shape, TypeError as on creation.
+        """
+        live = _layout(parameters)
+        found = {name: bits.shape for name, bits in live.items()}
+        if found != self.shapes:
+            odd = sorted(n for n in found | self.shapes if found.get(n) != self.shapes.get(n))
+            raise ValueError(
+                "expected the trainable parameters that the model had when this context was made, found others: "
+                f"{', '.join(odd[:8])} came, went or changed their shape: make another context"
+            )
+        self._live = live
 
     def take(self) -> None:
         """θ becomes what the live parameters are."""
@@ -149,3 +158,13 @@ class Masters:
             np.subtract(values, self._read(segment), out=values)
             np.subtract(segment.shared, values, out=values)
         self._live[segment.name].write(segment.start, values.view(np.uint32))
+
+
+def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise TypeError(
+                f"parameter {name!r}: expected float32, found {parameter.dtype}: in a narrower dtype the "
+                "pseudo-gradient would hold rounding error; keep float32 masters and compute under autocast"
+            )
+    return layout(parameters)

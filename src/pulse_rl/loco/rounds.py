@@ -110,6 +110,7 @@ class LocalSteps(ABC):
         self.round = 0  # rounds that are whole
         self.inner_steps = 0  # since the last of them began
         self.reports: list[LocoReport] = []
+        self._model = model
         self._inner = inner_optimizer
         self._group = process_group if isinstance(process_group, Membership) else Group(process_group)
         self._members = self._group if isinstance(self._group, Membership) else None
@@ -144,6 +145,7 @@ class LocalSteps(ABC):
         """
         if self._hook is not None:
             raise RuntimeError("this context is entered already")
+        self._follow()
         if self.inner_steps == 0:
             self._masters.take()
         options = blake3(repr((type(self).__name__, self.sync_every, self._options(), self._masters.shapes)).encode())
@@ -191,6 +193,7 @@ class LocalSteps(ABC):
         """
         if self._hook is not None:
             raise RuntimeError("load_state_dict: expected a call before the context is entered, found it entered")
+        self._follow()
         checkpoint.load_state_dict(self, self._masters, self._saved_as, state)
 
     def sync(self) -> LocoReport:
@@ -201,6 +204,7 @@ class LocalSteps(ABC):
         that of the round before in all three), and IntegrityError if the ranks' θ differ after the round.
         """
         clock = time.perf_counter()
+        self._follow()
         brought = self._collect(self.inner_steps, self._claim()) if self._underway is None else self._landed()
         masters, work = self._masters, brought.work
         work.start()
@@ -239,6 +243,11 @@ class LocalSteps(ABC):
             else:
                 self.sync()
 
+    def _follow(self) -> None:
+        """Know where the live parameters are now. One that is frozen for a while is shared all the same."""
+        shared = self._masters.shapes
+        self._masters.follow({n: p for n, p in self._model.named_parameters() if p.requires_grad or n in shared})
+
     def _claim(self) -> Work:
         """A round begins; if it does not come to its end, there is no other."""
         if self._broken:
@@ -249,6 +258,7 @@ class LocalSteps(ABC):
     def _begin(self) -> None:
         """Have a thread collect a round while inner steps go on."""
         clock = time.perf_counter()
+        self._follow()
         work = self._claim()
         self._masters.freeze()
         self._ends_at = self.inner_steps + self.overlap
