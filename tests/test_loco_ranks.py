@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -258,6 +259,43 @@ def move(group: Any, rank: int, size: int, overlap: int) -> None:
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_rounds_follow_parameters_that_move(ranks: Ranks, overlap: int) -> None:
     good(ranks(move, 2, overlap))
+
+
+def interrupt(group: Any, rank: int, size: int, overlap: int) -> None:
+    """Ctrl-C as the second segment is committed: what is held then is all of the round, and no further one begins."""
+    found = []
+    for at in (0, 2):  # the segment that it comes at; 0: none
+        model, commit, calls = Model(), masters.Masters.commit, itertools.count(1)
+
+        def interrupted(*arguments: Any, at: int = at, calls: Any = calls, commit: Any = commit) -> int:
+            if next(calls) == at:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            return int(commit(*arguments))
+
+        optimizer = adam(model)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pulse.PulseLoCo(model, optimizer, sync_every=2, overlap=overlap, process_group=group) as loco,
+        ):
+            patch.setattr(masters.Masters, "commit", interrupted)
+            for step in range(1 + overlap):
+                inner_step(model, optimizer, rank, step)
+            with pytest.raises(KeyboardInterrupt) if at else nullcontext():
+                inner_step(model, optimizer, rank, 1 + overlap)
+            state = loco.state_dict()
+            if at:
+                with pytest.raises(pulse.ExchangeError, match="an earlier round failed"):
+                    loco.sync()
+        held = state["theta"], state["momentum"], state["residual"]["0"], trainable(model)
+        found.append((state["round"], state["inner_steps"], *map(bits, held)))
+    assert found[0] == found[1]
+    assert found[1][0] == 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_interruption_leaves_a_whole_round(ranks: Ranks, overlap: int) -> None:
+    good(ranks(interrupt, 1, overlap))
 
 
 def resume(group: Any, rank: int, size: int, kind: str, folder: str) -> None:

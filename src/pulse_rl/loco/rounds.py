@@ -48,7 +48,7 @@ from pulse_rl.loco.group import Group
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.membership import Alone, Membership
 from pulse_rl.loco.report import LocoReport
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import ordered_map, submit
 
 
 class _Brought(NamedTuple):
@@ -206,20 +206,15 @@ class LocalSteps(ABC):
         clock = time.perf_counter()
         self._follow()
         brought = self._collect(self.inner_steps, self._claim()) if self._underway is None else self._landed()
-        masters, work = self._masters, brought.work
+        work = brought.work
         work.start()
-
-        def commit(number: int) -> int:
-            segment = masters.segments[number]
-            sends, gradient = brought.sends, brought.means[number].dense(segment.size)
-            return masters.commit(
-                segment, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum
-            )
-
-        total = (masters.empty_digest + sum(ordered_map(commit, range(len(brought.means))))) & digests.MASK
-        masters.thaw()
-        self.round += 1
-        self.inner_steps -= brought.steps
+        committing = submit(self._thread, self._commit, brought)
+        try:
+            wait([committing])
+        except BaseException:
+            wait([committing])  # an interruption is let out when the round is whole
+            raise
+        total = committing.result()
         work.spent("outer")
         if self._members is not None:
             self._members.settle(lambda: self._prove(total))
@@ -292,6 +287,23 @@ class LocalSteps(ABC):
             work.spent("exchange")
             if found is not None:
                 return _Brought(steps, sends, sum(counts), workers, *found, work)
+
+    def _commit(self, brought: _Brought) -> int:
+        """Take the outer step; returns θ's digest."""
+        masters, sends = self._masters, brought.sends
+
+        def commit(number: int) -> int:
+            segment = masters.segments[number]
+            gradient = brought.means[number].dense(segment.size)
+            return masters.commit(
+                segment, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum
+            )
+
+        total = (masters.empty_digest + sum(ordered_map(commit, range(len(brought.means))))) & digests.MASK
+        masters.thaw()
+        self.round += 1
+        self.inner_steps -= brought.steps
+        return total
 
     def _gather(self, sends: list[Sends], counts: list[int], broken: int, work: Work) -> tuple[list[str], list[Mean]]:
         """Exchange all fragments: the way each went and the mean of each segment."""
