@@ -382,7 +382,7 @@ def test_distributed_checkpoints_keep_every_residual(ranks: Ranks, tmp_path: Pat
 
 
 def refuse_states(group: Any, rank: int, size: int) -> list[str]:
-    """A state that lacks a residual, one amid a round for another number, and another model's: refused, untouched."""
+    """A state that lacks a residual, one amid a round for another number, another model's, a rounded one: untouched."""
     model = Model()
     loco = pulse.PulseLoCo(model, adam(model), sync_every=2, process_group=group)
     before = bits(trainable(model)), loco.digest
@@ -390,21 +390,26 @@ def refuse_states(group: Any, rank: int, size: int) -> list[str]:
     amid = loco.state_dict(workers=4) | {"inner_steps": 1}
     other = loco.state_dict()
     other["momentum"] = {"else": torch.zeros(3)}
+    rounded = loco.state_dict()
+    rounded["momentum"] = {name: torch.ones_like(tensor) for name, tensor in rounded["momentum"].items()}
+    rounded["theta"] = {name: torch.zeros_like(t).bfloat16() for name, t in rounded["theta"].items()}
     said = []
-    for state in (lacking, amid, other):
+    for state in (lacking, amid, other, rounded):
         with pytest.raises(ValueError) as caught:
             loco.load_state_dict(state)
         said.append(str(caught.value))
     assert (bits(trainable(model)), loco.digest) == before
+    assert not any(tensor.any() for tensor in loco.state_dict()["momentum"].values())
     return said
 
 
 def test_states_that_would_lose_something_are_refused(ranks: Ranks) -> None:
-    for rank, (lacking, amid, other) in enumerate(good(ranks(refuse_states, 2))):
+    for rank, (lacking, amid, other, rounded) in enumerate(good(ranks(refuse_states, 2))):
         assert f"found none of {rank + 2}" in lacking
         assert "1 inner steps later" in amid
         assert "momentum" in other
         assert "else" in other
+        assert rounded.startswith("theta: expected the model's trainable parameters in float32, found others: a, b, ")
 
 
 def cheat(group: Any, rank: int, size: int, what: str) -> None:

@@ -63,12 +63,13 @@ def load_state_dict(counters: Counters, masters: Masters, group: Group, state: d
     for what, tensors in [("theta", state["theta"]), ("momentum", state["momentum"])] + [
         (f"residual of rank {rank}", state["residual"][rank]) for rank in taken
     ]:
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if found != masters.shapes:
-            odd = sorted(n for n in found | masters.shapes if found.get(n) != masters.shapes.get(n))
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        expected = {name: (shape, torch.float32) for name, shape in masters.shapes.items()}
+        if found != expected:
+            odd = sorted(n for n in found | expected if found.get(n) != expected.get(n))
             raise ValueError(
-                f"{what}: expected the model's trainable parameters, found others: {', '.join(odd[:8])} are missing, "
-                "unexpected or of another shape"
+                f"{what}: expected the model's trainable parameters in float32, found others: {', '.join(odd[:8])} are "
+                "missing, unexpected, of another shape or of another dtype"
             )
     for name in masters.shapes:
         masters.theta[name][:] = _flat(state["theta"][name])
