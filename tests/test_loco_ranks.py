@@ -439,7 +439,10 @@ def cheat(group: Any, rank: int, size: int, what: str) -> None:
     ("what", "message"),
     [
         ("start", r"IntegrityError: parameters differ before round 1: rank 1 of 3 is not like the others"),
-        ("options", r"IntegrityError: options differ before round 1: rank 1 of 3"),
+        (
+            "options",
+            r"IntegrityError: options differ before round 1: rank 1 of 3 is not like the others: give all ranks the",
+        ),
         ("momentum", r"IntegrityError: θ differs after round 2: rank 2 of 3"),
         ("nan", r"FloatingPointError: rank 2, round 2: expected finite numbers in the pseudo-gradient of 'strided'"),
     ],

@@ -340,9 +340,8 @@ class LocalSteps(ABC):
         table = self._group.gather_numbers([_signed(number) for number in state.values()])
         for what, column in zip(state, table.T, strict=True):
             if (odd := _odd_ones(column.tolist())) is not None:
-                self._fail_apart(
-                    odd, f"{what} differ before round {self.round + 1}", "load one checkpoint on all ranks"
-                )
+                remedy = "give all ranks the same ones" if what == "options" else "load one checkpoint on all ranks"
+                self._fail_apart(odd, f"{what} differ before round {self.round + 1}", remedy)
 
     def _report(self, brought: _Brought, digest: str) -> LocoReport:
         elements, sent, ways, work = self._masters.elements, brought.sent, brought.ways, brought.work
