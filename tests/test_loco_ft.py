@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from blake3 import blake3
 from test_loco_ranks import Model, adam, bits, inner_step, seen, trainable
 
 import pulse_rl as pulse
+from pulse_rl.loco import payload
 from pulse_rl.loco.group import Group
 
 EVERY = 2
@@ -29,7 +31,7 @@ def work(number: int, lighthouse: str, pipe: Connection) -> None:
     while (options := pipe.recv()) is not None:
         try:
             take_part(number, lighthouse, pipe, options)
-        except pulse.PulseError as error:
+        except (pulse.PulseError, FloatingPointError) as error:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
@@ -45,7 +47,12 @@ def take_part(number: int, lighthouse: str, pipe: Connection, options: dict[str,
         with pulse.PulseLoCo(model, optimizer, process_group=members, **{"sync_every": EVERY, **options}) as loco:
             pipe.send(("joined", loco.round, bits(trainable(model)), residual(loco)))
             while (dies := pipe.recv()) is not None:
-                if dies:
+                if dies == "spoil":
+                    spoil()
+                elif dies == "nan":
+                    with torch.no_grad():
+                        model.b[0] = torch.nan
+                elif dies:
                     die(*dies)
                 first = loco.round * EVERY
                 for step in range(first, first + EVERY):
@@ -69,6 +76,17 @@ def die(owner: type, name: str, call: int) -> None:
         return real(*arguments, **options)
 
     setattr(owner, name, instead)
+
+
+def spoil() -> None:
+    """Payloads of this process lose their last byte."""
+    whole = payload.encode
+
+    def encode(*arguments: Any, **named: Any) -> bytes:
+        data = whole(*arguments, **named)[payload.HASH : -1]
+        return blake3(data).digest(payload.HASH) + data
+
+    payload.encode = encode
 
 
 class World:
@@ -233,6 +251,26 @@ def test_trainers_die_and_join(world: World) -> None:
     world.tell((pulse.Membership, "agree", 1), 2)
     check(world.round(1), [1, 2])
     check(world.round(1), [1])
+
+
+def test_the_one_that_sends_what_nobody_can_read_goes(world: World) -> None:
+    """So does one whose numbers are none: the others exchange the round again without it, and none of them goes."""
+    world.start(0, 1, 2)
+    orders: tuple[Any, ...] = ({}, "enter")
+    for order in orders:
+        world.tell(order, 0, 1, 2)
+        for number in (0, 1, 2):
+            world.hear(number)
+    world.tell("spoil", 2)
+    answers = world.round(0, 1)
+    assert world.hear(2).startswith("BlamedError: rank ")
+    theta, kept = naive([[0, 1]])[-1]
+    for number in (0, 1):
+        assert answers[number] == (2, 1, theta, kept[number])
+    world.tell("nan", 1)
+    ((workers, rounds, *_),) = world.round(0).values()
+    assert (workers, rounds) == (1, 2)
+    assert world.hear(1).startswith("FloatingPointError: rank 1, round 2")
 
 
 def test_a_checkpoint_is_each_trainers_own(world: World) -> None:

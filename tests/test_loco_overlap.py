@@ -107,7 +107,6 @@ def keep_going(group: Any, rank: int, size: int, folder: str) -> tuple[int, int]
                 with pytest.raises(RuntimeError, match="found round 1: call it 1 inner steps later"):
                     loco.state_dict()
         assert loco.report is not None
-        assert loco.report.stalled_s < loco.report.total_s or rank == 1  # no step waited for rank 1
         return loco.round, loco.inner_steps
 
 
@@ -272,10 +271,11 @@ def test_what_one_rank_cannot_read_is_an_error_on_all_at_once(
     """Whoever finds it says whose payload it was; the others say who found it, and nobody waits for a timeout."""
     for rank, (said, untouched) in enumerate(good(ranks(break_payload, 3, way, overlap, broken))):
         if rank in find:
-            assert said.startswith("PatchFormatError: rank 1: payload: expected"), said
+            assert said.startswith("BrokenPayloadError: rank 1: payload: expected"), said
         else:
-            assert said.startswith(f"ExchangeError: rank {find[0]} could not go on"), said
-            assert "(PatchFormatError: rank 1: payload: expected" in said
+            kind = "BlamedError" if rank == 1 else "ExchangeError"
+            assert said.startswith(f"{kind}: rank {find[0]} could not go on"), said
+            assert "(BrokenPayloadError: rank 1: payload: expected" in said
         assert untouched
     # The ranks are still together.
     assert len({reports[-1].digest for _, reports in good(ranks(train, 3, "PulseLoCo", 4, 2, {}))}) == 1

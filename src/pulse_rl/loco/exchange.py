@@ -26,13 +26,28 @@ from pulse_rl.kernels import cpu, loco
 from pulse_rl.kernels.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.group import Group
+from pulse_rl.loco.group import Group, could_not_go_on
 from pulse_rl.loco.payload import Span
 from pulse_rl.parallel import ordered_map
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 ACCOUNT = 4000  # bytes of what a rank that cannot go on tells the others
+
+
+EXPONENT = np.uint32(0x7F800000)  # of an infinity or NaN, all ones
+
+
+class BrokenPayloadError(PatchFormatError):
+    """A payload that cannot be read. rank: whose it is."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class BlamedError(ExchangeError):
+    """Another rank could not read this one's payload."""
 
 
 class Mean(NamedTuple):
@@ -86,7 +101,8 @@ def gather(
     group: Group, sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype: str, work: Work
 ) -> list[Mean]:
     """Every rank gets every payload."""
-    mine = payload.encode(sends, spans, gate, value_dtype)
+    with _own(group, 1):
+        mine = payload.encode(sends, spans, gate, value_dtype)
     work.spent("encode")
     found = group.gather(mine, payload.limit(spans))
     work.spent("exchange")
@@ -104,9 +120,11 @@ def split(
 ) -> list[Mean]:
     """Every rank adds up its own range of segments."""
     ranges = owned(spans, group.size)
-    pieces = [
-        payload.encode([sends[i] for i in r], [spans[i] for i in r], gate, value_dtype) if r else b"" for r in ranges
-    ]
+    with _own(group, group.size):
+        pieces = [
+            payload.encode([sends[i] for i in r], [spans[i] for i in r], gate, value_dtype) if r else b""
+            for r in ranges
+        ]
     work.spent("encode")
     limit = payload.limit(spans)
     found = group.swap(pieces, limit)
@@ -161,26 +179,38 @@ def dense(group: Group, values: F32, work: Work) -> F32:
 
 
 @contextmanager
+def _own(group: Group, numbers: int) -> Iterator[None]:
+    """Work of this rank alone, before a `gather` or `swap`: where it fails the others learn of it there."""
+    try:
+        yield
+    except Exception:
+        group.give_up(numbers)
+        raise
+
+
+@contextmanager
 def together(group: Group) -> Iterator[None]:
     """Each rank does its own work, without collectives; then all know whether one could not. A collective.
 
-    Raises what was raised here, and ExchangeError, naming the rank and its error, on all ranks that were fine.
+    Raises what was raised here, and ExchangeError, naming the rank and its error, on all ranks that were fine; on one
+    whose payload was broken it is a BlamedError.
     """
     mine: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         mine = error
-    account = f"{type(mine).__name__}: {mine}"[: ACCOUNT // 4].encode() if mine else b""
-    told = group.gather(account, ACCOUNT)
+    blamed = mine.rank if isinstance(mine, BrokenPayloadError) else -1
+    account = f"{blamed} {type(mine).__name__}: {mine}"[: ACCOUNT // 4].encode() if mine else b""
+    told = [bytes(one).decode(errors="replace") for one in group.gather(account, ACCOUNT)]
     if mine is not None:
         raise mine
-    for rank, failed in enumerate(told):
-        if failed:
-            raise ExchangeError(
-                f"rank {rank} could not go on, so no rank does; the shared weights are those of the last whole round: "
-                f"start the trainers again from their last checkpoint ({bytes(failed).decode(errors='replace')})"
-            )
+    failed = [(rank, *one.partition(" ")) for rank, one in enumerate(told) if one]
+    for rank, accused, _, why in failed:
+        if accused == str(group.rank):
+            raise BlamedError(could_not_go_on(rank, why))
+    for rank, _, _, why in failed:
+        raise ExchangeError(could_not_go_on(rank, why))
 
 
 def owned(spans: Sequence[Span], ranks: int) -> list[range]:
@@ -214,6 +244,8 @@ def _means(
                 loco.add(total, *(sends[number] if decoders is None else decoders[number]()))
         np.divide(total, np.float32(group.size), out=total)
         changes = find_changes(np.zeros(size, np.uint32), total.view(np.uint32))
+        if (changes.values & EXPONENT == EXPONENT).any():
+            raise FloatingPointError("expected sums that float32 can hold, found an infinity in a mean pseudo-gradient")
         if 2 * len(changes.indices) > size:
             return Mean(None, total.copy())
         return Mean(changes.indices, changes.values.view(np.float32))
@@ -227,7 +259,7 @@ def _blamed(rank: int) -> Iterator[None]:
     try:
         yield
     except PatchFormatError as error:
-        raise PatchFormatError(f"rank {rank}: {error}") from error
+        raise BrokenPayloadError(rank, f"rank {rank}: {error}") from error
 
 
 def _sparse(mean: Mean) -> Sends:

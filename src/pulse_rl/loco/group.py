@@ -31,6 +31,8 @@ class Group:
             )
         self._group = process_group
         self.rank = dist.get_rank(process_group)
+        if self.rank < 0:
+            raise ExchangeError("process_group: expected one that this rank is in, found one that it is not")
         self.size = dist.get_world_size(process_group)
         nccl = "nccl" in str(dist.get_backend(process_group))
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
@@ -40,12 +42,19 @@ class Group:
         mine = torch.tensor(numbers, dtype=torch.int64)
         return self._gather(mine).reshape(self.size, -1)
 
+    def give_up(self, numbers: int) -> None:
+        """Take part in `gather` (of 1 number) or `swap` (of W) only to say that this rank cannot go on."""
+        self.gather_numbers([-1] * numbers)
+
     def gather_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """(W, k): the k values of each rank."""
         return self._gather(torch.from_numpy(values)).reshape(self.size, -1)
 
     def gather(self, data: bytes, limit: int) -> list[memoryview]:
-        """The bytes of each rank, padded to the longest on the way. Raises PatchFormatError if any has over `limit`."""
+        """The bytes of each rank, padded to the longest on the way.
+
+        Raises PatchFormatError if any has over `limit`, ExchangeError if one gave up.
+        """
         lengths = self.gather_numbers([len(data)])[:, 0]
         _check(lengths, limit)
         padded = np.zeros(int(lengths.max()), np.uint8)
@@ -85,10 +94,18 @@ class Group:
 
 def _check(lengths: NDArray[np.int64], limit: int) -> None:
     for rank, row in enumerate(lengths.reshape(len(lengths), -1)):
-        if row.min() < 0 or row.max() > limit:
-            raise PatchFormatError(
-                f"rank {rank}: expected payloads of at most {limit} bytes, found {row.min()} to {row.max()}"
-            )
+        if row.min() < 0:
+            raise ExchangeError(could_not_go_on(rank, "its own error says why"))
+        if row.max() > limit:
+            raise PatchFormatError(f"rank {rank}: expected payloads of at most {limit} bytes, found {row.max()}")
+
+
+def could_not_go_on(rank: int, why: str) -> str:
+    """What the others are told of a rank whose error ended the round."""
+    return (
+        f"rank {rank} could not go on, so no rank does; the shared weights are those of the last whole round: start "
+        f"the trainers again from their last checkpoint ({why})"
+    )
 
 
 @contextmanager
@@ -101,6 +118,7 @@ def lost() -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         first = str(error).strip().splitlines()[0]
         raise ExchangeError(
-            "the exchange between trainers failed, a worker is lost or the network is; the shared weights are those of "
-            f"the last whole round: start the trainers again from their last checkpoint ({first})"
+            "the exchange between trainers failed: a worker or the network is lost, or one took fewer inner steps than "
+            "the others; the shared weights are those of the last whole round: start the trainers again from their "
+            f"last checkpoint ({first})"
         ) from error

@@ -7,6 +7,7 @@ tensor, and fragments are runs of segments that are exchanged together, so that 
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,8 @@ class Masters:
     """θ, momentum and residual of the trainable parameters of one trainer.
 
     parameters: name → parameter, each once. kept: whether there is a residual. Raises TypeError for a parameter that
-    is not float32, and for one that is sharded or otherwise no dense tensor.
+    is not float32, and for one that is sharded or otherwise no dense tensor; ValueError for parameters whose memory
+    overlaps.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, kept: bool) -> None:
@@ -98,6 +100,13 @@ class Masters:
         """θ becomes what the live parameters are."""
         for segment in self.segments:
             segment.shared[:] = self.live(segment)
+
+    def equal(self) -> bool:
+        """Whether θ has the live parameters' bits."""
+        return all(
+            np.array_equal(segment.shared.view(np.uint32), self.live(segment).view(np.uint32))
+            for segment in self.segments
+        )
 
     def put(self) -> None:
         """The live parameters become θ."""
@@ -167,4 +176,13 @@ def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
                 f"parameter {name!r}: expected float32, found {parameter.dtype}: in a narrower dtype the "
                 "pseudo-gradient would hold rounding error; keep float32 masters and compute under autocast"
             )
-    return layout(parameters)
+    live = layout(parameters)
+    extents = sorted((bits.extent, name) for name, bits in live.items() if bits.size)
+    odd = [name for name, bits in live.items() if not bits.writable]
+    odd += [b for ((where, _, stop), _), ((there, start, _), b) in pairwise(extents) if where == there and start < stop]
+    if odd:
+        raise ValueError(
+            f"expected parameters with memory of their own, found {', '.join(odd[:8])} in that of another or expanded: "
+            "what is written to one element would change others"
+        )
+    return live

@@ -94,6 +94,8 @@ class Membership(Alone):
         self._lighthouse = lighthouse
         self._timeout = timedelta(seconds=timeout)
         self._id = f"{name}:{uuid.uuid4()}"  # a trainer that is started again is another one
+        self._joined: Counters | None = None
+        self._closed = False
         self._agreed = ""  # the group of which this trainer has the state
         self._ids: list[str] = []  # the members of the group, by rank
         self._rendezvous = ""  # where it is to be formed; "" once it stands
@@ -133,6 +135,7 @@ class Membership(Alone):
     def close(self) -> None:
         """Leave: the others go on without this trainer."""
         self._leave()
+        self._closed = True
         self._server.shutdown()
 
     def join(self, trainer: Counters, masters: Masters, options: str, compare: Callable[[], None]) -> None:
@@ -141,6 +144,12 @@ class Membership(Alone):
         options: a hash of what has to be the same on all. compare: a collective that raises if states differ.
         Raises as `agree` does.
         """
+        if self._closed or self._joined not in (None, trainer):
+            raise ExchangeError(
+                f"{self.name}: expected an open Membership of one PulseLoCo or DiLoCo, found one that is "
+                f"{'closed' if self._closed else 'of another already'}: make one for each"
+            )
+        self._joined = trainer
         self._trainer, self._masters, self._options, self._compare = trainer, masters, options, compare
         self._meet(arrived=False)
         self.settle(compare)

@@ -31,24 +31,25 @@ failed, and all commit it or none. Buffers (running statistics, say) are not sha
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from blake3 import blake3
 
 from pulse_rl import digests
-from pulse_rl.errors import ExchangeError, IntegrityError
-from pulse_rl.loco import checkpoint
-from pulse_rl.loco.exchange import Mean, Work
+from pulse_rl.errors import ExchangeError
+from pulse_rl.loco import agreement, checkpoint
+from pulse_rl.loco.exchange import BlamedError, BrokenPayloadError, Mean, Work
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.group import Group
+from pulse_rl.loco.group import Group, could_not_go_on
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.membership import Alone, Membership
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.parallel import ordered_map, submit
+
+CANNOT = -2  # in place of the first segment that holds no numbers: the rank cannot go on
 
 
 class _Brought(NamedTuple):
@@ -103,6 +104,12 @@ class LocalSteps(ABC):
                 "expected every trainable parameter in the inner optimizer, found "
                 + (f"{len(missing)} that are not: {', '.join(missing[:8])}" if missing else "none that is trainable")
             )
+        own = {id(p) for p in model.parameters()}
+        if strangers := len(stepped - own):
+            raise ValueError(
+                f"expected the model's parameters alone in the inner optimizer, found {strangers} others, which no "
+                "round would share: make them the model's, or give them an optimizer of their own"
+            )
         self.sync_every = sync_every
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
@@ -119,6 +126,7 @@ class LocalSteps(ABC):
         self._masters = Masters(parameters, kept=self._KEPT)
         self._hook: Any = None
         self._broken = False
+        self._loaded = False  # and not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
         self._underway: Future[_Brought] | None = None
         self._ends_at = 0  # inner steps
@@ -141,19 +149,27 @@ class LocalSteps(ABC):
 
         With a Membership: wait for the others' round to end, and join them with their θ, momentum and counters.
 
-        Raises IntegrityError, naming the ranks, if their parameters, momenta, counters or options differ.
+        Raises IntegrityError, naming the ranks, if their parameters, momenta, counters or options differ, ValueError if
+        the parameters are not those of the state that was loaded, ExchangeError after a round that failed.
         """
         if self._hook is not None:
             raise RuntimeError("this context is entered already")
+        self._refuse_broken()
         self._follow()
         if self.inner_steps == 0:
+            if self._loaded and not self._masters.equal():
+                raise ValueError(
+                    "expected the parameters that load_state_dict left, found others: load the model before this state"
+                )
             self._masters.take()
+        self._loaded = False
         options = blake3(repr((type(self).__name__, self.sync_every, self._options(), self._masters.shapes)).encode())
         if self._members is not None:
-            self._members.join(self, self._masters, options.hexdigest(8), lambda: self._compare({}))
+            self._members.join(self, self._masters, options.hexdigest(8), self._compare)
         else:
-            own = {"inner steps since the last round": self.inner_steps, "options": int(options.hexdigest(8), 16)}
-            self._compare(own)
+            self._compare()
+            same = {"options differ": int(options.hexdigest(8), 16)}
+            agreement.compare(self._group, same, f"before round {self.round + 1}", "give all ranks the same ones")
         self._hook = self._inner.register_step_post_hook(self._stepped)
         return self
 
@@ -195,6 +211,7 @@ class LocalSteps(ABC):
             raise RuntimeError("load_state_dict: expected a call before the context is entered, found it entered")
         self._follow()
         checkpoint.load_state_dict(self, self._masters, self._saved_as, state)
+        self._loaded = True
 
     def sync(self) -> LocoReport:
         """One round, now, or the end of the one that is under way. A collective, called by the inner steps.
@@ -204,8 +221,14 @@ class LocalSteps(ABC):
         that of the round before in all three), and IntegrityError if the ranks' θ differ after the round.
         """
         clock = time.perf_counter()
-        self._follow()
-        brought = self._collect(self.inner_steps, self._claim()) if self._underway is None else self._landed()
+        if self._members is not None and self._hook is None:
+            raise RuntimeError("sync: expected a call within the context, where the other trainers are known")
+        if self._underway is None:
+            self._follow()
+            brought = self._collect(self.inner_steps, self._claim())
+        else:
+            brought = self._landed()
+            self._follow()
         work = brought.work
         work.start()
         committing = submit(self._thread, self._commit, brought)
@@ -245,10 +268,13 @@ class LocalSteps(ABC):
 
     def _claim(self) -> Work:
         """A round begins; if it does not come to its end, there is no other."""
-        if self._broken:
-            raise ExchangeError("an earlier round failed: start the trainers again from their last checkpoint")
+        self._refuse_broken()
         self._broken = True
         return Work()
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise ExchangeError("an earlier round failed: start the trainers again from their last checkpoint")
 
     def _begin(self) -> None:
         """Have a thread collect a round while inner steps go on."""
@@ -271,15 +297,20 @@ class LocalSteps(ABC):
 
     def _collect(self, steps: int, work: Work) -> _Brought:
         """Exchange what this rank has to send, until all have all of it; changes nothing."""
-        sends, broken = self._find()
+        try:
+            sends, broken = self._find()
+        except Exception:
+            self._group.gather_numbers([CANNOT] * (1 + len(self._masters.fragments)))
+            raise
         work.spent("gate")
         counts = self._counts(sends)
         while True:
             found: tuple[list[str], list[Mean]] | None = None
             try:
                 found = self._gather(sends, counts, broken, work)
-            except ExchangeError:
-                if self._members is None:
+            except (ExchangeError, BrokenPayloadError) as error:
+                # Where trainers come and go, the one whose payload is broken goes, and the others exchange again.
+                if self._members is None or isinstance(error, BlamedError):
                     raise
             workers = self._group.size
             if self._members is not None and not self._members.agree(arrived=found is not None):
@@ -311,11 +342,15 @@ class LocalSteps(ABC):
         table = self._group.gather_numbers([broken, *counts])
         work.spent("exchange")
         for rank, number in enumerate(table[:, 0].tolist()):
+            if number == CANNOT:
+                raise ExchangeError(could_not_go_on(rank, "its own error says why"))
             if number >= 0:
-                raise FloatingPointError(
+                message = (
                     f"rank {rank}, round {self.round + 1}: expected finite numbers in the pseudo-gradient of "
                     f"{masters.segments[number].name!r}, found an infinity or NaN"
                 )
+                alone = self._members is not None and rank != self._group.rank  # it goes, and the others go on
+                raise ExchangeError(message) if alone else FloatingPointError(message)
         means: list[Mean] = []
         ways = []
         for fragment, column in zip(masters.fragments, table[:, 1:].T.tolist(), strict=True):
@@ -326,22 +361,18 @@ class LocalSteps(ABC):
 
     def _prove(self, total: int) -> None:
         """Make sure that all ranks hold the same θ, of this digest, after a round. A collective."""
-        column = self._group.gather_numbers([_signed(total)])[:, 0].tolist()
-        if (odd := _odd_ones(column)) is not None:
-            self._fail_apart(odd, f"θ differs after round {self.round}", "start again from the last checkpoint")
+        remedy = "start again from the last checkpoint"
+        agreement.compare(self._group, {"θ differs": total}, f"after round {self.round}", remedy)
 
-    def _compare(self, own: dict[str, int]) -> None:
-        """Make sure that all ranks hold the same state, and the same of these numbers, before a round. A collective."""
+    def _compare(self) -> None:
+        """Make sure that all ranks hold the same state before a round. A collective."""
         state = {
-            "parameters": self._masters.digest(),
-            "outer momentum": self._masters.momentum_digest(),
-            "rounds done": self.round,
-        } | own
-        table = self._group.gather_numbers([_signed(number) for number in state.values()])
-        for what, column in zip(state, table.T, strict=True):
-            if (odd := _odd_ones(column.tolist())) is not None:
-                remedy = "give all ranks the same ones" if what == "options" else "load one checkpoint on all ranks"
-                self._fail_apart(odd, f"{what} differ before round {self.round + 1}", remedy)
+            "parameters differ": self._masters.digest(),
+            "outer momentum differs": self._masters.momentum_digest(),
+            "rounds done differ": self.round,
+            "inner steps since the last round differ": self.inner_steps,
+        }
+        agreement.compare(self._group, state, f"before round {self.round + 1}", "load one checkpoint on all ranks")
 
     def _report(self, brought: _Brought, digest: str) -> LocoReport:
         elements, sent, ways, work = self._masters.elements, brought.sent, brought.ways, brought.work
@@ -360,13 +391,6 @@ class LocalSteps(ABC):
             **{f"{part}_s": work.seconds[part] for part in ("gate", "encode", "exchange", "decode", "outer")},
         )
 
-    def _fail_apart(self, odd: list[int], what: str, remedy: str) -> NoReturn:
-        who = ", ".join(map(str, odd))
-        raise IntegrityError(
-            f"{what}: rank{'s' if len(odd) > 1 else ''} {who} of {self._group.size} "
-            f"{'are' if len(odd) > 1 else 'is'} not like the others: {remedy}"
-        )
-
     def _options(self) -> tuple[object, ...]:
         """All that has to be the same on all ranks, beside the state."""
         return (self.outer_lr, self.outer_momentum, self.overlap)
@@ -382,17 +406,3 @@ class LocalSteps(ABC):
     @abstractmethod
     def _exchange(self, fragment: range, sends: list[Sends], counts: list[int], work: Work) -> tuple[str, list[Mean]]:
         """Exchange a fragment; returns the way it went and the mean of each segment. counts: of each rank."""
-
-
-def _signed(number: int) -> int:
-    """An unsigned 64-bit number as the signed one that a tensor can hold."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _odd_ones(values: list[int]) -> list[int] | None:
-    """The ranks that are not like most (of two equally many, not like rank 0's); None if all agree."""
-    counts = Counter(values)
-    if len(counts) == 1:
-        return None
-    most = counts.most_common(1)[0][0]
-    return [rank for rank, value in enumerate(values) if value != most]
