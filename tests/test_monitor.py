@@ -127,6 +127,18 @@ def test_an_optimizer_is_followed(named: bool) -> None:
     assert [step for _, step in found] == [1, 2]
 
 
+def test_groups_with_the_same_names_are_all_looked_at() -> None:
+    """A policy and a critic in one optimizer, as PPO has them: each has a weight and a bias."""
+    policy, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)
+    groups: Any = [{"params": list(model.named_parameters())} for model in (policy, critic)]
+    monitor = SparsityMonitor(torch.optim.SGD(groups, lr=1.0))
+    with torch.no_grad():
+        critic.weight += 1
+    found = monitor.step()
+    assert found is not None
+    assert (found.elements, found.changed) == (15 + 10, 8)
+
+
 def test_every_third_step_counts_three_together(tmp_path: Path) -> None:
     """Against the bits of three steps before; the file has a whole line for each look as soon as it is made."""
     model = Tiny()

@@ -199,15 +199,14 @@ def _weights(target: Any) -> Layout:
     """The live weights, cast as they are read."""
     if isinstance(target, torch.nn.Module):
         return layout(target, CAST)
-    return layout(
-        {
-            name: parameter
-            for number, group in enumerate(target.param_groups)
-            for place, parameter in enumerate(group["params"])
-            for name in [group["param_names"][place] if "param_names" in group else f"group{number}.{place}"]
-        },
-        CAST,
-    )
+    named: dict[str, torch.Tensor] = {}
+    for number, group in enumerate(target.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = group["param_names"][place] if "param_names" in group else str(place)
+            if name in named or "param_names" not in group:  # a policy and a critic can have the same names
+                name = f"group{number}.{name}"
+            named[name] = parameter
+    return layout(named, CAST)
 
 
 def _copy(live: Layout) -> Layout:
