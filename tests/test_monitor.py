@@ -104,6 +104,18 @@ def test_distances_are_in_neighbouring_values() -> None:
     assert found.mean_distance == pytest.approx((1 + 5 + 7) / 3)  # −0 and +0 are two values
 
 
+def test_far_distances_add_up() -> None:
+    """Four whole numbers that move by 2^62 each: together more than 64 bits hold."""
+    model = torch.nn.Module()
+    seen = torch.zeros(4, dtype=torch.int64)
+    model.register_buffer("seen", seen)
+    monitor = SparsityMonitor(model)
+    seen += 2**62
+    found = monitor.step()
+    assert found is not None
+    assert found.mean_distance == 2.0**62
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_an_optimizer_is_followed(named: bool) -> None:
     """Without a call, over its own parameters, by kind if they have names; until the monitor is closed."""

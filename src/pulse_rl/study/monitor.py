@@ -76,7 +76,7 @@ class _Seen(NamedTuple):
     elements: int
     changed: int
     by_one: int
-    ulps: int
+    ulps: float  # a sum that 64 bits may not hold: of whole numbers a distance can be 2^63
 
 
 class SparsityMonitor:
@@ -168,7 +168,8 @@ class SparsityMonitor:
             changes = find_changes(old, new)
             sizes = moves.moves(old[changes.indices], changes.values, field(bits.dtype)).sizes
             bits.scatter(start, changes.indices, changes.values)
-            return _Seen(kind(name), stop - start, len(sizes), int((sizes == 1).sum()), int(sizes.sum()))
+            by_one, ulps = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
+            return _Seen(kind(name), stop - start, len(sizes), by_one, ulps)
 
         work = ((name, *piece) for name, bits in self._baseline.items() for piece in digests.segments(bits.size))
         seen = list(ordered_map(look, work))
