@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -185,6 +187,19 @@ def test_a_parameter_whose_memory_is_exchanged_is_still_seen() -> None:
         assert found.changed == 64
 
 
+def test_a_step_may_be_numbered_by_numpy(tmp_path: Path) -> None:
+    """What is no whole number is refused before the look, so that no change is lost."""
+    model = torch.nn.Linear(2, 2)
+    monitor = SparsityMonitor(model, path=tmp_path / "sparsity.jsonl")
+    with torch.no_grad():
+        model.weight += 1
+    with pytest.raises(TypeError, match="float"):
+        monitor.step(4.5)  # type: ignore[arg-type]
+    monitor.step(np.int64(5))  # type: ignore[arg-type]
+    line = json.loads((tmp_path / "sparsity.jsonl").read_text())
+    assert (line["since"], line["step"], line["changed"]) == (0, 5, 4)
+
+
 def test_a_baseline_takes_two_bytes_an_element() -> None:
     monitor = SparsityMonitor(Tiny())
     assert monitor._baseline.nbytes == 2 * (monitor._baseline.elements - 1) + 8  # the whole number is as it is
@@ -201,6 +216,10 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         SparsityMonitor(model, path=tmp_path / "file" / "sparsity.jsonl")
+    wrapping: Any = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match="found AcceleratedOptimizer, which wraps one: give the one it wraps"):
+        SparsityMonitor(wrapping)
+    SparsityMonitor(wrapping.optimizer).close()
     monitor = SparsityMonitor(model)
     model.mlp = torch.nn.Linear(3, 4)
     with pytest.raises(pulse.BaseMismatchError, match="SparsityMonitor: the tensors differ.*mlp.weight") as caught:

@@ -11,6 +11,7 @@ density of the patch that would be sent. The monitor holds the last look's bits 
 ones are cast and compared segment by segment, and only what has changed is written to the baseline.
 """
 
+import operator
 import os
 import time
 from collections.abc import Callable
@@ -123,15 +124,21 @@ class SparsityMonitor:
             self._path.open("ab").close()  # what cannot be written is found out before the first step
         self._hook = None
         if isinstance(target, torch.optim.Optimizer):
-            self._hook = target.register_step_post_hook(self._stepped)
+            try:
+                self._hook = target.register_step_post_hook(self._stepped)
+            except AttributeError:  # Accelerate's, whose constructor is not torch's
+                raise TypeError(
+                    f"target: expected a torch optimizer that calls hooks, found {type(target).__name__}, which wraps "
+                    "one: give the one it wraps (Accelerate: optimizer.optimizer)"
+                ) from None
 
     def step(self, number: int | None = None) -> Sparsity | None:
         """Take note of an optimizer step; returns what the look found, None where it was not its turn.
 
-        number: of the step, the one after the last if not given. Raises BaseMismatchError if there are other tensors
-        than before.
+        number: of the step, a whole number; the one after the last if not given. Raises TypeError for another number,
+        BaseMismatchError if there are other tensors than before.
         """
-        self._step = self._step + 1 if number is None else number
+        self._step = self._step + 1 if number is None else operator.index(number)  # NumPy's cannot be written as JSON
         if self._step % self._every:
             return None
         found = self._look()
