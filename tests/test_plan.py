@@ -209,6 +209,7 @@ def test_the_docs_show_what_the_command_prints(run: Run) -> None:
         (("--bandwidth", "200Mb"), "bandwidth: expected a number and its unit (bit, kbit, Mbit"),
         (("--bandwidth", "0bit"), "bandwidth: expected more than 0, found 0"),
         (("--compute", "1e999"), "compute: expected a number and its unit"),
+        (("--params", "1e308T"), "params: expected a number and its unit"),
         (("--density", "120%"), "density: expected a fraction above 0, at most 1, found 1.2"),
         (("--loco-density", "0"), "loco_density: expected a fraction above 0, at most 1, found 0"),
     ],

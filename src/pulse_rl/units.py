@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(.*?)\s*", re.ASCII)
 def parse(text: str, units: Mapping[str, float], what: str) -> float:
     """A number with one of these units: parse("200Mbit", BANDWIDTHS, …) is 2e8. Raises ValueError naming `what`."""
     found = _NUMBER.fullmatch(text)
-    if found is None or found[2] not in units or math.isinf(float(found[1])):
+    if found is None or found[2] not in units or math.isinf(float(found[1]) * units[found[2]]):
         known = ", ".join(unit or "none" for unit in units)
         raise ValueError(f"{what}: expected a number and its unit ({known}), found {text!r}")
     return float(found[1]) * units[found[2]]
