@@ -183,7 +183,10 @@ def test_people_get_tables(run: Run) -> None:
     assert code == 0
     for word in ("14 GB", "8.2%", "20.2 Gbit/s", "direct to 32", "pulseloco", "a round of 8 steps"):
         assert word in out
-    assert "trainers" not in run(*ASKED[:6])[1]
+    one = run(*ASKED[:6])[1]
+    assert "to 1 rollout worker\n" in one
+    assert "trainers" not in one
+    assert "direct" not in one  # nor is there such a column
 
 
 def test_the_docs_show_what_the_command_prints(run: Run) -> None:

@@ -60,7 +60,7 @@ def _print(plan: Plan) -> None:
         {
             "model": f"{plan.params:,} parameters, {units.nbytes(2 * plan.params)} of BF16",
             "version": f"every {units.seconds(plan.compute_s)} of compute, {plan.density:.3g} of the elements changed",
-            "links": f"{units.bandwidth(plan.bandwidth)} each way, to {plan.workers} rollout workers",
+            "links": f"{units.bandwidth(plan.bandwidth)} each way, to {plan.workers} rollout worker{'s' * several}",
         }
     )
     columns = ["weights", "a version", "smaller", "over a link", "GPU use", "90 % needs", "coding", "full is sooner"]
@@ -86,11 +86,11 @@ def _print(plan: Plan) -> None:
         rows.append(row)
     output.write("\n")
     output.table(columns, rows)
-    output.write(
-        "\nThrough a store the trainer's link carries a version once and each worker's once, however many there are; "
-        "direct,\nthe trainer's carries it once for every worker. `coding` is one thread's, on top; `full is sooner` "
-        "counts it.\n"
+    through = (
+        "Through a store the trainer's link carries a version once and each worker's once, however many there are; "
+        "direct,\nthe trainer's carries it once for every worker. "
     )
+    output.write(f"\n{through * several}`coding` is one thread's, on top; `full is sooner` counts it.\n")
     if plan.rounds:
         output.write("\n")
         steps = f"a round of {plan.sync_every} steps"
