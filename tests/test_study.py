@@ -412,6 +412,8 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
         ("model.embed_tokens.weight", "embedding", None),
         ("model.norm.weight", "norm", None),
         ("lm_head.weight", "head", None),
+        ("v_head.summary.weight", "head", None),
+        ("module.output_layer.weight", "head", None),
         ("transformer.h.7.attn.c_attn.weight", "attention", 7),
         ("transformer.h.7.mlp.c_fc.weight", "mlp", 7),
         ("transformer.h.7.ln_1.weight", "norm", 7),

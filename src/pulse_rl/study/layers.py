@@ -9,7 +9,7 @@ _KINDS = (
     ("expert", r"experts?(\.|_|$)"),
     ("attention", r"attn|attention|query_key_value|[qkvo]_proj|qkv"),
     ("mlp", r"mlp|feed_forward|ffn|gate_proj|up_proj|down_proj|(^|\.)(fc|c_fc)\d?(\.|$)"),
-    ("head", r"lm_head|embed_out|score|(^|\.)(head|output)(\.|$)"),
+    ("head", r"lm_head|embed_out|score|(^|\.)(\w+_head|head|output|output_layer)(\.|$)"),  # v_head: a critic's
     ("embedding", r"embed|wte|wpe"),
 )
 _DEPTH = r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)"
