@@ -177,6 +177,17 @@ def test_every_third_step_counts_three_together(tmp_path: Path) -> None:
     assert (last["step"], last["since"], last["changed"], last["neighbours"], last["mean_distance"]) == (8, 7, 0, 0, 0)
 
 
+def test_a_line_that_was_cut_off_stays_one_line(tmp_path: Path) -> None:
+    """As where a disk was full: the run that goes on begins a line of its own."""
+    path = tmp_path / "sparsity.jsonl"
+    path.write_bytes(b'{"step":1}\n{"step":2,"si')
+    for step in (2, 3):
+        SparsityMonitor(torch.nn.Linear(2, 2), step=step, path=path).step()
+    first, torn, *rest = path.read_text().splitlines()
+    assert (first, torn) == ('{"step":1}', '{"step":2,"si')
+    assert [json.loads(line)["step"] for line in rest] == [3, 4]
+
+
 def test_a_parameter_whose_memory_is_exchanged_is_still_seen() -> None:
     model = torch.nn.Linear(8, 8)
     monitor = SparsityMonitor(model)

@@ -121,7 +121,9 @@ class SparsityMonitor:
             raise ValueError("target: expected weights, found none: make the monitor when the parameters are there")
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.open("ab").close()  # what cannot be written is found out before the first step
+            with self._path.open("ab") as file:  # what cannot be written is found out before the first step
+                if self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n"):
+                    file.write(b"\n")  # a line that was cut off must not take the next one with it
         self._hook = None
         if isinstance(target, torch.optim.Optimizer):
             try:
