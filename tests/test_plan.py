@@ -89,7 +89,7 @@ def test_what_pulseloco_sends_is_what_was_measured() -> None:
     rows = re.findall(
         r"\| ([\d.]+)% \| [\d.]+ MB \| [\d.,]+ × \| [\d.,]+ × \| ([\d.]+) \|", (ROOT / "bench/README.md").read_text()
     )
-    assert len(rows) == 6
+    assert len(rows) == 13
     for density, found in rows:
         assert bits(SENT, float(density) / 100) / float(density) * 100 == pytest.approx(float(found), rel=0.06)
 

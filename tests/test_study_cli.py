@@ -77,6 +77,12 @@ def test_without_a_learning_rate_nothing_is_predicted(capsys: pytest.CaptureFixt
     assert all((row.predicted, row.highest, row.rate) == (None, None, None) for row in found.exponents)
 
 
+def test_a_runs_own_page_is_not_replaced(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    code, _, err = call(capsys, run.directory, "-o", run.directory)
+    assert code == 2
+    assert "found the run" in err
+
+
 def test_the_report_is_written_and_told(capsys: pytest.CaptureFixture[str], run: Run, tmp_path: Path) -> None:
     out = tmp_path / "new" / "study"
     code, printed, err = call(capsys, run.directory, "-o", out)

@@ -76,6 +76,10 @@ def study(
 
     with ExitStack() as stack:
         with output.checking():
+            if out is not None and _is_run(str(out)):
+                raise ValueError(
+                    f"output: expected a directory of its own, found the run {out}, whose {PAGE} it would replace"
+                )
             if html and out is None:
                 raise ValueError(f"html: expected with -o DIR, where {PAGE} is written")
             settings = _settings(targets, lr, betas)
@@ -198,7 +202,7 @@ def _print(report: Report) -> None:
         mean = sum(one.density for one in predictions) / len(predictions)
         facts["by theory"] = f"{mean:.4%}, {mean / max(report.density.mean, 1e-300):.2f} of what was measured"
         rates = [step.rate for step in report.steps if step.rate is not None]
-        if rates:
+        if rates and report.stride == 1:
             facts["Adam's ratio"] = f"{sum(rates) / len(rates):.3f} the mean |m̂ / √v̂|, as measured"
     output.facts(facts)
     for note in report.notes:

@@ -17,7 +17,7 @@ VERSION = Axis("version (optimizer step)", whole=True)
 DENSITY = Axis("density: changed in a step", FRACTION, zero=True)
 EXPONENT = Axis("exponent e: |w| from 2^e to 2^(e+1)", whole=True)
 MEASURED, PREDICTED, SPREAD = "measured", "predicted", "masters anywhere"
-FITTED, HIGHEST = "by the measured rate", "upper bound"
+FITTED, HIGHEST = "by the measured rate", "farthest moves"
 
 
 def sparsity(report: Report) -> Plot:
@@ -49,7 +49,8 @@ def prediction(report: Report) -> Plot:
         "What theory expects of the sizes of the weights, the learning rate and Adam's betas. Predicted: gradients are "
         "independent noise and the masters were the BF16 weights themselves at step 0; nothing is fitted. Masters "
         "anywhere: they lie spread over the cells that round to their bits, as after many steps. By the measured rate: "
-        "as predicted, with moves as long as they were measured. Upper bound: the farthest that Adam can move at all.",
+        "as predicted, with moves as long as they were measured. Farthest moves: masters anywhere in their cells, "
+        "moved as far as Adam can.",
         spec if known else None,
     )
 

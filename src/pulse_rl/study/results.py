@@ -3,7 +3,7 @@
 Everything is counted on stored bits, exactly; what is predicted says so. The words:
 
 - a *version* is one of the states that were studied, by its number: the optimizer step, where that is known;
-- the *stride* is the smallest distance of two neighbouring versions. A *step* leads from a version to the one a stride
+- the *stride* is the commonest distance of two neighbouring versions. A *step* leads from a version to the one a stride
   later, and k steps to the one k strides later. Versions that lie otherwise are not compared;
 - *density* is changes / elements, *sparsity* is 1 − density; both are fractions, never per cent;
 - the *distance* of a change is how many places the new bits are from the old in the order of the dtype's values:
@@ -118,8 +118,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     # asked for, or without such tensors.
     precisions: dict[str, Visible]
     moved: float  # mean of |new − old| as values, over all elements of floating-point dtypes; what is not finite: 0
-    # Measured E[r], r the size of Adam's update ratio: mean |new − old| / lr / stride over the exponents at which that
-    # mean is 1 to 8 ULP. None without an lr or such exponents.
+    # How far masters have come, in learning rates a stride: mean |new − old| / lr / stride over the exponents at which
+    # that mean is 1 to 8 ULP. With a stride of 1 that is E[r], r the size of Adam's update ratio; with a larger one
+    # moves back and forth cancel. None without an lr or such exponents.
     rate: float | None
     prediction: Prediction | None  # None without an lr
 

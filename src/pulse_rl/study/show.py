@@ -159,7 +159,7 @@ def _exponents(report: Report) -> Table:
         "changed",
         "predicted",
         "anywhere",
-        "bound",
+        "farthest",
         "rate",
         "up",
     )

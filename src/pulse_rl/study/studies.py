@@ -91,7 +91,7 @@ def _left_out(timeline: Timeline, versions: tuple[Version, ...]) -> list[str]:
     if not apart:
         return []
     return [
-        f"{apart} of {len(versions) - 1} neighbouring versions are farther apart than {timeline.stride}, the least "
+        f"{apart} of {len(versions) - 1} neighbouring versions are not {timeline.stride} apart, the commonest "
         "distance: what lies between them counts for no single step"
     ]
 
