@@ -33,8 +33,6 @@ from pulse_rl.parallel import ordered_map
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 ACCOUNT = 4000  # bytes of what a rank that cannot go on tells the others
-
-
 EXPONENT = np.uint32(0x7F800000)  # of an infinity or NaN, all ones
 
 
