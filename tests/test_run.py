@@ -63,6 +63,7 @@ def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
     _check(parts, tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
     """The same bits as of a run whose history is whole: the trainer needs its own checkpoint only."""
     run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
@@ -79,6 +80,7 @@ def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
     assert summary["trainer_digest"] == whole["trainer_digest"]
 
 
+@pytest.mark.slow
 def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
     summary = run(tmp_path / "run", "--steps", "3", "--workers", "1", "--codec", "auto")
     _check(summary, tmp_path / "run")
