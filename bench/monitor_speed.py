@@ -9,8 +9,8 @@ import sys
 import time
 
 import torch
-from sft import loss
 
+from pulse_rl.bench.supervised import loss
 from pulse_rl.rl import model, tasks
 from pulse_rl.study import SparsityMonitor
 

@@ -9,22 +9,10 @@ import argparse
 import torch
 
 import pulse_rl as pulse
+from pulse_rl.bench.supervised import loss
 from pulse_rl.rl import model, tasks
 
 BATCH = 32
-
-
-def loss(loaded: model.Loaded, problems: list[tasks.Problem]) -> torch.Tensor:
-    """Of the answers' tokens alone; padding is on the left, so answers are at the end."""
-    texts = [f"{problem.prompt} {problem.entry['answer']}\n" for problem in problems]
-    batch = loaded.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    labels = torch.full_like(batch["input_ids"], -100)
-    for row, problem in enumerate(problems):
-        answer = loaded.tokenizer(f" {problem.entry['answer']}\n", add_special_tokens=False)["input_ids"]
-        labels[row, -len(answer) :] = batch["input_ids"][row, -len(answer) :]
-    with torch.autocast("cpu", torch.bfloat16):
-        found: torch.Tensor = loaded.model(**batch, labels=labels).loss
-    return found
 
 
 def main() -> None:

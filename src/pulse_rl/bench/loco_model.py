@@ -25,6 +25,7 @@ import pulse_rl as pulse
 from pulse_rl.bench.bound import bounds
 from pulse_rl.bench.loco import MODEL_EVERY as SYNC_EVERY
 from pulse_rl.bench.loco import ModelResult
+from pulse_rl.bench.supervised import loss
 from pulse_rl.bits import Bits, HostBits
 from pulse_rl.loco.gate import cast
 from pulse_rl.loco.group import Group
@@ -81,21 +82,12 @@ def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: ta
     """SYNC_EVERY of them, on problems from `first` on; returns their mean loss."""
     losses = []
     for step in range(first, first + SYNC_EVERY):
-        problems = [task.problem(step * PROMPTS + k) for k in range(PROMPTS)]
-        texts = [f"{problem.prompt} {problem.entry['answer']}\n" for problem in problems]
-        batch = loaded.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        # Padding is on the left, so that answers are at the end: a space and digits, and the line's end.
-        labels = batch["input_ids"].clone()
-        for row, problem in enumerate(problems):
-            answer = loaded.tokenizer(f" {problem.entry['answer']}\n", add_special_tokens=False)["input_ids"]
-            labels[row, : -len(answer)] = -100
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loaded.model(**batch, labels=labels).loss
-        loss.backward()
+        found = loss(loaded, [task.problem(step * PROMPTS + k) for k in range(PROMPTS)])
+        found.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(found.item())
     return statistics.fmean(losses)
 
 
