@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pulse_rl.study.plan import utilization as use
+from pulse_rl.units import bandwidth as rate
 
 WIDTH, HEIGHT, TOP, BOTTOM, PLOT = 980, 480, 50, 330, 390  # PLOT: width of one drawing
 PAPER_S, PAPER_FULL, PAPER_PATCH = 50.0, 14e9, 108e6  # seconds of compute; bytes: a 7B model in BF16, its mean patch
@@ -32,14 +33,6 @@ class Curve(NamedTuple):
 
 def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{words}</text>'
-
-
-def rate(bits: float) -> str:
-    for unit in ("bit", "kbit", "Mbit", "Gbit"):
-        if bits < 1000:
-            return f"{bits:g} {unit}/s"
-        bits /= 1000
-    return f"{bits:g} Tbit/s"
 
 
 class Drawing:

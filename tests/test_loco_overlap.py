@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from blake3 import blake3
-from test_loco_ranks import Model, Ranks, adam, bits, good, inner_step, port, ranks, seen, start, trainable
+from test_loco_ranks import Model, Ranks, adam, begin_again, bits, good, inner_step, port, ranks, seen, start, trainable
 
 import pulse_rl as pulse
 from pulse_rl.loco import masters, payload
@@ -131,19 +131,8 @@ def resume(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
     assert loco.digest == pulse.digest(dict(trainable(plain)))
     assert loco.state_dict()["round"] == 3
 
-    model = Model()
-    optimizer = adam(model)
-    again = getattr(pulse, kind)(model, optimizer, **options)
-    state = torch.load(Path(folder) / f"{kind}{rank}.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["inner"])
-    again.load_state_dict(state["loco"])
-    assert (again.round, again.inner_steps) == (1, 3)
-    with again:
-        for step in range(8, 13):
-            inner_step(model, optimizer, rank, step)
-    assert bits(trainable(model)) == bits(trainable(plain))
-    assert [r.digest for r in again.reports] == [r.digest for r in loco.reports[1:]]
+    file = Path(folder) / f"{kind}{rank}.pt"
+    begin_again(file, kind, options, rank, inner_steps=3, steps=range(8, 13), plain=plain, loco=loco)
 
 
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])

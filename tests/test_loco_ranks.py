@@ -298,6 +298,33 @@ def test_an_interruption_leaves_a_whole_round(ranks: Ranks, overlap: int) -> Non
     good(ranks(interrupt, 1, overlap))
 
 
+def begin_again(
+    file: Path,
+    kind: str,
+    options: dict[str, Any],
+    rank: int,
+    *,
+    inner_steps: int,
+    steps: range,
+    plain: torch.nn.Module,
+    loco: Any,
+) -> None:
+    """From a file of the first round and so many inner steps on, these steps lead to what plain and loco hold."""
+    model = Model()
+    optimizer = adam(model)
+    again = getattr(pulse, kind)(model, optimizer, **options)
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["inner"])
+    again.load_state_dict(state["loco"])
+    assert (again.round, again.inner_steps) == (1, inner_steps)
+    with again:
+        for step in steps:
+            inner_step(model, optimizer, rank, step)
+    assert bits(trainable(model)) == bits(trainable(plain))
+    assert [r.digest for r in again.reports] == [r.digest for r in loco.reports[1:]]
+
+
 def resume(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
     """Stopped amid a round and begun again from files: the same bits as without the stop."""
     plain = Model()
@@ -308,19 +335,8 @@ def resume(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
                 state = {"loco": loco.state_dict(), "model": plain.state_dict(), "inner": optimizer.state_dict()}
                 torch.save(state, Path(folder) / f"{kind}{rank}.pt")
             inner_step(plain, optimizer, rank, step)
-    model = Model()
-    optimizer = adam(model)
-    again = getattr(pulse, kind)(model, optimizer, sync_every=3, process_group=group)
-    state = torch.load(Path(folder) / f"{kind}{rank}.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["inner"])
-    again.load_state_dict(state["loco"])
-    assert (again.round, again.inner_steps) == (1, 1)
-    with again:
-        for step in range(4, 9):
-            inner_step(model, optimizer, rank, step)
-    assert bits(trainable(model)) == bits(trainable(plain))
-    assert [r.digest for r in again.reports] == [r.digest for r in loco.reports[1:]]
+    file, options = Path(folder) / f"{kind}{rank}.pt", {"sync_every": 3, "process_group": group}
+    begin_again(file, kind, options, rank, inner_steps=1, steps=range(4, 9), plain=plain, loco=loco)
 
 
 @pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])

@@ -224,14 +224,10 @@ def _print(report: Report) -> None:
             for g in report.kinds
         ],
     )
-    if report.steps[0].codecs:
+    if report.patch_nbytes:
         output.write("\n")
-        mean_nbytes = {
-            codec: sum(step.codecs[codec] for step in report.steps) / len(report.steps)
-            for codec in report.steps[0].codecs
-        }
         rows = []
-        for codec, mean in mean_nbytes.items():
+        for codec, mean in report.patch_nbytes.items():
             each = f"{8 * mean * len(report.steps) / changes:.2f}" if changes else ""
             rows.append((codec, nbytes(mean), each, times(report.full_nbytes, mean)))
         output.table(["codec", "a step", "bits a change", "reduction"], rows)

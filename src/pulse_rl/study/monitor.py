@@ -122,7 +122,7 @@ class SparsityMonitor:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:  # what cannot be written is found out before the first step
-                if self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n"):
+                if self._path.is_file() and _cut_off(self._path):
                     file.write(b"\n")  # a line that was cut off must not take the next one with it
         self._hook = None
         if isinstance(target, torch.optim.Optimizer):
@@ -198,6 +198,15 @@ class SparsityMonitor:
             },
             seconds=time.perf_counter() - started,
         )
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether a file's last line has no end."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _sums(seen: list[_Seen]) -> tuple[int, int]:

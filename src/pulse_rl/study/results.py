@@ -207,6 +207,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # that the counting took
 
     @property
+    def patch_nbytes(self) -> dict[str, float]:
+        """Mean bytes of a step's patch by codec, over the steps that were coded."""
+        coded = [step.codecs for step in self.steps if step.codecs]
+        return {name: sum(sizes[name] for sizes in coded) / len(coded) for name in coded[0]} if coded else {}
+
+    @property
     def precisions(self) -> dict[str, list[Visible]]:
         """Step.precisions by precision, of the steps that have them."""
         names = dict.fromkeys(name for step in self.steps for name in step.precisions)

@@ -94,12 +94,8 @@ def _settings(report: Report) -> str:
 
 
 def _patches(report: Report) -> dict[str, float]:
-    """Mean bytes of a step's patch by codec, fewest first."""
-    found = {}
-    for name in dict.fromkeys(name for step in report.steps for name in step.codecs):
-        sent = [step.codecs[name] for step in report.steps if name in step.codecs]
-        found[name] = sum(sent) / len(sent)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    """`Report.patch_nbytes`, fewest first."""
+    return dict(sorted(report.patch_nbytes.items(), key=lambda item: item[1]))
 
 
 def times(full: float, sent: float) -> str:

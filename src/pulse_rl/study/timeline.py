@@ -19,11 +19,10 @@ class Timeline:
         self.stride = min(distances, key=lambda distance: (-distances[distance], distance))
         place = {number: i for i, number in enumerate(numbers)}
         self.bases: list[dict[int, int]] = []  # by target: k → the version that lies k strides before
-        for number in numbers:
+        for here, number in enumerate(numbers):
             before = ((k, place.get(number - k * self.stride)) for k in SPANS)
             # A step leads to the next version there is, though with an odd one between a stride may lead farther.
-            neighbour = place[number] - 1
-            self.bases.append({k: base for k, base in before if base is not None and (k > 1 or base == neighbour)})
+            self.bases.append({k: base for k, base in before if base is not None and (k > 1 or base == here - 1)})
         self.pairs = [(k, base) for bases in self.bases for k, base in bases.items()]  # all that are compared
         self.steps = [(bases[1], target) for target, bases in enumerate(self.bases) if 1 in bases]  # base and target
         self.last_use = list(range(len(numbers)))  # by base: the last target that is compared with it
