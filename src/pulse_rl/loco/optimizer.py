@@ -18,12 +18,12 @@ class PulseLoCo(LocalSteps):
     """Trainers that exchange only what the next forward pass can see, and keep the rest for later rounds.
 
     model: its trainable parameters are float32 (compute under autocast, or in a cast copy). inner_optimizer: holds
-    all of them. sync_every: inner steps a round. process_group: a Membership where trainers come and go. gate: what the
-    forward pass computes in. value_dtype: "bfloat16"
-    rounds what is sent, and the rounding error stays in the residual. exchange: see `exchange.py`; the result is the
-    same. Takes 12 bytes of host memory a parameter, and the sends and means of one round; with overlap 16.
+    all of them. sync_every: inner steps a round. process_group: a Membership where trainers come and go. gate: what
+    the forward pass computes in. value_dtype: "bfloat16" rounds what is sent, and the rounding error stays in the
+    residual. exchange: see `exchange.py`; the result is the same. Takes 12 bytes of host memory a parameter, and the
+    sends and means of one round; with overlap 16.
 
-    overlap: inner steps, fewer than sync_every, that are taken while a round is exchanged; the head of this file says
+    overlap: inner steps, fewer than sync_every, that are taken while a round is exchanged; the head of `rounds.py` says
     what that changes. Meanwhile a thread uses the process group and nobody else may, so give it one of its own
     (`dist.new_group()`) if you have other collectives. What goes wrong is raised at the round's end. Until then
     `state_dict` is refused; leaving the context, or `sync()`, ends it early. `sync()` while none is under way is a
