@@ -13,7 +13,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.bench.roles import masters, step
-from pulse_rl.route import Faults, cheapest
+from pulse_rl.history.trail import Faults, cheapest
 
 VERSIONS = 85
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 80, 128, 256)

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl import patchfile
-from pulse_rl.bits import Layout
-from pulse_rl.checkpoint import open_checkpoint
+from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import field
-from pulse_rl.encode import encode
-from pulse_rl.kernels import context, moves
+from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.encode import encode
+from pulse_rl.weights.layout import Layout
 
 BF16 = field("BF16")
 WIDTH, HEIGHT, BOTTOM, TOP = 930, 350, 300, 20
@@ -95,7 +95,7 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
     coded, streams = sum(parts.values()), 8 * sum(nbytes for *_, nbytes in found)
     print(f"code lengths counted: {coded:,.0f} bits, streams written: {streams:,} bits ({coded / streams - 1:+.3%})")
     parts = {name: bits * streams / coded for name, bits in parts.items()}
-    payload = sum(len(block.payload) for block in patchfile.unpack(patch.data).blocks)
+    payload = sum(len(block.payload) for block in patch_format.unpack(patch.data).blocks)
     parts["statistics"] = 8 * payload - streams
     parts["container"] = 8 * (len(patch.data) - payload)
     return parts, patch.header.changes
@@ -104,7 +104,7 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
 def gap_parts(old: Layout, new: Layout) -> dict[str, float]:
     """Bits of a `gap` patch by part."""
     (patch,) = encode(old, new, base=0, target=1, codecs=[CODECS["gap"]])
-    blocks = [block.payload for block in patchfile.unpack(patch.data).blocks]
+    blocks = [block.payload for block in patch_format.unpack(patch.data).blocks]
     positions = sum(4 + struct.unpack_from("<I", block)[0] for block in blocks)
     payload = sum(map(len, blocks))
     return {

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from pulse_rl.study.plan import utilization as use
+from pulse_rl.planner import utilization as use
 from pulse_rl.units import bandwidth as rate
 
 WIDTH, HEIGHT, TOP, BOTTOM, PLOT = 980, 480, 50, 330, 390  # PLOT: width of one drawing

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pulse_rl.changes import find_changes
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import context, reference_context
+from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.reference import context as reference_context
+from pulse_rl.weights.changes import find_changes
 
 CODEC = context_codec.ContextCodec()
 Decoded = list[tuple[list[int], list[int]]]  # for each segment the indices and the new bits

@@ -40,12 +40,15 @@ import zstandard
 from patch_tools import seal, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl import container, manifest, patchfile
-from pulse_rl.store.base import CannotListError, ObjectInfo, Store
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.errors import CannotListError
+from pulse_rl.history import manifest
+from pulse_rl.patch import format as patch_format
+from pulse_rl.store.base import ObjectInfo, Store
 
 CODECS = ("context", "gap", "raw")
 SECONDS = 20.0  # of one case; the slowest sound one takes well under one
-ALLOWED = 2 * (container.MAX_HEADER_NBYTES + patchfile.MAX_TABLE_NBYTES + patchfile.MAX_BLOCK_NBYTES)
+ALLOWED = 2 * (safetensors_header.MAX_HEADER_NBYTES + patch_format.MAX_TABLE_NBYTES + patch_format.MAX_BLOCK_NBYTES)
 
 
 class Wrong(AssertionError):

@@ -107,7 +107,7 @@ class History:
         tokens = count(1)
         # What a publisher draws and the time: the same every time, so that a case is the same when it is run again.
         with (
-            patch("pulse_rl.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
+            patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
             patch("pulse_rl.sync.publisher.check_assets"),  # an index, as of several files, is to be read too
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,

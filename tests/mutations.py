@@ -18,7 +18,7 @@ from blake3 import blake3
 from patch_tools import seal, take_apart
 
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.patchfile import MAX_BLOCK_NBYTES, MAX_TABLE_NBYTES
+from pulse_rl.patch.format import MAX_BLOCK_NBYTES, MAX_TABLE_NBYTES
 
 SEGMENT = 1 << 20
 # Written out after the rest of a document: what json.dumps refuses or would recurse into.

@@ -8,7 +8,7 @@ import torch
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.manifest import manifest_name
+from pulse_rl.history.manifest import manifest_name
 from pulse_rl.store.base import Store
 
 WAY_OUT = r"publish\(…, anchor=True\)"

@@ -125,7 +125,7 @@ def test_a_failure_of_a_version_that_overwrote_too_much_to_keep(
     publisher = pulse.Publisher(gate)
     publisher.publish(weights, version=0)
     if not room:
-        monkeypatch.setattr("pulse_rl.sync.overlay.map_open_file", _no_room)
+        monkeypatch.setattr("pulse_rl.patch.overlay.map_open_file", _no_room)
     weights["w"][: 5000 if room else 3] += 1
     gate.failing = "manifests"
     publisher.publish(weights, version=1, background=True)

@@ -21,11 +21,11 @@ from pulse_rl.bench import codec as bench
 from pulse_rl.bench import loco
 from pulse_rl.bench.bound import bounds
 from pulse_rl.bench.network import Network
-from pulse_rl.bits import Bits, HostBits
-from pulse_rl.checkpoint import write_checkpoint
+from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
 from pulse_rl.parallel import threads
+from pulse_rl.weights.bits import Bits, HostBits
 
 FIELDS = {"name", "nbytes", "bits_per_change", "of_bound", "reduction", "encode_s", "decode_s", "apply_s", "exact"}
 Weights = dict[str, Bits]

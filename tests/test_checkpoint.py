@@ -14,19 +14,11 @@ import torch
 from patch_tools import changed, random_tensor, snapshot
 
 import pulse_rl as pulse
-from pulse_rl.bits import Bits, layout
-from pulse_rl.checkpoint import (
-    INDEX,
-    SINGLE,
-    copy_checkpoint,
-    files_of,
-    map_file,
-    open_checkpoint,
-    plan_shards,
-    stream_shard,
-    write_checkpoint,
-    write_stream,
-)
+from pulse_rl.checkpoint.files import copy_checkpoint, files_of, open_checkpoint
+from pulse_rl.checkpoint.shards import INDEX, SINGLE, plan_shards, stream_shard, write_checkpoint
+from pulse_rl.disk import map_file, write_stream
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import layout
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

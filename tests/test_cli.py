@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pulse_rl as pulse
-from pulse_rl.bits import layout
-from pulse_rl.checkpoint import open_checkpoint, write_checkpoint
+from pulse_rl.checkpoint.files import open_checkpoint
+from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
+from pulse_rl.weights.layout import layout
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
 

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from patch_tools import TORCH_DTYPES, changed, from_bytes, random_tensor, raw_bytes, seal, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl import container
-from pulse_rl.bits import layout
-from pulse_rl.checkpoint import stream_shard, tensors_of
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.checkpoint.files import tensors_of
+from pulse_rl.checkpoint.shards import stream_shard
 from pulse_rl.codecs.choose import CodecName
+from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES
-from pulse_rl.zstd import decompress
+from pulse_rl.weights.layout import layout
 
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 1, 3)]
 
@@ -53,7 +54,7 @@ def test_what_the_package_writes_is_read_bit_for_bit() -> None:
         f"{dtype}.{i}": random_tensor("torch", dtype, shape, rng) for dtype in KNOWN for i, shape in enumerate(SHAPES)
     }
     data = memoryview(safetensors.torch.save(tensors, {"format": "pt", "note": "é\n"}))
-    assert container.parse(data).metadata == {"format": "pt", "note": "é\n"}
+    assert safetensors_header.parse(data).metadata == {"format": "pt", "note": "é\n"}
     found = tensors_of(data)
     assert {name: (bits.dtype, bits.shape) for name, bits in found.items()} == {
         name: (DTYPES[name.split(".")[0]][0], tuple(tensor.shape)) for name, tensor in tensors.items()
@@ -85,13 +86,13 @@ def test_a_patch_is_a_safetensors_file(tmp_path: Path) -> None:
 @given(st.binary(max_size=40), st.integers(0, 9))
 def test_header_bytes_are_aligned_and_read_back(name: bytes, n: int) -> None:
     text = name.decode("latin-1")
-    head = container.header_bytes([(text, "U16", (n,)), ("b" + text, "U8", (3,))], {"k": text})
+    head = safetensors_header.header_bytes([(text, "U16", (n,)), ("b" + text, "U8", (3,))], {"k": text})
     assert len(head) % 8 == 0
-    header = container.parse(memoryview(head + bytes(2 * n + 3)))
+    header = safetensors_header.parse(memoryview(head + bytes(2 * n + 3)))
     assert header.metadata == {"k": text}
     assert header.entries == {
-        text: container.Entry("U16", (n,), 0, 2 * n),
-        "b" + text: container.Entry("U8", (3,), 2 * n, 2 * n + 3),
+        text: safetensors_header.Entry("U16", (n,), 0, 2 * n),
+        "b" + text: safetensors_header.Entry("U8", (3,), 2 * n, 2 * n + 3),
     }
     assert header.offset == len(head)
 
@@ -174,7 +175,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 def test_malformed_containers_are_refused_with_one_error(case: str) -> None:
     data, message = MALFORMED[case]
     with pytest.raises(pulse.PatchFormatError, match=message or None):
-        container.parse(memoryview(data))
+        safetensors_header.parse(memoryview(data))
     with pytest.raises(pulse.PatchFormatError):
         pulse.inspect(data)
 
@@ -273,7 +274,7 @@ def test_a_hash_that_is_missing() -> None:
     metadata, streams = take_apart(PATCHES["gap"])
     data = b"".join(streams.values())
     del metadata["blake3"]
-    head = container.header_bytes([(name, "U8", (len(s),)) for name, s in streams.items()], metadata)
+    head = safetensors_header.header_bytes([(name, "U8", (len(s),)) for name, s in streams.items()], metadata)
     refused(head + data, "BLAKE3 hash does not match")
 
 

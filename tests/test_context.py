@@ -18,15 +18,17 @@ from hypothesis import strategies as st
 from patch_tools import changed, random_tensor, seal, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl import parallel, patchfile
-from pulse_rl.application import Application
-from pulse_rl.bits import HostBits
+from pulse_rl import parallel
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import context, cpu
+from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application
+from pulse_rl.weights.bits import HostBits
 
 NAMES = sorted(ITEMSIZES)
 SEEDS = st.integers(0, 2**32)
@@ -185,7 +187,7 @@ def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ContextCodec, "block_nbytes", block_nbytes)
         patch = pulse.diff(old, new, codec="context")
         assert pulse.inspect(patch).codec == "context"
-        parsed = patchfile.unpack(patch)
+        parsed = patch_format.unpack(patch)
         assert len(parsed.blocks) == blocks
         assert apply_to_copy(old, patch) == snapshot(new)
     assert [s.spec.phase for block in parsed.blocks for s in block.segments] == [0, 0, 0, 0, 576, 0, 0, 0]
@@ -266,7 +268,7 @@ def test_another_base_is_refused_and_left_alone() -> None:
 def test_an_interrupted_write_ends_in_the_target(keep: int, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scatter that writes half of a segment and raises: decoding again would find new bits where old ones were."""
     threads(1)
-    monkeypatch.setattr("pulse_rl.application.KEEP_NBYTES", keep)
+    monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, patch = drifted_patch()
     genuine, calls = cpu.scatter, 0
 
@@ -311,7 +313,7 @@ def test_an_interruption_while_other_threads_write(threads: Any, monkeypatch: py
 @pytest.mark.parametrize("keep", [0, 32 << 20])
 def test_two_names_of_one_memory(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A patch that holds them apart gives both the same changes: the second is not decoded against new bits."""
-    monkeypatch.setattr("pulse_rl.application.KEEP_NBYTES", keep)
+    monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, _ = drifted_patch(1)
     apart = {"a": old["t0"], "b": old["t0"].clone()}
     patch = pulse.diff(apart, {"a": new["t0"], "b": new["t0"].clone()}, codec="context")
@@ -371,7 +373,7 @@ OVERLAPS: dict[str, Callable[[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", OVERLAPS)
 def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one memory end in the target; where the patch contradicts itself, they are as they were."""
-    monkeypatch.setattr("pulse_rl.application.KEEP_NBYTES", 0)
+    monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", 0)
     rng = np.random.default_rng(0)
     before = rng.normal(0, 0.02, 40_000).astype(np.float16)
     after = before.copy()
@@ -398,11 +400,11 @@ def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest
 
 def test_many_segments_are_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is learned of a segment takes memory: a block holds so many and no more."""
-    monkeypatch.setattr("pulse_rl.encode.BLOCK_SEGMENTS", 10)
+    monkeypatch.setattr("pulse_rl.patch.encode.BLOCK_SEGMENTS", 10)
     old = {f"t{i:02d}": np.zeros(5, np.uint16) for i in range(35)}
     new = {name: tensor + 1 for name, tensor in old.items()}
     patch = pulse.diff(old, new, codec="context")
-    assert [len(block.segments) for block in patchfile.unpack(patch).blocks] == [10, 10, 10, 5]
+    assert [len(block.segments) for block in patch_format.unpack(patch).blocks] == [10, 10, 10, 5]
     pulse.apply(old, patch)
     assert pulse.digest(old) == pulse.digest(new)
 

@@ -9,8 +9,8 @@ from test_context import segments
 
 from pulse_rl.codecs import model
 from pulse_rl.dtypes import field
-from pulse_rl.kernels import context, moves
-from pulse_rl.kernels import reference_context as reference
+from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.reference import context as reference
 
 # The range coder
 

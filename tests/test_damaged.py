@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 import pulse_rl as pulse
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
-from pulse_rl.history import FIRST
-from pulse_rl.manifest import manifest_name
+from pulse_rl.history.log import FIRST
+from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
-from pulse_rl.verify import verify
 
 Published: TypeAlias = tuple[Store, list[NDArray[np.uint16]]]
 

@@ -26,9 +26,9 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bits import HostBits
+from pulse_rl.history.verify import VerifyReport, verify
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.verify import VerifyReport, verify
+from pulse_rl.weights.bits import HostBits
 
 SHAPES = {"embed": (96, 33), "mlp.up": (64, 41), "norm": (64,), "scale": (), "none": (0, 3)}  # of BF16 tensors
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())

@@ -9,8 +9,8 @@ import torch
 from conftest import Trainee
 
 import pulse_rl as pulse
+from pulse_rl.history.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.verify import verify
 
 
 class Faulty:

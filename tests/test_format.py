@@ -20,12 +20,14 @@ from fuzz_context import Block, Decoded, decode, decode_naively
 from patch_tools import changed, from_bytes, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl import digests, patchfile
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS, CodecName
-from pulse_rl.kernels import cpu, reference
-from pulse_rl.manifest import parse, seal
-from pulse_rl.route import decode_trail
+from pulse_rl.history.manifest import parse, seal
+from pulse_rl.history.trail import decode_trail
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.reference import elements as reference
+from pulse_rl.patch import format as patch_format
+from pulse_rl.weights import digests
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "format.md"
 
@@ -318,7 +320,7 @@ def test_the_context_codec_makes_the_pinned_block(golden: str) -> None:
 def test_both_context_decoders_read_the_pinned_block(golden: str, reader: Callable[[Block], Decoded]) -> None:
     """What they make of the pinned bytes and the base, scattered, against the target."""
     base, target = (snapshot(weights) for weights in context_states(golden))
-    (block,) = patchfile.unpack(pulse.diff(*context_states(golden), codec="context")).blocks
+    (block,) = patch_format.unpack(pulse.diff(*context_states(golden), codec="context")).blocks
     specs = [segment.spec for segment in block.segments]
     arrays = [np.frombuffer(bytearray(base[n]), f"<u{s.itemsize}") for n, s in zip(sorted(base), specs, strict=True)]
     decoded = reader(Block(bytes.fromhex(golden), specs, arrays))

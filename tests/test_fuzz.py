@@ -15,8 +15,8 @@ from blake3 import blake3
 from patch_tools import seal, take_apart
 
 import pulse_rl as pulse
-from pulse_rl.application import Application
-from pulse_rl.manifest import manifest_name
+from pulse_rl.history.manifest import manifest_name
+from pulse_rl.patch.apply import Application
 
 
 def test_two_thousand_mutations_end_in_our_own_errors_or_in_proved_weights() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
+from pulse_rl.history.verify import verify
 from pulse_rl.sync import publisher as module
-from pulse_rl.verify import verify
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import UINTS
-from pulse_rl.kernels import cpu, reference
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.reference import elements as reference
+from pulse_rl.weights.changes import find_changes
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 SIZES = st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193]) | st.integers(0, 700)

@@ -9,11 +9,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.loco import exchange, payload
 from pulse_rl.loco.gate import GATES, Sends, cast, find_sends
 from pulse_rl.loco.payload import VALUE_DTYPES, Span, rounded
-from pulse_rl.zstd import decompress
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 

@@ -19,11 +19,12 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
+from pulse_rl.html import charts, page
 from pulse_rl.rl import metrics
 from pulse_rl.rl import report as run_report
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.display import Display
-from pulse_rl.study import charts, page, show
+from pulse_rl.study import show
 from pulse_rl.study.results import Report
 from pulse_rl.units import nbytes
 

@@ -22,11 +22,11 @@ from patch_tools import (
 )
 
 import pulse_rl as pulse
-from pulse_rl import bits as bits_module
-from pulse_rl.application import Application
-from pulse_rl.bits import HostBits, TorchBits
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.patch.apply import Application
+from pulse_rl.weights.bits import HostBits, TorchBits
+from pulse_rl.weights.layout import layout
 
 CODECS: list[CodecName] = ["context", "gap", "raw", "auto"]
 KINDS = [("torch", name) for name in TORCH_DTYPES] + [("numpy", name) for name in NUMPY_DTYPES]
@@ -256,7 +256,7 @@ def test_the_device_path_writes_segments_of_one_strided_tensor_at_once() -> None
 def test_a_cast_is_read_as_torch_casts_and_cannot_be_written() -> None:
     """Layout with cast="bfloat16" against torch's own .to(bfloat16); integers stay as they are."""
     masters = {"w": torch.randn(50, 70), "i": torch.arange(9)}
-    view = bits_module.layout(masters, "bfloat16")
+    view = layout(masters, "bfloat16")
     cast = {"w": masters["w"].bfloat16(), "i": masters["i"]}
     assert pulse.digest(view) == pulse.digest(cast)
     patch = pulse.diff(view, {"w": torch.zeros(50, 70, dtype=torch.bfloat16), "i": masters["i"]})
@@ -609,7 +609,7 @@ def test_bits_that_do_not_read_back_are_reported(monkeypatch: pytest.MonkeyPatch
 
 def test_changes_beyond_the_kept_budget_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing kept between the check and the write, the result is the same."""
-    monkeypatch.setattr("pulse_rl.application.KEEP_NBYTES", 0)
+    monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", 0)
     rng = np.random.default_rng(6)
     old = {f"t{i}": random_tensor("torch", "bfloat16", (700, 700), rng) for i in range(3)}
     round_trip(old, {name: changed(tensor, 200_000, rng) for name, tensor in old.items()})

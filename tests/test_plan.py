@@ -16,7 +16,7 @@ import pulse_rl as pulse
 from pulse_rl import units
 from pulse_rl.cli.main import main
 from pulse_rl.loco import exchange
-from pulse_rl.study.plan import RATES, SENT, Plan, Way, bandwidth_needed, bits, plan, utilization
+from pulse_rl.planner import RATES, SENT, Plan, Way, bandwidth_needed, bits, plan, utilization
 
 ROOT = Path(__file__).parent.parent
 
@@ -242,4 +242,4 @@ def test_units() -> None:
 
 def test_the_drawing_of_gpu_use_takes_the_same_formula() -> None:
     script = ast.parse((ROOT / "bench/utilization_plot.py").read_text())
-    assert any(isinstance(n, ast.ImportFrom) and n.module == "pulse_rl.study.plan" for n in script.body)
+    assert any(isinstance(n, ast.ImportFrom) and n.module == "pulse_rl.planner" for n in script.body)

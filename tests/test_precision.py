@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from pulse_rl import bits as bits_module
-from pulse_rl.bits import HostBits, as_bits
-from pulse_rl.digests import SEGMENT
-from pulse_rl.kernels import loco
+from pulse_rl.kernels.cpu import loco
 from pulse_rl.study.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, together, visible
 from pulse_rl.study.results import Visible
+from pulse_rl.weights import bits as bits_module
+from pulse_rl.weights.bits import HostBits, as_bits
+from pulse_rl.weights.segments import SEGMENT
 
 SHAPES = [(300, 257), (77,), (), (3, 5, 7), (4, 1), (1, 9), (0, 3), (SEGMENT // 200 + 9, 200)]
 

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pulse_rl as pulse
-from pulse_rl.history import FIRST, History
-from pulse_rl.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.retention import Retention, carry_out
-from pulse_rl.route import SPANS
-from pulse_rl.store.base import CannotListError, ObjectInfo, Store
-from pulse_rl.verify import verify
+from pulse_rl.errors import CannotListError
+from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.prune import Retention, carry_out
+from pulse_rl.history.trail import SPANS
+from pulse_rl.history.verify import verify
+from pulse_rl.store.base import ObjectInfo, Store
 
 
 class Watched:

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pulse_rl as pulse
-from pulse_rl.bits import layout
-from pulse_rl.changes import Changes
-from pulse_rl.digests import SEGMENT, segments
 from pulse_rl.dtypes import UINTS
-from pulse_rl.manifest import ObjectRef, new_token, patch_name
-from pulse_rl.route import State, Step, Trail, cheapest, cost, decode_trail, state_of
+from pulse_rl.history.manifest import ObjectRef, new_token, patch_name
+from pulse_rl.history.trail import State, Step, Trail, cheapest, cost, decode_trail, state_of
+from pulse_rl.history.verify import verify
+from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.sync.overlay import Overlay, Replaced
-from pulse_rl.verify import verify
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import layout
+from pulse_rl.weights.segments import SEGMENT, segments
 
 N = 100_000  # elements; 64 versions of 200 changes leave every span worth its skip patch
 VERSIONS = 142

@@ -14,9 +14,9 @@ import pytest
 from runs import COMMAND, WIDE, children, resume, run, start, wait_for
 
 import pulse_rl as pulse
+from pulse_rl.history.verify import verify
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics
-from pulse_rl.verify import verify
 
 
 def _check(summary: dict[str, Any], out: Path) -> None:

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
-from pulse_rl.manifest import manifest_name, parse, seal
+from pulse_rl.history.manifest import manifest_name, parse, seal
+from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
-from pulse_rl.verify import verify
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key()

@@ -16,17 +16,17 @@ import pytest
 import servers
 
 import pulse_rl as pulse
-from pulse_rl import heartbeat
 from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
-from pulse_rl.contents import store_info
-from pulse_rl.heartbeat import Heartbeat
-from pulse_rl.history import FIRST, History
-from pulse_rl.manifest import manifest_name
-from pulse_rl.retention import GRACE_S, Retention, carry_out
-from pulse_rl.status import Objects, status
+from pulse_rl.history import heartbeat
+from pulse_rl.history.contents import store_info
+from pulse_rl.history.heartbeat import Heartbeat
+from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.prune import GRACE_S, Retention, carry_out
+from pulse_rl.history.status import Objects, status
+from pulse_rl.history.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.verify import verify
 
 ERASE = "\x1b[2J"  # what erases a terminal's screen
 
@@ -174,7 +174,7 @@ def test_a_history_that_is_only_served(tmp_path: Path, caplog: pytest.LogCapture
     run.publish(5)
     url = f"http://127.0.0.1:{servers.web(tmp_path)}/run"
     subscriber, weights = pulse.Subscriber(url, heartbeat="w"), run.empty()
-    with caplog.at_level(logging.WARNING, "pulse_rl.heartbeat"):
+    with caplog.at_level(logging.WARNING, "pulse_rl.history.heartbeat"):
         assert subscriber.sync(weights).version == 8
         until(lambda: bool(caplog.records))
         run.publish()

@@ -12,9 +12,9 @@ from conftest import Trainee
 from obstore.store import S3Store
 
 import pulse_rl as pulse
+from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.store.objects import CloudStore
-from pulse_rl.verify import verify
 
 ROUNDS = 6
 

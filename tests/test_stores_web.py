@@ -11,9 +11,9 @@ import servers
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.history import History
-from pulse_rl.store.base import CannotListError
-from pulse_rl.verify import verify
+from pulse_rl.errors import CannotListError
+from pulse_rl.history.log import History
+from pulse_rl.history.verify import verify
 
 
 @pytest.fixture(params=["nginx", "python"])

@@ -20,12 +20,10 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.bench.bound import bounds
-from pulse_rl.bits import as_bits, layout
-from pulse_rl.checkpoint import write_checkpoint
-from pulse_rl.digests import SEGMENT
+from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.dtypes import DTYPES, field
-from pulse_rl.history import History
-from pulse_rl.kernels.study import FARTHEST
+from pulse_rl.history.log import History
+from pulse_rl.kernels.cpu.study import FARTHEST
 from pulse_rl.store.base import Store
 from pulse_rl.study import layers, values
 from pulse_rl.study.precision import together, visible
@@ -33,6 +31,9 @@ from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources import Checkpoints
 from pulse_rl.study.stored import Stored
 from pulse_rl.study.studies import study
+from pulse_rl.weights.bits import as_bits
+from pulse_rl.weights.layout import layout
+from pulse_rl.weights.segments import SEGMENT
 
 Weights = dict[str, torch.Tensor]
 

@@ -10,11 +10,11 @@ import pytest
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.bits import layout
-from pulse_rl.checkpoint import write_checkpoint
+from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.rl.config import RunConfig, save
 from pulse_rl.study.results import Report
+from pulse_rl.weights.layout import layout
 
 STEPS = 4
 

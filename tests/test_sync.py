@@ -14,8 +14,8 @@ from conftest import Trainee
 from safetensors.torch import load_file
 
 import pulse_rl as pulse
-from pulse_rl.application import Application
-from pulse_rl.manifest import manifest_name, parse, seal
+from pulse_rl.history.manifest import manifest_name, parse, seal
+from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import pulse_rl as pulse
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest, manifest_name, seal
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, manifest_name, seal
+from pulse_rl.history.verify import VerifyReport, verify
 from pulse_rl.store.objects import open_store
-from pulse_rl.verify import VerifyReport, verify
 
 VERSIONS = (0, 5, 10, 15, 20, 25, 30)  # anchors at 0, 15 and 30
 

@@ -18,8 +18,8 @@ from obstore.store import S3Store
 from proxy import STATUSES, Fault, Proxy, What
 
 import pulse_rl as pulse
+from pulse_rl.history.verify import VerifyReport, verify
 from pulse_rl.store.objects import CLIENT, CloudStore
-from pulse_rl.verify import VerifyReport, verify
 
 # All that a run asks of a store, but for deletions: method, part of the path or query.
 WRITES = [("PUT", "probes/"), ("PUT", "patches/"), ("POST", "anchors/"), ("PUT", "anchors/"), ("PUT", "manifests/")]

@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pulse_rl.digests import digest
     from pulse_rl.errors import (
         BaseMismatchError,
         ExchangeError,
@@ -30,17 +29,18 @@ if TYPE_CHECKING:
         StoreError,
         VersionNotFoundError,
     )
-    from pulse_rl.history import History
+    from pulse_rl.history.log import History
     from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.report import LocoReport
-    from pulse_rl.patch import PatchInfo, apply, diff, inspect
-    from pulse_rl.patchfile import TensorInfo
+    from pulse_rl.patch.format import TensorInfo
+    from pulse_rl.patch.verbs import PatchInfo, apply, diff, inspect
     from pulse_rl.store.base import Store
     from pulse_rl.store.objects import open_store
     from pulse_rl.sync.publisher import Publisher
     from pulse_rl.sync.reports import PublishReport, SyncReport
     from pulse_rl.sync.subscriber import Subscriber
+    from pulse_rl.weights.digests import digest
 
 __version__ = "0.1.0"
 
@@ -48,13 +48,13 @@ _HOME = {
     "BaseMismatchError": "errors",
     "DiLoCo": "loco.optimizer",
     "ExchangeError": "errors",
-    "History": "history",
+    "History": "history.log",
     "IntegrityError": "errors",
     "LocoReport": "loco.report",
     "Membership": "loco.membership",
     "MissingExtraError": "errors",
     "PatchFormatError": "errors",
-    "PatchInfo": "patch",
+    "PatchInfo": "patch.verbs",
     "PublishReport": "sync.reports",
     "Publisher": "sync.publisher",
     "PulseError": "errors",
@@ -63,12 +63,12 @@ _HOME = {
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
     "SyncReport": "sync.reports",
-    "TensorInfo": "patchfile",
+    "TensorInfo": "patch.format",
     "VersionNotFoundError": "errors",
-    "apply": "patch",
-    "diff": "patch",
-    "digest": "digests",
-    "inspect": "patch",
+    "apply": "patch.verbs",
+    "diff": "patch.verbs",
+    "digest": "weights.digests",
+    "inspect": "patch.verbs",
     "open_store": "store.objects",
 }
 

@@ -1,18 +1,26 @@
-"""The exceptions of pulse-rl: one root, one class per cause.
+"""The exceptions of pulse-rl: one root, one class for each cause, and fields that a caller can act on.
 
     PulseError
-    ├── PatchFormatError       the bytes are no patch we can read: truncated, malformed, over a limit, too new
-    ├── BaseMismatchError      a sound patch, but these weights are not its base (also a ValueError)
-    ├── IntegrityError         bits are not what their hash or digest promised
-    ├── ExchangeError          trainers could not exchange a round: one is lost, or they do not agree on what to do
-    ├── StoreError             a store could not be read or written, or another publisher wrote to it
-    │   └── VersionNotFoundError   the history does not hold that version (also a LookupError)
-    └── MissingExtraError      an optional dependency is not installed (also an ImportError)
+    ├── FormatError                 bytes are not what their format says: truncated, malformed, over a limit, too new
+    │   ├── PatchFormatError        … of a patch
+    │   └── CheckpointFormatError   … of a safetensors file or its index
+    ├── BaseMismatchError           these weights are not the ones that a patch or a history expects (also ValueError)
+    ├── IntegrityError              bits differ from what their hash, digest or signature promised
+    ├── ExchangeError               trainers could not exchange a round: one is lost, or they do not agree
+    ├── StoreError                  a store could not be read or written
+    │   ├── ObjectNotFoundError     it holds no object of that name (also FileNotFoundError)
+    │   ├── ObjectExistsError       it holds that object already, put with mode="create" (also FileExistsError)
+    │   ├── CannotListError         its objects can be read by name but not listed, as behind a web server
+    │   └── VersionNotFoundError    the history does not hold that version (also LookupError)
+    ├── ProcessDiedError            a process of a run is gone: killed, out of memory, or its node was lost
+    └── MissingExtraError           an optional dependency is not installed (also ImportError)
 
-Builtin exceptions serve where they fit: TypeError for something that is no tensor, ValueError for a bad
-argument, FileNotFoundError for a path, TimeoutError for a wait.
+A field is None, or empty, where it does not apply or is not known. Builtin exceptions serve where they fit: TypeError
+for something that is no tensor, ValueError for a bad argument, FileNotFoundError for a path, TimeoutError for a wait.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -20,36 +28,198 @@ class PulseError(Exception):
     """The root of every error that pulse-rl raises on its own account."""
 
 
-class PatchFormatError(PulseError):
-    """The bytes are not a patch that this version can read."""
+class FormatError(PulseError):
+    """The bytes are not what their format says. Nothing was changed.
+
+    Attributes:
+        source: What held the bytes: a path, or an object's name; None for bytes in memory.
+    """
+
+    def __init__(self, message: str, *, source: str | None = None) -> None:
+        super().__init__(f"{source}: {message}" if source else message)
+        self.source = source
+
+
+class PatchFormatError(FormatError):
+    """The bytes are not a patch that this release can read. Nothing was changed.
+
+    Attributes:
+        source: What held the bytes: a path, or an object's name; None for bytes in memory.
+    """
+
+
+class CheckpointFormatError(FormatError):
+    """The bytes are not a safetensors file that this release can read. Nothing was changed.
+
+    Attributes:
+        source: What held the bytes: a path, or an object's name; None for bytes in memory.
+    """
 
 
 class BaseMismatchError(PulseError, ValueError):
-    """The weights at hand are not the ones that the patch (or the history) was made from."""
+    """The weights are not the ones that the patch, or the history, was made from. They are as they were.
+
+    Attributes:
+        missing: Names of tensors that were expected and not found.
+        unexpected: Names of tensors that were found and not expected.
+        reshaped: Names of tensors of another shape.
+        retyped: Names of tensors of another dtype.
+        expected: The digest that was expected, 16 hex digits; None where names, shapes or dtypes differ.
+        found: The digest that was found, likewise.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        reshaped: Sequence[str] = (),
+        retyped: Sequence[str] = (),
+        expected: str | None = None,
+        found: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.reshaped = tuple(reshaped)
+        self.retyped = tuple(retyped)
+        self.expected = expected
+        self.found = found
 
 
 class IntegrityError(PulseError):
-    """Bits differ from what their hash or digest promised; nothing was accepted."""
+    """Bits differ from what their hash, digest or signature promised. They were not accepted.
+
+    Attributes:
+        name: The object, tensor or file whose bits they are; None for a whole state of weights.
+        expected: What was promised: a digest (16 hex digits), a hash (64), or a size in bytes.
+        found: What the bits give instead, in the same form.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str | None = None,
+        expected: str | int | None = None,
+        found: str | int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.expected = expected
+        self.found = found
 
 
 class ExchangeError(PulseError):
-    """Trainers could not exchange a round; the shared weights are those of the round before."""
+    """Trainers could not exchange a round; the shared weights are those of the round before.
+
+    Attributes:
+        ranks: The trainers at fault, if they are known.
+        round: The round that could not be exchanged, from 0.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), round: int | None = None) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.round = round
 
 
 class StoreError(PulseError):
-    """A store could not be read or written, or refused a commit."""
+    """A store could not be read or written, or refused a commit.
+
+    Attributes:
+        url: The store, without credentials.
+        name: The object, or the prefix that was to be listed.
+    """
+
+    def __init__(self, message: str, *, url: str | None = None, name: str | None = None) -> None:
+        super().__init__(message)
+        self.url = url
+        self.name = name
+
+
+class ObjectNotFoundError(StoreError, FileNotFoundError):
+    """The store holds no object of that name.
+
+    Attributes:
+        url: The store, without credentials.
+        name: The object.
+    """
+
+
+class ObjectExistsError(StoreError, FileExistsError):
+    """The store holds an object of that name already, and it was to be created.
+
+    Attributes:
+        url: The store, without credentials.
+        name: The object.
+    """
+
+
+class CannotListError(StoreError):
+    """The store's objects can be read by name but not listed, as behind a plain web server.
+
+    Attributes:
+        url: The store, without credentials.
+        name: The prefix that was to be listed.
+    """
 
 
 class VersionNotFoundError(StoreError, LookupError):
-    """The history does not hold the version that was asked for."""
+    """The history does not hold the version that was asked for.
+
+    Attributes:
+        url: The store, without credentials.
+        name: None.
+        version: The version; None where any would have done, and the history is empty.
+    """
+
+    def __init__(self, message: str, *, url: str | None = None, version: int | None = None) -> None:
+        super().__init__(message, url=url)
+        self.version = version
+
+
+class ProcessDiedError(PulseError):
+    """A process of a run is gone: killed, out of memory, or its node was lost.
+
+    Attributes:
+        process: Its name in the run, as "worker-0".
+    """
+
+    def __init__(self, message: str, *, process: str | None = None) -> None:
+        super().__init__(message)
+        self.process = process
 
 
 class MissingExtraError(PulseError, ImportError):
-    """An optional dependency is missing; the message names the extra that brings it."""
+    """An optional dependency is not installed.
+
+    Attributes:
+        name: The module that could not be imported.
+        extra: The extra of pulse-rl that installs it.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None, extra: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+        self.extra = extra
+
+
+@contextmanager
+def translate(*foreign: type[Exception], to: Callable[[str], Exception]) -> Iterator[None]:
+    """Turn a foreign library's exceptions into ours.
+
+    foreign: the classes to catch. to: makes our exception from the foreign one's text.
+    """
+    try:
+        yield
+    except foreign as error:
+        raise to(str(error)) from None
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import an optional module, or raise MissingExtraError naming the extra to install."""
+    """Import an optional module. Raises MissingExtraError, which names the extra to install."""
     import importlib
 
     try:
@@ -58,5 +228,7 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingExtraError(
-            f"{module} is needed for this and is not installed: pip install 'pulse-rl[{extra}]'"
+            f"{module} is needed for this and is not installed: pip install 'pulse-rl[{extra}]'",
+            name=module,
+            extra=extra,
         ) from error

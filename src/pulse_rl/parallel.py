@@ -31,7 +31,8 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads(), thread_name_prefix="pulse")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child has no threads of its parent's
+if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _first(pending: "deque[Future[R]]") -> R:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl import digests
-from pulse_rl.bits import Bits
-from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import field
-from pulse_rl.kernels import moves
+from pulse_rl.kernels.cpu import moves
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import find_changes
+from pulse_rl.weights.segments import segments
 
 
 class Bound(NamedTuple):
@@ -53,7 +53,7 @@ def bounds(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> tuple[Bound, Bou
 def _see(old: Bits, new: Bits) -> _Seen:
     kind = field(old.dtype)
     parts = [_Seen(np.zeros(kind.exponents, np.int64), np.empty(0, np.uint16), np.empty(0, np.int64))]
-    for start, stop in digests.segments(old.size):
+    for start, stop in segments(old.size):
         before = old.read(start, stop)
         indices, values = find_changes(before, new.read(start, stop))
         moved = moves.moves(before[indices], values, kind)

@@ -18,20 +18,22 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from pulse_rl import digests, patchfile
-from pulse_rl.application import Application, resolve
 from pulse_rl.bench.bound import bounds
 from pulse_rl.bench.report import Progress, Rounds, Table, ms
-from pulse_rl.bits import Bits, HostBits, Layout
-from pulse_rl.changes import find_changes
-from pulse_rl.checkpoint import open_checkpoint
+from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import UINTS
-from pulse_rl.encode import encode
 from pulse_rl.parallel import threads
-from pulse_rl.patch import pair
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, resolve
+from pulse_rl.patch.encode import encode
+from pulse_rl.patch.verbs import pair
 from pulse_rl.units import nbytes
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.changes import find_changes
+from pulse_rl.weights.layout import Layout
 
 ALIGNMENT = 64  # bytes at which tensors start
 PATCH_FROM_LIMIT = 1 << 30  # bytes of a model: zstd takes about eight times as much memory to search it
@@ -262,7 +264,7 @@ class _Patch:
         ].data
 
     def decode(self, patch: bytes, live: Weights) -> Callable[[], None]:
-        parsed = patchfile.unpack(patch)
+        parsed = patch_format.unpack(patch)
         application = Application(parsed, resolve(parsed.by_name(), parsed.tied, live.tensors))
         application.prove(self._base_digest)
         return application.write

@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 
 import pulse_rl as pulse
-from pulse_rl import digests, patchfile
-from pulse_rl.application import Application, resolve
 from pulse_rl.bench.report import Progress, Rounds, Table, ms, times
-from pulse_rl.bits import layout
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import threads
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, resolve
+from pulse_rl.weights.layout import layout
+from pulse_rl.weights.segments import SEGMENT, segments
 
 DENSITIES = (0.001, 0.0015, 0.01, 0.05)
 LINE_NBYTES = 64
@@ -114,7 +115,7 @@ def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
         progress(2 * place + 1, steps, f"apply at {density:.2%}")
         applied.append(_apply(old, new, spare, where, density, rounds))
     for _ in range(rounds):
-        digest.time("digest", lambda: [cpu.digest_range(1, a, old[a:b]) for a, b in digests.segments(elements)])
+        digest.time("digest", lambda: [cpu.digest_range(1, a, old[a:b]) for a, b in segments(elements)])
     copy_s = min(result.copy_s for result in found)
     return KernelsReport(
         elements=elements,
@@ -129,8 +130,8 @@ def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
 
 
 def _find(old: UIntArray, new: UIntArray, spare: UIntArray, density: float, rounds: int) -> FindResult:
-    indices, values = cpu.scratch(digests.SEGMENT, old.itemsize)
-    cut = digests.segments(len(old))
+    indices, values = cpu.scratch(SEGMENT, old.itemsize)
+    cut = segments(len(old))
 
     def find() -> int:
         return sum(cpu.find_changes(old[a:b], new[a:b], indices, values) for a, b in cut)
@@ -159,14 +160,14 @@ def _apply(
     clock = Rounds()
 
     def step(way: bytes, base_digest: int) -> None:
-        patch = patchfile.unpack(way)
+        patch = patch_format.unpack(way)
         application = Application(patch, resolve(patch.by_name(), patch.tied, layout(live)))
         application.prove(base_digest)
         clock.time("write", application.write)
 
     for number in range(rounds + rounds % 2):
         way = ways[number % 2]
-        base_digest = int(patchfile.unpack(way).header.base_digest, 16)
+        base_digest = int(patch_format.unpack(way).header.base_digest, 16)
         clock.time("copy", lambda: np.copyto(spare, new))
         clock.time("step", lambda way=way, base_digest=base_digest: step(way, base_digest))  # type: ignore[misc]
     for number in range(rounds + rounds % 2):

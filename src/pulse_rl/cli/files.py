@@ -12,8 +12,8 @@ from pulse_rl.cli.output import AsJson
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
-    from pulse_rl.contents import CheckpointInfo, StoreInfo
-    from pulse_rl.patch import PatchInfo
+    from pulse_rl.history.contents import CheckpointInfo, StoreInfo
+    from pulse_rl.patch.verbs import PatchInfo
 
 Target = Annotated[
     str,
@@ -63,9 +63,9 @@ def diff(
     """
     from typing import cast
 
-    from pulse_rl.checkpoint import files_of, open_checkpoint
+    from pulse_rl.checkpoint.files import files_of, open_checkpoint
     from pulse_rl.codecs.choose import CodecName, check
-    from pulse_rl.files import write_diff
+    from pulse_rl.patch.files import write_diff
 
     with output.checking():
         check(codec)
@@ -113,7 +113,7 @@ def apply(
 
     Example: pulse-rl apply step-3/ 3-4.safetensors -o step-4/
     """
-    from pulse_rl.files import apply_to_copy
+    from pulse_rl.patch.files import apply_to_copy
 
     with output.watching("apply") as watch:
         info = apply_to_copy(base, patch, out, watch=watch)
@@ -128,11 +128,11 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
 
     Example: pulse-rl inspect runs/main
     """
-    from pulse_rl.checkpoint import open_checkpoint
-    from pulse_rl.contents import checkpoint_info, kind_of, store_info
-    from pulse_rl.files import read_patch
-    from pulse_rl.history import History
-    from pulse_rl.patch import info
+    from pulse_rl.checkpoint.files import open_checkpoint
+    from pulse_rl.history.contents import checkpoint_info, kind_of, store_info
+    from pulse_rl.history.log import History
+    from pulse_rl.patch.files import read_patch
+    from pulse_rl.patch.verbs import info
 
     kind, place = kind_of(target)
     if kind == "patch":
@@ -168,8 +168,8 @@ def verify(
 
     Example: pulse-rl verify runs/main
     """
-    from pulse_rl.checkpoint import open_checkpoint
-    from pulse_rl.verify import verify as prove
+    from pulse_rl.checkpoint.files import open_checkpoint
+    from pulse_rl.history.verify import verify as prove
 
     with output.checking():
         weights = open_checkpoint(deep) if deep is not None else None

@@ -13,8 +13,9 @@ import typer
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from pulse_rl.bits import Bits, Layout
     from pulse_rl.dtypes import UIntArray
+    from pulse_rl.weights.bits import Bits
+    from pulse_rl.weights.layout import Layout
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
@@ -95,7 +96,7 @@ def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., N
 @contextmanager
 def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
     """Progress over tensors that a verb reads once: yields a function that wraps them to count what is read."""
-    from pulse_rl.bits import Layout
+    from pulse_rl.weights.layout import Layout
 
     with progress(what) as update:
 

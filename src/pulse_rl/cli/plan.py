@@ -11,7 +11,7 @@ from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
 
 if TYPE_CHECKING:
-    from pulse_rl.study.plan import Plan
+    from pulse_rl.planner import Plan
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
 
     Example: pulse-rl plan --params 7B --bandwidth 200Mbit --compute 50s --workers 32
     """
-    from pulse_rl.study.plan import plan as calculate
+    from pulse_rl.planner import plan as calculate
 
     with output.checking():
         result = calculate(

@@ -12,9 +12,9 @@ from pulse_rl.cli.output import AsJson
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
-    from pulse_rl.history import History
-    from pulse_rl.retention import Pruning
-    from pulse_rl.status import Objects, Status, SubscriberInfo
+    from pulse_rl.history.log import History
+    from pulse_rl.history.prune import Pruning
+    from pulse_rl.history.status import Objects, Status, SubscriberInfo
 
 StoreTarget = Annotated[
     str,
@@ -33,7 +33,7 @@ def status(store: StoreTarget, as_json: AsJson = False) -> None:
 
     Example: pulse-rl status s3://bucket/run-a
     """
-    from pulse_rl.status import status as look
+    from pulse_rl.history.status import status as look
 
     info = look(_open(store))
     if as_json:
@@ -71,7 +71,7 @@ def prune(
 
     Example: pulse-rl prune s3://bucket/run-a --retain 100 --keep-every 10 --dry-run
     """
-    from pulse_rl.retention import Retention, carry_out
+    from pulse_rl.history.prune import Retention, carry_out
 
     with output.checking():
         retention = Retention(retain, keep_every, grace)
@@ -87,8 +87,8 @@ def prune(
 
 
 def _open(target: str) -> History:
-    from pulse_rl.contents import kind_of
-    from pulse_rl.history import History
+    from pulse_rl.history.contents import kind_of
+    from pulse_rl.history.log import History
 
     kind, place = kind_of(target)
     if kind != "store":

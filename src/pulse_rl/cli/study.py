@@ -143,11 +143,11 @@ def _run_notes(target: str) -> list[str]:
 
 def _open(targets: list[str], stack: ExitStack) -> Source:
     """The source that the targets name; its files are gone when the stack closes."""
-    from pulse_rl.contents import kind_of
-    from pulse_rl.history import History
+    from pulse_rl.history.contents import kind_of
+    from pulse_rl.history.log import History
+    from pulse_rl.history.restore import scratch
     from pulse_rl.study.sources import Checkpoints
     from pulse_rl.study.stored import Stored
-    from pulse_rl.sync.restore import scratch
 
     kinds = [kind_of(target) for target in targets]
     if len(targets) == 1 and kinds[0][0] == "store":
@@ -166,7 +166,7 @@ def _write(report: Report, directory: Path, html: bool | None) -> None:
     """directory: is there. html: whether the page is wanted; None where it can be had."""
     import msgspec
 
-    from pulse_rl.checkpoint import write_stream
+    from pulse_rl.disk import write_stream
     from pulse_rl.study import show
 
     write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from pulse_rl.changes import Changes
-from pulse_rl.digests import SEGMENT
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import PatchFormatError
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.segments import SEGMENT
 
 
 class SegmentSpec(NamedTuple):
@@ -37,6 +37,14 @@ class SegmentSpec(NamedTuple):
 
 
 Read: TypeAlias = Callable[[], UIntArray]  # a segment's old bits, shape (size,)
+
+
+def segment_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
+    """What a codec is told of the elements [start, stop) of a tensor."""
+    row = shape[-1] if shape else 1
+    if row > SEGMENT:
+        return SegmentSpec(dtype, stop - start, changed, stop - start, 0)
+    return SegmentSpec(dtype, stop - start, changed, row, start % row)
 
 
 class Part(NamedTuple):

@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pulse_rl.changes import Changes, find_changes
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
 from pulse_rl.codecs.model import Ints, Model, Start
 from pulse_rl.dtypes import UINTS, Field, UIntArray, field
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import context, cpu, moves
+from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import ordered_map
+from pulse_rl.weights.changes import Changes, find_changes
 
 SAMPLED_SIZE = 1 << 16  # elements: larger segments have the exponents of every 64th run counted only
 SAMPLED_EVERY = 64

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from pulse_rl.changes import Changes
 from pulse_rl.codecs.base import Part, Piece, SegmentSpec, coded_count, every_index, split_values
+from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import cpu
-from pulse_rl.zstd import decompress
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.weights.changes import Changes
 
 LEVEL = 1
 GAP_NBYTES = 2

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import context
+from pulse_rl.kernels.cpu import context
 
 Ints = NDArray[np.int64]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pulse_rl.changes import Changes
 from pulse_rl.codecs.base import Part, Piece, SegmentSpec, every_index, split_values
 from pulse_rl.errors import PatchFormatError
+from pulse_rl.weights.changes import Changes
 
 INDEX_NBYTES = 4
 

@@ -20,15 +20,16 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.changes import find_changes
 from pulse_rl.errors import ExchangeError, PatchFormatError
-from pulse_rl.kernels import cpu, loco
-from pulse_rl.kernels.loco import F32
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.group import Group, could_not_go_on
 from pulse_rl.loco.payload import Span
 from pulse_rl.parallel import ordered_map
+from pulse_rl.weights.changes import find_changes
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
-from pulse_rl.kernels import cpu, loco
-from pulse_rl.kernels.loco import F32
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.loco import F32
+from pulse_rl.weights.changes import find_changes
 
 Gate: TypeAlias = Literal["bfloat16", "float16", "float8_e4m3fn"]
 GATES: tuple[str, ...] = get_args(Gate)

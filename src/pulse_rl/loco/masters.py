@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pulse_rl import digests
-from pulse_rl.bits import Layout, layout
-from pulse_rl.kernels import cpu, loco
-from pulse_rl.kernels.loco import F32
-from pulse_rl.kernels.reference import mix
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.gate import Sends
+from pulse_rl.weights import digests
+from pulse_rl.weights.digests import mix
+from pulse_rl.weights.layout import Layout, layout
+from pulse_rl.weights.segments import segments
 
 FRAGMENT = 1 << 25  # elements: 128 MB of float32
 
@@ -65,7 +67,7 @@ class Masters:
                 self.residual[name][start:stop] if kept else None,
             )
             for name, bits in self._live.items()
-            for start, stop in digests.segments(bits.size)
+            for start, stop in segments(bits.size)
         ]
         self.fragments: list[range] = []  # of numbers of segments
         first, held = 0, 0

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pulse_rl.kernels import cpu, loco
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import loco
 from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import EXCHANGES, Exchange, Mean, Work
 from pulse_rl.loco.gate import GATES, Gate, Sends, cast, find_sends

@@ -22,16 +22,15 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.changes import Changes
-from pulse_rl.codecs.base import Part, Piece
+from pulse_rl.codecs.base import Part, Piece, segment_spec
 from pulse_rl.codecs.context import ContextCodec
+from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels import moves
-from pulse_rl.kernels.loco import F32
+from pulse_rl.kernels.cpu import moves
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.gate import Sends, cast
-from pulse_rl.patchfile import segment_spec
-from pulse_rl.zstd import decompress
+from pulse_rl.weights.changes import Changes
 
 ValueDtype: TypeAlias = Literal["float32", "bfloat16"]
 VALUE_DTYPES: tuple[str, ...] = get_args(ValueDtype)

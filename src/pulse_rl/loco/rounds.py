@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 
-from pulse_rl import digests
 from pulse_rl.errors import ExchangeError
 from pulse_rl.loco import agreement, checkpoint
 from pulse_rl.loco.exchange import BlamedError, BrokenPayloadError, Mean, Work
@@ -48,6 +47,7 @@ from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.membership import Alone, Membership
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.parallel import ordered_map, submit
+from pulse_rl.weights import digests
 
 CANNOT = -2  # in place of the first segment that holds no numbers: the rank cannot go on
 

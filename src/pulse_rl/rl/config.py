@@ -112,7 +112,7 @@ def _check_trainers(config: RunConfig) -> None:
 
 def save(config: RunConfig) -> None:
     """Write config.toml, whole or not at all; TOML has no null, so settings that are None are left out."""
-    from pulse_rl.checkpoint import write_stream  # not for the command line's --help
+    from pulse_rl.disk import write_stream  # not for the command line's --help
 
     tomli_w = require("tomli_w", "run")
     document = {k: v for k, v in msgspec.to_builtins(config).items() if v is not None}

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import ProcessDiedError, PulseError
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.engine import Life, ProcessDiedError, start_worker
+from pulse_rl.rl.engine import ProcessHandle, RolloutProcess, start
+from pulse_rl.rl.rollout import RolloutWorker
 
 DEATHS = 5  # of one worker without a version proved between them, and the run is given up
 
@@ -18,7 +19,7 @@ DEATHS = 5  # of one worker without a version proved between them, and the run i
 @dataclass
 class _Member:
     name: str
-    life: Life
+    handle: ProcessHandle
     restarts: int = 0
     futile: int = 0  # deaths since it last proved a version
     result: dict[str, Any] | None = None
@@ -39,12 +40,15 @@ class Crew:
     def add(self) -> str:
         """Start one more; return its name."""
         name = f"worker-{len(self._members)}"
-        self._members.append(_Member(name, start_worker(name, self._config, self._buffer)))
+        self._members.append(_Member(name, self._start(name)))
         return name
 
-    def at_work(self) -> list[Life]:
+    def _start(self, name: str) -> ProcessHandle:
+        return start(name, RolloutProcess, RolloutWorker, name, self._config, self._buffer, where="anywhere")
+
+    def at_work(self) -> list[ProcessHandle]:
         """Those that have not ended."""
-        return [member.life for member in self._members if member.result is None]
+        return [member.handle for member in self._members if member.result is None]
 
     def results(self) -> list[dict[str, Any]]:
         """What each that ended returned, with the times it was started again."""
@@ -56,9 +60,9 @@ class Crew:
         Raises what a worker raised, PulseError if one dies again and again.
         """
         for member in self._members:
-            if member.result is None and member.life.ended():
+            if member.result is None and member.handle.ended():
                 try:
-                    member.result = member.life.result()
+                    member.result = member.handle.result()
                 except ProcessDiedError:
                     self._start_again(member)
 
@@ -74,4 +78,4 @@ class Crew:
         gone = {"pid": None, "version": None, "verified": False, "restarting": True, "restarts": member.restarts}
         self._buffer.report(member.name, gone)
         self._say(f"{who} died; starting again")
-        member.life = start_worker(member.name, self._config, self._buffer)
+        member.handle = self._start(member.name)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pulse_rl.checkpoint import write_stream
+from pulse_rl.disk import write_stream
 from pulse_rl.errors import StoreError
 from pulse_rl.rl.config import RunConfig, begun
 from pulse_rl.store.objects import open_store

@@ -8,9 +8,9 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import ProcessDiedError, PulseError
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 
@@ -18,10 +18,6 @@ BUFFER = "buffer"  # the actor's name in the run's namespace
 LOG = "ray.log"
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
-
-
-class ProcessDiedError(PulseError):
-    """The process of an actor is gone: killed, out of memory, or its node was lost."""
 
 
 class Remote:
@@ -42,7 +38,7 @@ class Remote:
             except (ray.exceptions.RayActorError, ValueError) as error:  # gone, or forgotten by its name
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise
-                raise ProcessDiedError(f"the {self._name}'s process died") from None
+                raise ProcessDiedError(f"the {self._name}'s process died", process=self._name) from None
 
         return call
 
@@ -65,7 +61,7 @@ class RolloutProcess(Process):
     """Named for the list of processes."""
 
 
-class Life:
+class ProcessHandle:
     """A process that has been started, to its end."""
 
     def __init__(self, name: str, actor: Any, kind: Callable[..., Any], *arguments: Any) -> None:
@@ -90,7 +86,7 @@ class Life:
             # A process that only cannot be reached must not go on beside the one that takes its place.
             with suppress(Exception):
                 ray.kill(self._actor)
-            raise ProcessDiedError(f"{self._name}'s process died") from None
+            raise ProcessDiedError(f"{self._name}'s process died", process=self._name) from None
 
 
 @contextmanager
@@ -143,29 +139,20 @@ def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
     yield cast(DataBuffer, Remote(BUFFER))
 
 
-def start_trainer(rank: int, config: RunConfig, buffer: DataBuffer, resume: bool) -> Life:
-    """A trainer: the first on the driver's node, where the run's files are to be, the others on any."""
+def start(
+    name: str, process: type[Process], kind: Callable[..., Any], *arguments: Any, where: Literal["here", "anywhere"]
+) -> ProcessHandle:
+    """Start a process that makes kind(*arguments) and runs it.
+
+    name: what messages call it. where: on the driver's node, or on any, as the nodes' load is.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from pulse_rl.rl.lead import LeadTrainer
-    from pulse_rl.rl.trainer import Trainer
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    where = "SPREAD" if rank else here
-    process = ray.remote(num_cpus=0)(TrainerProcess).options(scheduling_strategy=where).remote()
-    name = "the trainer" if config.trainers == 1 else f"trainer-{rank}"
-    return Life(name, process, Trainer if rank else LeadTrainer, config, buffer, resume, rank)
-
-
-def start_worker(name: str, config: RunConfig, buffer: DataBuffer) -> Life:
-    """A rollout worker, on any node."""
-    import ray
-
-    from pulse_rl.rl.rollout import RolloutWorker
-
-    process = ray.remote(num_cpus=0)(RolloutProcess).options(scheduling_strategy="SPREAD").remote()
-    return Life(name, process, RolloutWorker, name, config, buffer)
+    node = ray.get_runtime_context().get_node_id()
+    strategy = "SPREAD" if where == "anywhere" else NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(num_cpus=0)(process).options(scheduling_strategy=strategy).remote()
+    return ProcessHandle(name, actor, kind, *arguments)
 
 
 def node_address() -> str:
@@ -175,8 +162,8 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def wait(lives: list[Life], timeout: float) -> None:
+def wait(handles: list[ProcessHandle], timeout: float) -> None:
     """Wait until one of these ends, at most so many seconds."""
     import ray
 
-    ray.wait([life.future for life in lives], timeout=timeout)
+    ray.wait([handle.future for handle in handles], timeout=timeout)

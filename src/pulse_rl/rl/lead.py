@@ -8,8 +8,6 @@ metrics is written before the checkpoint that holds its steps, so that none is e
 import time
 from typing import Any
 
-from pulse_rl.bits import layout
-from pulse_rl.digests import digest
 from pulse_rl.errors import PulseError
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics, model
@@ -18,6 +16,8 @@ from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.trainer import Trainer
 from pulse_rl.sync.publisher import Publisher
 from pulse_rl.sync.reports import PublishReport
+from pulse_rl.weights.digests import digest
+from pulse_rl.weights.layout import layout
 
 CAST = "bfloat16"  # what rollout workers hold
 

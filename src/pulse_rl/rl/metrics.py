@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.checkpoint import write_stream
+from pulse_rl.disk import write_stream
 from pulse_rl.rl.config import RunConfig
 
 METRICS = "metrics.jsonl"

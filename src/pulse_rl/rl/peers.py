@@ -22,8 +22,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from pulse_rl.bits import layout
-from pulse_rl.digests import digest
 from pulse_rl.errors import IntegrityError
 from pulse_rl.loco import exchange
 from pulse_rl.loco.group import Group
@@ -31,6 +29,8 @@ from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import node_address
+from pulse_rl.weights.digests import digest
+from pulse_rl.weights.layout import layout
 
 # A trainer that dies is seen at once. This is for a network that only falls silent, and longer than a trainer may
 # wait for its batches while the others stand at the exchange.

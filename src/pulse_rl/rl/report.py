@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.checkpoint import write_stream
-from pulse_rl.study import charts
-from pulse_rl.study.charts import BYTES, FRACTION, Axis, Points
-from pulse_rl.study.page import Page, Plot
+from pulse_rl.disk import write_stream
+from pulse_rl.html import charts
+from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
+from pulse_rl.html.page import Page, Plot
 from pulse_rl.units import nbytes
 
 REPORT = "report.html"

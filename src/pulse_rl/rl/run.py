@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pulse_rl.codecs.choose import check as check_codec
-from pulse_rl.errors import ExchangeError, PulseError, require
+from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as places
 from pulse_rl.rl import metrics, report
@@ -23,7 +23,7 @@ from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.crew import Crew
 from pulse_rl.rl.display import Display
-from pulse_rl.rl.engine import ProcessDiedError, data_buffer, engine, wait
+from pulse_rl.rl.engine import data_buffer, engine, wait
 from pulse_rl.rl.tasks import Task
 from pulse_rl.rl.team import Team
 

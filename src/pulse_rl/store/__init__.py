@@ -1,1 +1,4 @@
-"""Stores: where a history lives. `base` is the protocol, `objects` every store that obstore can open."""
+"""Object stores: `base` is the protocol, `objects` opens buckets, directories, memory and web servers through obstore.
+
+A store holds named, immutable objects and knows nothing of what is in them.
+"""

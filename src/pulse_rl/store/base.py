@@ -8,16 +8,6 @@ that no version is made of: where a pruned history begins, and what subscribers 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
-from pulse_rl.errors import StoreError
-
-
-class ObjectMissingError(StoreError):
-    """An object that the history promises is not there."""
-
-
-class CannotListError(StoreError):
-    """A store whose objects can be read by name but not listed, as behind a plain web server."""
-
 
 class ObjectInfo(NamedTuple):
     """One object of a store."""

@@ -19,8 +19,8 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
-from pulse_rl.errors import StoreError
-from pulse_rl.store.base import CannotListError, ObjectInfo, Store
+from pulse_rl.errors import CannotListError, StoreError
+from pulse_rl.store.base import ObjectInfo, Store
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 PARTS_AT_ONCE = 3  # parts held while they are written; obstore's own 12 would take 100 MB on a slow disk

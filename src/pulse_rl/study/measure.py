@@ -11,14 +11,14 @@ from threading import BoundedSemaphore
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.digests import SEGMENT, segments
 from pulse_rl.dtypes import UIntArray, field
-from pulse_rl.kernels import moves
-from pulse_rl.kernels.study import count_differing
+from pulse_rl.kernels.cpu import moves
+from pulse_rl.kernels.cpu.study import count_differing
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.sources import Source
 from pulse_rl.study.tally import Tally, nothing, tally
 from pulse_rl.study.timeline import Timeline
+from pulse_rl.weights.segments import SEGMENT, segments
 
 RING_NBYTES = 128 << 20  # that all threads hold of versions together, unless one needs more
 

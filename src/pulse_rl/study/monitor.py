@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pulse_rl import digests
-from pulse_rl.bits import HostBits, Layout, compare_layouts, layout
-from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import UINTS, field
 from pulse_rl.errors import BaseMismatchError, require
-from pulse_rl.kernels import moves
+from pulse_rl.kernels.cpu import moves
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
+from pulse_rl.weights.bits import HostBits
+from pulse_rl.weights.changes import find_changes
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +181,7 @@ class SparsityMonitor:
             by_one, ulps = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
             return _Seen(kind(name), stop - start, len(sizes), by_one, ulps)
 
-        work = ((name, *piece) for name, bits in self._baseline.items() for piece in digests.segments(bits.size))
+        work = ((name, *piece) for name, bits in self._baseline.items() for piece in segments(bits.size))
         seen = list(ordered_map(look, work))
         elements, changed = _sums(seen)
         return Sparsity(
@@ -234,7 +235,7 @@ def _copy(live: Layout) -> Layout:
     copies.tied = dict(live.tied)
     for name, bits in live.items():
         own = HostBits(bits.dtype, np.empty(bits.shape, UINTS[bits.itemsize]))
-        for start, stop in digests.segments(bits.size):
+        for start, stop in segments(bits.size):
             own.write(start, bits.read(start, stop))
         copies[name] = own
     return copies

@@ -4,9 +4,9 @@ import re
 from collections import defaultdict
 from itertools import pairwise
 
-from pulse_rl.study import charts
-from pulse_rl.study.charts import BYTES, FRACTION, Axis, Points
-from pulse_rl.study.page import Plot
+from pulse_rl.html import charts
+from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
+from pulse_rl.html.page import Plot
 from pulse_rl.study.results import Exponent, Report, Step
 
 ROWS = 24  # of a heat map

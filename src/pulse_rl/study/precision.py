@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.bits import Bits
-from pulse_rl.changes import find_changes
-from pulse_rl.digests import SEGMENT
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, field
-from pulse_rl.kernels import loco
-from pulse_rl.kernels.loco import F32
+from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.results import Visible
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import find_changes
+from pulse_rl.weights.segments import SEGMENT
 
 CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # finite numbers; Micikevicius et al., arXiv 2209.05433

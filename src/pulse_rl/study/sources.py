@@ -14,12 +14,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from pulse_rl import container
-from pulse_rl.bits import Bits, compare_layouts
-from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.checkpoint.files import files_of, open_checkpoint
+from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.study.results import Version
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import compare_layouts
 
 
 class Tensor(NamedTuple):
@@ -73,7 +75,7 @@ class Files:
         self._places: dict[str, _Place] = {}
         for file in files_of(path):
             try:
-                header = container.parse(map_file(file))
+                header = safetensors_header.parse(map_file(file))
             except PatchFormatError as error:
                 raise PatchFormatError(f"{file}: {error}") from None
             if twice := sorted(self.tensors.keys() & header.entries.keys()):

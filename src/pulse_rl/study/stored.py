@@ -9,21 +9,23 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-from pulse_rl.bits import Bits, Layout
-from pulse_rl.changes import Changes
-from pulse_rl.checkpoint import map_file, open_checkpoint
+from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Piece
+from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import VersionNotFoundError
-from pulse_rl.history import History
-from pulse_rl.kernels import cpu
-from pulse_rl.manifest import Manifest
-from pulse_rl.patchfile import Patch, Segment
-from pulse_rl.route import state_of, step_of
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.restore import Work, load_anchor, prove, unpack
+from pulse_rl.history.trail import state_of, step_of
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.patch.format import Patch, Segment
+from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
 from pulse_rl.study.sources import Files, Tensor, same_tensors
-from pulse_rl.sync.overlay import Overlay, Replaced
-from pulse_rl.sync.restore import Work, load_anchor, prove, unpack
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import Layout
 
 
 class Stored:

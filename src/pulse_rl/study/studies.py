@@ -5,9 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from pulse_rl import __version__
-from pulse_rl.bits import Bits
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.encode import encode
+from pulse_rl.patch.encode import encode
 from pulse_rl.study.collect import Collected
 from pulse_rl.study.conclude import Forecast, exponents_of, recurrence_of, steps_of
 from pulse_rl.study.measure import survey
@@ -16,6 +15,7 @@ from pulse_rl.study.results import Report, Settings, Version, Visible
 from pulse_rl.study.sources import Source
 from pulse_rl.study.theory import LONGEST
 from pulse_rl.study.timeline import Timeline
+from pulse_rl.weights.bits import Bits
 
 TOO_FAR = f"versions lie more than {LONGEST:,} steps apart, if their numbers are steps: nothing is predicted"
 NAMED = 8  # tensors in a note

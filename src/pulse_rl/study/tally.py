@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.changes import find_changes
 from pulse_rl.dtypes import UIntArray, field
-from pulse_rl.kernels import cpu, moves, study
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import moves, study
 from pulse_rl.study.values import decode
+from pulse_rl.weights.changes import find_changes
 
 Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import msgspec
 from blake3 import blake3
 
-from pulse_rl import encode
-from pulse_rl.bits import Layout
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.errors import PulseError, StoreError
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
+from pulse_rl.history.anchor import put_anchor
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
+from pulse_rl.history.prune import Retention, carry_out
+from pulse_rl.history.trail import State, Step, Trail, state_of
 from pulse_rl.parallel import submit
-from pulse_rl.retention import Retention, carry_out
-from pulse_rl.route import State, Step, Trail, state_of
-from pulse_rl.sync.anchor import put_anchor
-from pulse_rl.sync.overlay import Overlay
+from pulse_rl.patch import encode
+from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.skips import Skips, skip_patch
+from pulse_rl.weights.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -20,28 +20,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pulse_rl import digests, encode, patchfile
-from pulse_rl.application import Application, resolve
-from pulse_rl.bits import Bits, HostBits, Layout, cast_name, compare_layouts, layout
 from pulse_rl.codecs.choose import Chooser, CodecName, Trial
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, StoreError
-from pulse_rl.history import History
-from pulse_rl.manifest import FORMAT, FORMAT_VERSION, MAX_SEQUENCE, Manifest, manifest_name, new_token
-from pulse_rl.retention import GRACE_S, Retention
-from pulse_rl.route import Faults, state_of
+from pulse_rl.history.anchor import check_assets, model_config
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import FORMAT, FORMAT_VERSION, MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.prune import GRACE_S, Retention
+from pulse_rl.history.restore import Work, restore, scratch, way_out
+from pulse_rl.history.trail import Faults, state_of
+from pulse_rl.patch import encode
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, resolve
+from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import Store
-from pulse_rl.sync.anchor import check_assets, model_config
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
-from pulse_rl.sync.overlay import Overlay, Replaced
 from pulse_rl.sync.reports import Coded, PublishReport, publish_report
-from pulse_rl.sync.restore import Work, restore, scratch, way_out
 from pulse_rl.sync.skips import LARGEST
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.casts import cast_name
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
     import torch
 
-    from pulse_rl.signing import PrivateKey
+    from pulse_rl.history.signing import PrivateKey
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +207,7 @@ class Publisher:
         `publish` can be called again. What fails after the commit is no error, but the report's `trouble`.
         """
         start = time.perf_counter()
-        patchfile.check_version("version", version)
+        patch_format.check_version("version", version)
         self.history.store.check_create()
         cast = self._cast if cast is None else cast_name(cast)
         check_assets(assets or {})
@@ -338,7 +343,7 @@ class Publisher:
             proved = {}
             for coded in patches:
                 start = time.perf_counter()
-                patch = patchfile.unpack(coded.data)
+                patch = patch_format.unpack(coded.data)
                 application = Application(patch, resolve(patch.by_name(), patch.tied, baseline))
                 application.prove(base_digest)
                 decode_s = time.perf_counter() - start
@@ -410,7 +415,7 @@ def _copy(tensors: Layout) -> Layout:
     copied: dict[str, Bits] = {}
     for name, bits in tensors.items():
         array = np.empty(bits.size, UINTS[bits.itemsize])
-        for start, stop in digests.segments(bits.size):
+        for start, stop in segments(bits.size):
             array[start:stop] = bits.read(start, stop)
         copied[name] = HostBits(bits.dtype, array.reshape(bits.shape))
     result = Layout(copied)

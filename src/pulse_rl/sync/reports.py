@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from pulse_rl.encode import EncodedPatch
-from pulse_rl.manifest import Manifest
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.sync.delivery import Delivered
 
 Way: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor

@@ -6,13 +6,14 @@ the version is committed, in no one's way; the trail of the next version tells o
 
 from dataclasses import dataclass
 
-from pulse_rl import encode, patchfile
-from pulse_rl.application import Application
-from pulse_rl.bits import Layout
 from pulse_rl.codecs.base import Codec
 from pulse_rl.errors import IntegrityError
-from pulse_rl.route import SPANS, State
-from pulse_rl.sync.overlay import Overlay
+from pulse_rl.history.trail import SPANS, State
+from pulse_rl.patch import encode
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application
+from pulse_rl.patch.overlay import Overlay
+from pulse_rl.weights.layout import Layout
 
 LARGEST = (
     1 / 2
@@ -84,6 +85,6 @@ def skip_patch(base: State, overlay: Overlay, newest: Layout, target: State, cod
             f"the patch from version {base.version} should lead to digest {target.digest}, it leads to "
             f"{coded.header.target_digest}"
         )
-    application = Application(patchfile.unpack(coded.data), {name: [bits] for name, bits in older.items()})
+    application = Application(patch_format.unpack(coded.data), {name: [bits] for name, bits in older.items()})
     application.prove(int(base.digest, 16))
     return coded

@@ -18,20 +18,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pulse_rl import digests
-from pulse_rl.application import carry_through, live_digest, resolve
-from pulse_rl.bits import Bits, Layout, layout
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
-from pulse_rl.heartbeat import Heart, Heartbeat, sentence
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest
-from pulse_rl.route import REQUEST_NBYTES, Faults, State, cheapest, cost, state_of
+from pulse_rl.history.heartbeat import Heart, Heartbeat, sentence
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.restore import Work, follow, restore, scratch, way_out
+from pulse_rl.history.trail import REQUEST_NBYTES, Faults, State, cheapest, cost, state_of
+from pulse_rl.patch.apply import carry_through, live_digest, resolve
 from pulse_rl.store.base import Store
 from pulse_rl.sync.reports import SyncReport, Way
-from pulse_rl.sync.restore import Work, follow, restore, scratch, way_out
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import Layout, layout
+from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
-    from pulse_rl.signing import PublicKey
+    from pulse_rl.history.signing import PublicKey
 
 POLL_S, LONGEST_POLL_S = 0.05, 1.0  # between looks at the store while waiting: a request each, paid for on clouds
 
@@ -326,7 +328,7 @@ def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]])
     for name, copies in targets.items():
         for copy in copies:
             other = names.setdefault(copy.storage, name) if copy.size else name
-            pieces = digests.segments(copy.size)
+            pieces = segments(copy.size)
             if other != name and any((source[other].read(*at) != source[name].read(*at)).any() for at in pieces):
                 raise BaseMismatchError(
                     f"tensors {other!r} and {name!r} share memory in these weights, but the version holds different "
@@ -336,6 +338,6 @@ def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]])
 
 def _copy(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
     for name, bits in source.items():
-        for start, stop in digests.segments(bits.size):
+        for start, stop in segments(bits.size):
             for copy in targets[name]:
                 copy.write(start, bits.read(start, stop))

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pulse_rl import digests, patchfile
-from pulse_rl.bits import Bits
-from pulse_rl.changes import Changes, find_changes
-from pulse_rl.codecs.base import Codec, Part, every_index
-from pulse_rl.kernels import cpu
+from pulse_rl.codecs.base import Codec, Part, every_index, segment_spec
+from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import ordered_map
+from pulse_rl.patch import format as patch_format
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes, find_changes
+from pulse_rl.weights.segments import SEGMENT, segments
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 
@@ -27,7 +29,7 @@ class EncodedPatch:
     """A patch and what it took to make it."""
 
     data: bytes
-    header: patchfile.PatchHeader
+    header: patch_format.PatchHeader
     read_s: float  # reading and casting the new weights, seconds of work summed over threads
     diff_s: float  # finding changes and digesting, likewise
     encode_s: float  # coding and compressing, wall time
@@ -86,7 +88,7 @@ def encode(
     work = [
         (digests.seed(name, bits.dtype, bits.shape), old[name], bits, start, stop)
         for name, bits in new.items()
-        for start, stop in digests.segments(bits.size)
+        for start, stop in segments(bits.size)
     ]
 
     def find(item: tuple[int, Bits, Bits, int, int]) -> _Found:
@@ -100,7 +102,7 @@ def encode(
         cpu.gather(stale, changes.indices, replaced)
         delta = cpu.digest_delta(seed, start, changes.indices, replaced, changes.values)
         share = cpu.digest_range(seed, start, stale) if base_digest is None else 0
-        spec = patchfile.segment_spec(after.dtype, after.shape, start, stop, len(changes.indices))
+        spec = segment_spec(after.dtype, after.shape, start, stop, len(changes.indices))
         sparse = Part(spec, changes, partial(before.read, start, stop))
         parts = tuple(
             sparse._replace(changes=Changes(every_index(spec.size), fresh.copy())) if codec.is_dense(spec) else sparse
@@ -119,16 +121,16 @@ def encode(
         diff_s += found.diff_s
         for coding, part in zip(codings, found.parts, strict=True):
             coding.add(part)
-    table = patchfile.encode_table(new, tied or {})
+    table = patch_format.encode_table(new, tied or {})
     elements = sum(bits.size for bits in new.values())
     full_nbytes = sum(bits.size * bits.itemsize for bits in new.values())
     changed = sum(counts)
     patches = []
     for coding in codings:
         coding.close()
-        header = patchfile.PatchHeader(
-            format=patchfile.FORMAT,
-            format_version=patchfile.FORMAT_VERSION,
+        header = patch_format.PatchHeader(
+            format=patch_format.FORMAT,
+            format_version=patch_format.FORMAT_VERSION,
             codec=coding.codec.name,
             base=base,
             target=target,
@@ -137,9 +139,9 @@ def encode(
             elements=elements,
             changes=changed,
             full_nbytes=full_nbytes,
-            segment=digests.SEGMENT,
+            segment=SEGMENT,
             blocks=len(coding.blocks),
         )
-        data = patchfile.pack(header, table, counts, coding.blocks)
+        data = patch_format.pack(header, table, counts, coding.blocks)
         patches.append(EncodedPatch(data, header, read_s, diff_s, coding.encode_s))
     return patches

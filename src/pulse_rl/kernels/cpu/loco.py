@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu import _ro
+from pulse_rl.kernels.cpu.elements import _ro
 
 F32 = NDArray[np.float32]
 

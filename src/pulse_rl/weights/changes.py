@@ -1,6 +1,6 @@
 """find_changes: which elements of a tensor have new bits, and what they are.
 
-The unit of work is a segment (`digests.SEGMENT` elements of one tensor at most): small enough that indices
+The unit of work is a segment (`SEGMENT` elements of one tensor at most): small enough that indices
 fit 32 bits and that scratch memory is bounded, large enough that a thread is busy for a while.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
 
 
 class Changes(NamedTuple):

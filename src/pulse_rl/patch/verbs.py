@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
-from pulse_rl import encode, patchfile
-from pulse_rl.application import Application, live_digest, resolve
-from pulse_rl.bits import Bits, Layout, compare_layouts, layout
 from pulse_rl.codecs.choose import CodecName, candidates
-from pulse_rl.patchfile import TensorInfo
+from pulse_rl.patch import encode
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, live_digest, resolve
+from pulse_rl.patch.format import TensorInfo
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
 
 
 class PatchInfo(msgspec.Struct, frozen=True):
@@ -61,8 +63,8 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
     a version that is no whole number.
     """
     codecs = candidates(codec)
-    patchfile.check_version("base", base)
-    patchfile.check_version("target", target)
+    patch_format.check_version("base", base)
+    patch_format.check_version("target", target)
     before, after, tied = pair(layout(old), layout(new))
     patches = encode.encode(before, after, base=base, target=target, codecs=codecs, tied=tied)
     return min((patch.data for patch in patches), key=len)
@@ -96,16 +98,16 @@ def inspect(patch: bytes | bytearray | memoryview) -> PatchInfo:
     return info(_parse(patch))
 
 
-def _parse(patch: bytes | bytearray | memoryview) -> patchfile.Patch:
+def _parse(patch: bytes | bytearray | memoryview) -> patch_format.Patch:
     try:
         view = memoryview(patch)
     except TypeError:
         hint = "; read the file first: Path(...).read_bytes()" if isinstance(patch, str | os.PathLike) else ""
         raise TypeError(f"patch: expected bytes, found {type(patch).__name__}{hint}") from None
-    return patchfile.unpack(view)
+    return patch_format.unpack(view)
 
 
-def info(patch: patchfile.Patch) -> PatchInfo:
+def info(patch: patch_format.Patch) -> PatchInfo:
     """The public account of a parsed patch."""
     header = patch.header
     return PatchInfo(

@@ -18,9 +18,9 @@ from itertools import accumulate
 import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
-from pulse_rl.history import FIRST, History
-from pulse_rl.manifest import manifest_name, manifest_sequence, object_sequence
-from pulse_rl.route import Faults
+from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.trail import Faults
 from pulse_rl.store.base import ObjectInfo
 
 GRACE_S = 3600.0  # a full checkpoint of 4 GB over a home connection of 10 Mbit/s

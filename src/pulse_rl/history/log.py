@@ -23,10 +23,18 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from blake3 import blake3
 
-from pulse_rl import manifest as manifests
-from pulse_rl import route, signing
-from pulse_rl.errors import IntegrityError, PulseError, StoreError, VersionNotFoundError
-from pulse_rl.manifest import (
+from pulse_rl.errors import (
+    CannotListError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PulseError,
+    StoreError,
+    VersionNotFoundError,
+)
+from pulse_rl.history import manifest as manifests
+from pulse_rl.history import signing
+from pulse_rl.history import trail as route
+from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
     MAX_SEQUENCE,
     Count,
@@ -35,12 +43,12 @@ from pulse_rl.manifest import (
     manifest_name,
     manifest_sequence,
 )
-from pulse_rl.route import Faults, State, Step, Trail, decode_trail, state_of, step_of
-from pulse_rl.store.base import CannotListError, ObjectInfo, ObjectMissingError, Store, read_up_to
+from pulse_rl.history.trail import Faults, State, Step, Trail, decode_trail, state_of, step_of
+from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.objects import open_store
 
 if TYPE_CHECKING:
-    from pulse_rl.signing import PrivateKey, PublicKey
+    from pulse_rl.history.signing import PrivateKey, PublicKey
 
 FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
 MAX_FIRST_NBYTES = 64  # a number with white space around it
@@ -300,7 +308,7 @@ class History:
         """An object of the history, proved by size and hash.
 
         What comes damaged is asked for once more: the way here may be at fault, and an object less to take means a
-        longer way. Raises IntegrityError if it is not what the manifest promised, ObjectMissingError or StoreError.
+        longer way. Raises IntegrityError if it is not what the manifest promised, ObjectNotFoundError or StoreError.
         """
         with suppress(IntegrityError):
             return self._fetch(ref)
@@ -323,7 +331,7 @@ class History:
                 hasher.update(part)
                 yield part
         except FileNotFoundError:
-            raise ObjectMissingError(f"{ref.name} is missing from {self.store.url}") from None
+            raise ObjectNotFoundError(f"{ref.name} is missing from {self.store.url}") from None
         if taken != ref.nbytes or hasher.hexdigest() != ref.blake3:
             raise IntegrityError(
                 f"{ref.name} in {self.store.url} is corrupt: expected {ref.nbytes} bytes with BLAKE3 "

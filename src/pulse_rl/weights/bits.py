@@ -12,21 +12,16 @@ torch is imported only when a torch tensor is met.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
-from pulse_rl.errors import BaseMismatchError
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
 
 if TYPE_CHECKING:
     import torch
-
-CASTS = tuple(name for name in DTYPES if "float" in name)  # what floating-point tensors can be published as
-_TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
 
 
 class Bits(Protocol):
@@ -273,110 +268,3 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
     dtype, itemsize = _torch_dtype(tensor.dtype)
     array = tensor.detach().view(getattr(torch, f"uint{8 * itemsize}")).numpy()
     return HostBits(dtype, array)
-
-
-def cast_name(cast: str | torch.dtype) -> str:
-    """The name of a floating-point dtype, given as torch.bfloat16 or as "bfloat16". Raises ValueError for another."""
-    name = str(cast).removeprefix("torch.")
-    if name not in CASTS:
-        raise ValueError(
-            f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(CASTS)}), found {cast!r}"
-        )
-    return name
-
-
-class Layout(dict[str, Bits]):
-    """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
-
-    tied: further names of a tensor that is already there → the name that stands for it. The first name in
-    the mapping's own order stands, as Transformers keeps `model.embed_tokens.weight` for a tied `lm_head`.
-    """
-
-    tied: dict[str, str]
-
-    @property
-    def elements(self) -> int:
-        """Of all tensors, tied ones once."""
-        return sum(bits.size for bits in self.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of those elements."""
-        return sum(bits.size * bits.itemsize for bits in self.values())
-
-    def all_names(self) -> dict[str, Bits]:
-        """Every name, tied ones too, → the Bits that stand for it."""
-        return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
-
-
-def layout(weights: Any, cast: str | None = None) -> Layout:
-    """View all weights as Bits.
-
-    weights: a torch module (its parameters and persistent buffers) or a mapping of name → tensor or array.
-    Raises TypeError for anything else.
-    """
-    if isinstance(weights, Layout) and cast is None:
-        return weights
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(weights, torch.nn.Module):
-        weights = weights.state_dict(keep_vars=True)
-    if not isinstance(weights, Mapping):
-        raise TypeError(
-            f"weights: expected a torch module or a mapping of name → tensor, found {type(weights).__name__}"
-        )
-    found: dict[str, Bits] = {}
-    owners: dict[object, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in weights.items():
-        if not isinstance(name, str):
-            raise TypeError(f"tensor names: expected str, found {name!r}")
-        try:
-            bits = as_bits(tensor, cast)
-        except TypeError as error:
-            raise TypeError(f"tensor {name!r}: {error}") from None
-        owner = owners.setdefault(bits.storage, name) if bits.size else name
-        if owner == name:
-            found[name] = bits
-        else:
-            tied[name] = owner
-    result = Layout(sorted(found.items()))
-    result.tied = tied
-    return result
-
-
-def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
-    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped, tied ones once.
-
-    expected, found: anything with .dtype and .shape by tensor name. what: what is compared, for the message.
-    """
-    reshaped: list[str] = []
-    retyped: dict[tuple[str, str], list[str]] = {}
-    for name in _once(expected.keys() & found.keys(), expected, found):
-        one, other = expected[name], found[name]
-        if tuple(one.shape) != tuple(other.shape):
-            reshaped.append(f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})")
-        elif one.dtype != other.dtype:
-            retyped.setdefault((one.dtype, other.dtype), []).append(name)
-    kinds = [
-        ("missing", _once(expected.keys() - found.keys(), expected)),
-        ("unexpected", _once(found.keys() - expected.keys(), found)),
-        ("reshaped or retyped", reshaped),
-        *((f"{other} instead of {one}", names) for (one, other), names in retyped.items()),
-    ]
-    parts = [
-        f"{len(names)} {verb}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" for verb, names in kinds if names
-    ]
-    if len(retyped) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(retyped))):
-        wanted = _TORCH[next(iter(retyped))[0]]
-        parts.append(f"convert them by model.to(torch.{wanted}), or publish them with cast={wanted!r}")
-    if parts:
-        raise BaseMismatchError(f"{what}: the tensors differ: {'; '.join(parts)}")
-
-
-def _once(names: Set[str], *sides: Mapping[str, Any]) -> list[str]:
-    """Names, sorted; of tied ones, which are one object on every side, only the one that stands for them."""
-    first: dict[tuple[int, ...], str] = {}
-    for name in sides[0]:
-        if name in names:
-            first.setdefault(tuple(id(side[name]) for side in sides), name)
-    return sorted(first.values())

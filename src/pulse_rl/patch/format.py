@@ -20,14 +20,14 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl import container
-from pulse_rl.bits import Bits
-from pulse_rl.codecs.base import Codec, Piece, SegmentSpec
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.codecs.base import Codec, Piece, SegmentSpec, segment_spec
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.digests import SEGMENT
+from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.zstd import decompress
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.segments import SEGMENT
 
 FORMAT = "pulse-rl/patch"
 FORMAT_VERSION = 1
@@ -144,14 +144,6 @@ class Patch(NamedTuple):
                 at += piece.segments
 
 
-def segment_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
-    """What a codec is told of the elements [start, stop) of a tensor."""
-    row = shape[-1] if shape else 1
-    if row > SEGMENT:
-        return SegmentSpec(dtype, stop - start, changed, stop - start, 0)
-    return SegmentSpec(dtype, stop - start, changed, row, start % row)
-
-
 def check_version(what: str, value: int) -> None:
     """Raise ValueError unless value is a version: a whole number that fits 63 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
@@ -161,9 +153,9 @@ def check_version(what: str, value: int) -> None:
 def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
     """The table stream of these tensors, in canonical order. Raises ValueError for a name no reader accepts."""
     for name in [*tensors, *tied]:
-        if not 1 <= len(name.encode()) <= container.MAX_NAME_NBYTES:
+        if not 1 <= len(name.encode()) <= safetensors_header.MAX_NAME_NBYTES:
             raise ValueError(
-                f"tensor names: expected 1 to {container.MAX_NAME_NBYTES} bytes of UTF-8, "
+                f"tensor names: expected 1 to {safetensors_header.MAX_NAME_NBYTES} bytes of UTF-8, "
                 f"found {len(name.encode())}: {name[:64]!r}"
             )
     table = _Table([(name, bits.dtype, bits.shape) for name, bits in tensors.items()], dict(sorted(tied.items())))
@@ -188,7 +180,7 @@ def pack(header: PatchHeader, table: bytes, counts: Sequence[int], blocks: Seque
     data = [table, index, *payload]
     metadata["blake3"] = _hash(metadata, data)
     streams = (("table", len(table)), ("index", len(index)), ("payload", sum(map(len, payload))))
-    head = container.header_bytes(((name, "U8", (size,)) for name, size in streams), metadata)
+    head = safetensors_header.header_bytes(((name, "U8", (size,)) for name, size in streams), metadata)
     return b"".join([head, *data])
 
 
@@ -206,7 +198,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Patch:
     Raises PatchFormatError, saying what was expected and what was found.
     """
     view = memoryview(data).cast("B")
-    metadata, entries, offset = container.parse(view)
+    metadata, entries, offset = safetensors_header.parse(view)
     if metadata.get("format") != FORMAT:
         raise PatchFormatError(f"not a pulse-rl patch: expected format {FORMAT!r}, found {metadata.get('format')!r}")
     if metadata.get("format_version") != str(FORMAT_VERSION):
@@ -281,8 +273,8 @@ def _read_table(stream: memoryview) -> tuple[list[tuple[str, str, tuple[int, ...
     if any(a >= b for a, b in zip(names, names[1:], strict=False)):
         raise PatchFormatError("table: expected names in ascending order, each once")
     for name in [*names, *table.tied]:
-        if not name or len(name.encode()) > container.MAX_NAME_NBYTES:
-            raise PatchFormatError(f"table: expected names of 1 to {container.MAX_NAME_NBYTES} bytes")
+        if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
+            raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
     total = 0
     for name, dtype, shape in table.tensors:
         if dtype not in ITEMSIZES or len(shape) > 64 or any(not 0 <= n <= MAX_ELEMENTS for n in shape):

@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pulse_rl import digests, patchfile
-from pulse_rl.application import Application, resolve
-from pulse_rl.bits import Layout
-from pulse_rl.checkpoint import open_checkpoint
+from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PatchFormatError, PulseError, StoreError
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest
-from pulse_rl.patchfile import Patch
-from pulse_rl.route import Faults, State, Step, cheapest, state_of
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.trail import Faults, State, Step, cheapest, state_of
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, resolve
+from pulse_rl.patch.format import Patch
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout
 
 
 @dataclass
@@ -76,7 +77,7 @@ def scratch() -> Iterator[Path]:
 
 def unpack(data: bytes | bytearray | memoryview, step: Step, held: State) -> Patch:
     """A patch, parsed; it must lead from where it is said to lead from, to where. Raises what a bad patch raises."""
-    patch = patchfile.unpack(data)
+    patch = patch_format.unpack(data)
     header = patch.header
     leads = (header.base, header.base_digest, header.target, header.target_digest)
     promised = (held.version, held.digest, step.to.version, step.to.digest)

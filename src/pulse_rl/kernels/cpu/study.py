@@ -6,8 +6,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu import LANES, _changed, _popcount, _ro
-from pulse_rl.kernels.moves import Moves
+from pulse_rl.kernels.cpu.elements import LANES, _changed, _popcount, _ro
+from pulse_rl.kernels.cpu.moves import Moves
 
 NEAR = 32  # distances that have a place in a table; farther ones, which are few, are listed
 BITS = 52  # of a distance in a key

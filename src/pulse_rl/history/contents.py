@@ -9,12 +9,15 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from pulse_rl import container, digests, patchfile
-from pulse_rl.bits import Layout
-from pulse_rl.checkpoint import INDEX, map_file
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.checkpoint.shards import INDEX
+from pulse_rl.disk import map_file
 from pulse_rl.errors import PatchFormatError, VersionNotFoundError
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.patch import format as patch_format
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
 
@@ -83,10 +86,10 @@ def kind_of(target: str) -> tuple[Kind, str]:
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {target}")
     try:
-        metadata = container.parse(map_file(path)).metadata
+        metadata = safetensors_header.parse(map_file(path)).metadata
     except PatchFormatError as error:
         raise PatchFormatError(f"{target}: {error}") from None
-    return ("patch" if metadata.get("format") == patchfile.FORMAT else "checkpoint"), target
+    return ("patch" if metadata.get("format") == patch_format.FORMAT else "checkpoint"), target
 
 
 def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:

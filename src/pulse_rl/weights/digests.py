@@ -12,18 +12,20 @@ from typing import Any
 
 from blake3 import blake3
 
-from pulse_rl.bits import Bits, layout
-from pulse_rl.kernels import cpu
-from pulse_rl.kernels.reference import mix
+from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import ordered_map
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import layout
+from pulse_rl.weights.segments import segments
 
-SEGMENT = 1 << 20  # elements: 2 MB of BF16, so that both sides of a comparison stay in the L2 and L3 caches
 MASK = (1 << 64) - 1
 
 
-def segments(size: int) -> list[tuple[int, int]]:
-    """Cut a tensor of `size` elements into [start, stop) pieces of at most SEGMENT elements."""
-    return [(start, min(start + SEGMENT, size)) for start in range(0, size, SEGMENT)]
+def mix(x: int) -> int:
+    """The 64-bit finalizer of murmur3: a bijection of 64-bit integers."""
+    x = ((x ^ (x >> 33)) * 0xFF51AFD7ED558CCD) & MASK
+    x = ((x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53) & MASK
+    return x ^ (x >> 33)
 
 
 def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:

@@ -8,21 +8,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pulse_rl import patch as verbs
-from pulse_rl import patchfile
-from pulse_rl.bits import Layout, compare_layouts
-from pulse_rl.checkpoint import copy_checkpoint, map_file, open_checkpoint, to_disk, write_stream
+from pulse_rl.checkpoint.files import copy_checkpoint, open_checkpoint
 from pulse_rl.codecs.choose import CodecName
+from pulse_rl.disk import map_file, to_disk, write_stream
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.patch import PatchInfo
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch import verbs
+from pulse_rl.patch.verbs import PatchInfo
+from pulse_rl.weights.layout import Layout, compare_layouts
 
 
-def read_patch(path: Path) -> patchfile.Patch:
+def read_patch(path: Path) -> patch_format.Patch:
     """Map and parse a patch file. Raises FileNotFoundError, or PatchFormatError that names the file."""
     if path.is_dir():
         raise PatchFormatError(f"{path}: expected a patch file, found a directory")
     try:
-        return patchfile.unpack(map_file(path))
+        return patch_format.unpack(map_file(path))
     except PatchFormatError as error:
         raise PatchFormatError(f"{path}: {error}") from None
 

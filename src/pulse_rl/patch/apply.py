@@ -14,14 +14,15 @@ from itertools import pairwise
 from threading import Lock
 from typing import Protocol
 
-from pulse_rl import digests
-from pulse_rl.bits import Bits, Layout, compare_layouts
-from pulse_rl.changes import Changes
 from pulse_rl.codecs.base import Piece
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.patchfile import Patch, Segment, decoded_nbytes
+from pulse_rl.patch.format import Patch, Segment, decoded_nbytes
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import Layout, compare_layouts
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 BATCH = 1 << 15  # changes that are worth the way to another thread: written and read back in about 0.3 ms

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import msgspec
 
 from pulse_rl.errors import IntegrityError, PulseError
-from pulse_rl.manifest import Count
+from pulse_rl.history.manifest import Count
 from pulse_rl.store.base import Store, read_up_to
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from statistics import median
 
 import msgspec
 
-from pulse_rl import heartbeat
-from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError
-from pulse_rl.history import History
-from pulse_rl.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.route import Trail, step_of
-from pulse_rl.store.base import CannotListError, ObjectInfo, Store
+from pulse_rl.errors import CannotListError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.history import heartbeat
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.trail import Trail, step_of
+from pulse_rl.store.base import ObjectInfo, Store
 
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
 INTERVALS = 64  # of the newest versions, of which the time between them is told

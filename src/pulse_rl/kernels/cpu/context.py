@@ -20,8 +20,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels import cpu, moves
-from pulse_rl.kernels.cpu import _ro
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu import moves
+from pulse_rl.kernels.cpu.elements import _ro
 
 # Contexts, for E exponents: where each table starts (see `contexts`).
 LEVELS = 5  # of a row's activity so far

@@ -19,21 +19,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pulse_rl import digests, patchfile
-from pulse_rl.application import Application, live_digest, resolve
-from pulse_rl.bits import Layout, compare_layouts, layout
-from pulse_rl.checkpoint import files_of, map_file, open_checkpoint
-from pulse_rl.contents import kind_of
-from pulse_rl.errors import BaseMismatchError, IntegrityError, PatchFormatError, PulseError, VersionNotFoundError
-from pulse_rl.history import FIRST, History
-from pulse_rl.manifest import Manifest, manifest_name
+from pulse_rl.checkpoint.files import files_of, open_checkpoint
+from pulse_rl.disk import map_file
+from pulse_rl.errors import (
+    BaseMismatchError,
+    CannotListError,
+    IntegrityError,
+    PatchFormatError,
+    PulseError,
+    VersionNotFoundError,
+)
+from pulse_rl.history.contents import kind_of
+from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.restore import Work, load_anchor, prove, unpack
+from pulse_rl.history.trail import Step, state_of, step_of
 from pulse_rl.parallel import ordered_map
-from pulse_rl.route import Step, state_of, step_of
-from pulse_rl.store.base import CannotListError, Store
-from pulse_rl.sync.restore import Work, load_anchor, prove, unpack
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application, live_digest, resolve
+from pulse_rl.store.base import Store
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
-    from pulse_rl.signing import PublicKey
+    from pulse_rl.history.signing import PublicKey
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
 
@@ -98,7 +108,7 @@ def _verify_patch(path: Path, base: Layout | None) -> VerifyReport:
     data = map_file(path)
     version = None
     try:
-        patch = patchfile.unpack(data)
+        patch = patch_format.unpack(data)
         if base is None:
             _decode_all(patch)
         else:
@@ -120,7 +130,7 @@ def _verify_checkpoint(path: Path) -> VerifyReport:
     return VerifyReport(True, "checkpoint", str(path), (), nbytes, digest)
 
 
-def _decode_all(patch: patchfile.Patch) -> None:
+def _decode_all(patch: patch_format.Patch) -> None:
     """Decode all that can be decoded without the base, which proves its indices. Raises PatchFormatError."""
     pieces = list(patch.pieces())
     if not patch.codec.conditional:
@@ -284,7 +294,7 @@ class _Walk:
         except BaseMismatchError as error:
             return str(error)
         counts = {
-            name: sum(int((bits.read(a, b) != theirs[name].read(a, b)).sum()) for a, b in digests.segments(bits.size))
+            name: sum(int((bits.read(a, b) != theirs[name].read(a, b)).sum()) for a, b in segments(bits.size))
             for name, bits in ours.items()
         }
         differing = [f"{name} ({count} of {ours[name].size})" for name, count in counts.items() if count]
@@ -327,7 +337,7 @@ class _Walk:
             data = self.history.fetch(step.ref)
             self.work.nbytes += len(data)
             if self._copy is None or self._held is None or self._held.sequence != manifest.sequence - 1:
-                _decode_all(patchfile.unpack(data))
+                _decode_all(patch_format.unpack(data))
                 return
             prove(unpack(data, step, state_of(self._held)), self._copy, Work()).write()
             self._held = manifest

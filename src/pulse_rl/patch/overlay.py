@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.bits import Bits, Layout
-from pulse_rl.changes import Changes
-from pulse_rl.checkpoint import map_open_file
-from pulse_rl.digests import SEGMENT
+from pulse_rl.disk import map_open_file
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.segments import SEGMENT
 
 
 class Replaced(NamedTuple):

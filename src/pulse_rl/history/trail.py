@@ -13,10 +13,9 @@ from typing import NamedTuple
 import msgspec
 import zstandard
 
-from pulse_rl.errors import IntegrityError, PatchFormatError, PulseError, StoreError
-from pulse_rl.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token, patch_name
-from pulse_rl.store.base import ObjectMissingError
-from pulse_rl.zstd import decompress
+from pulse_rl.codecs.zstd import decompress
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, PatchFormatError, PulseError, StoreError
+from pulse_rl.history.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token, patch_name
 
 REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span, versions: how far back a trail tells of such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
@@ -52,7 +51,7 @@ class Faults:
 
     def add(self, name: str, error: PulseError) -> None:
         """Note a fault of one object. Raises the error if it looks as if the store itself were out of reach."""
-        elsewhere = isinstance(error, StoreError) and not isinstance(error, ObjectMissingError)
+        elsewhere = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
         if elsewhere and self._unreachable:
             raise error  # another object, the same failure: to try them all would take hours
         self._unreachable |= elsewhere

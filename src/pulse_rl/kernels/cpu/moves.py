@@ -13,8 +13,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import LANES, _ro, _trailing_zeros
+from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels.cpu.elements import LANES, _ro, _trailing_zeros
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 

@@ -1,0 +1,69 @@
+"""Writing a checkpoint as sharded safetensors, as Transformers reads it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pulse_rl.checkpoint import header
+from pulse_rl.disk import write_stream
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.segments import segments
+
+SHARD_NBYTES = 4 << 30  # of an anchor's files: small enough for any object store, few enough to list
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Shard(NamedTuple):
+    """One file of a checkpoint to be written."""
+
+    name: str
+    tensors: list[str]
+
+
+def plan_shards(tensors: Mapping[str, Bits], shard_nbytes: int = SHARD_NBYTES) -> tuple[list[Shard], bytes | None]:
+    """Cut tensors into files of at most shard_nbytes (one tensor at least), and the index if there are many."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, bits in tensors.items():
+        nbytes = bits.size * bits.itemsize
+        if groups[-1] and held + nbytes > shard_nbytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += nbytes
+    if len(groups) == 1:
+        return [Shard(SINGLE, groups[0])], None
+    shards = [Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, 1)]
+    total = sum(bits.size * bits.itemsize for bits in tensors.values())
+    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return shards, json.dumps(index, indent=2, sort_keys=True).encode()
+
+
+def stream_shard(
+    tensors: Mapping[str, Bits],
+    names: Sequence[str],
+    seen: Callable[[str, int, UIntArray], None] | None = None,
+) -> Iterator[bytes]:
+    """The bytes of one safetensors file, segment by segment. The widest elements first, so all are aligned.
+
+    seen: called with (name, start, bits) of every segment that is about to be yielded.
+    """
+    ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
+    described = ((name, tensors[name].dtype, tensors[name].shape) for name in ordered)
+    yield header.header_bytes(described, {"format": "pt"})  # Transformers asks for this key
+    for name in ordered:
+        bits = tensors[name]
+        for start, stop in segments(bits.size):
+            array = bits.read(start, stop)
+            if seen is not None:
+                seen(name, start, array)
+            yield array.tobytes()
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, Bits]) -> None:
+    """Write one safetensors file."""
+    write_stream(path, stream_shard(tensors, list(tensors)))

@@ -1,0 +1,48 @@
+"""Files that appear whole or not at all, and memory maps."""
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def map_file(path: Path, *, writable: bool = False) -> memoryview:
+    """Map a file into memory; an empty file gives an empty view. Raises FileNotFoundError."""
+    with path.open("r+b" if writable else "rb") as file:
+        return map_open_file(file, writable=writable)
+
+
+def map_open_file(file: BinaryIO, *, writable: bool = False) -> memoryview:
+    """Likewise of an open file, which may be closed and deleted afterwards."""
+    if os.fstat(file.fileno()).st_size == 0:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
+
+
+def write_stream(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file that appears whole or not at all, whether the process is killed or the power fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        to_disk(temporary)
+        temporary.replace(path)
+        to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def to_disk(path: Path) -> None:
+    """Wait until the disk holds a file's bytes, or a directory's names: what is renamed before that can come out empty.
+
+    Does nothing for a directory where the system cannot open one (Windows).
+    """
+    if path.is_dir() and os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,22 @@
+"""Which floating-point dtypes weights can be cast to as they are published."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pulse_rl.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+CASTS = tuple(name for name in DTYPES if "float" in name)
+
+
+def cast_name(cast: str | torch.dtype) -> str:
+    """The name of a floating-point dtype, given as torch.bfloat16 or as "bfloat16". Raises ValueError for another."""
+    name = str(cast).removeprefix("torch.")
+    if name not in CASTS:
+        raise ValueError(
+            f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(CASTS)}), found {cast!r}"
+        )
+    return name
