@@ -2,5 +2,6 @@
 
 `bits` views a tensor or an array as unsigned integers; `layout` views a whole model so; `segments` cuts a tensor into
 the units that are coded on their own; `changes` finds the elements whose bits differ; `digests` adds up the
-fingerprint; `casts` names the dtypes that weights can be cast to. Nothing here reads a file, codes a byte or knows of versions.
+fingerprint; `casts` names the dtypes that weights can be cast to. Nothing here reads a
+file, codes a byte or knows of versions.
 """
