@@ -18,8 +18,8 @@ import numpy as np
 
 from pulse_rl.parallel import threads
 from pulse_rl.study.results import Settings
-from pulse_rl.study.sources import Checkpoints
-from pulse_rl.study.studies import study
+from pulse_rl.study.sources.checkpoints import Checkpoints
+from pulse_rl.study.verb import study
 
 ROUNDS = 7
 SETTINGS = Settings(lr=1e-6, betas=(0.9, 0.999))

@@ -24,8 +24,8 @@ from pulse_rl.rl import metrics
 from pulse_rl.rl import report as run_report
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.display import Display
-from pulse_rl.study import show
 from pulse_rl.study.results import Report
+from pulse_rl.study.show import page as study_page
 from pulse_rl.units import nbytes
 
 HOSTILE = "</script><script>alert('a&b')</script><!--\"{{model}}.layers.3.__proto__[datum.x]\u2028"
@@ -104,7 +104,7 @@ BUNDLES: list[str] = []
 
 def test_a_study_s_headline_is_the_report_s_numbers() -> None:
     report = example()
-    document = read(show.html(report))
+    document = read(study_page.html(report))
     found = json.loads(msgspec.json.encode(report))
     sparsity = {span["k"]: span["over_time"] for span in found["spans"]}
     mean = {name: sum(s["codecs"][name] for s in found["steps"]) / 40 for name in ("context", "gap", "raw")}
@@ -129,7 +129,7 @@ def test_a_study_s_headline_is_the_report_s_numbers() -> None:
 def test_what_other_precisions_see_is_drawn_and_told() -> None:
     """The plot's points and the table's rows against the report; without --no-codecs there is no such section."""
     report = example(4, 2)
-    document = read(show.html(report))
+    document = read(study_page.html(report))
     (spec,) = (spec for spec in document.specs if "codes changed in a step" in json.dumps(spec))
     drawn = {(row["series"], row["x"]): row["y"] for row in spec["data"]["values"]}
     for step in report.steps:
@@ -141,13 +141,15 @@ def test_what_other_precisions_see_is_drawn_and_told() -> None:
     assert f"{rescaled / sum(one.scales for one in report.precisions['I8/row']):.4%}" in document.text
     bare = tuple(msgspec.structs.replace(step, precisions={}) for step in report.steps)
     assert "What other precisions would see" in document.text
-    assert "What other precisions would see" not in read(show.html(msgspec.structs.replace(report, steps=bare))).text
+    assert (
+        "What other precisions would see" not in read(study_page.html(msgspec.structs.replace(report, steps=bare))).text
+    )
 
 
 def test_every_plot_is_a_chart_that_vega_lite_compiles() -> None:
     import vl_convert
 
-    for spec in read(show.html(example(6, 2))).specs:
+    for spec in read(study_page.html(example(6, 2))).specs:
         svg = vl_convert.vegalite_to_svg(spec | {"width": 300}, config=page.CONFIG)
         assert svg.count("<path") > len(spec["data"]["values"]) / 2
         assert "NaN" not in svg
@@ -166,7 +168,7 @@ def renamed(report: Report, name: str) -> Report:
 
 
 def test_hostile_names_are_only_ever_text() -> None:
-    plain, hostile = (read(show.html(renamed(example(4, 2), name))) for name in ("plain", HOSTILE))
+    plain, hostile = (read(study_page.html(renamed(example(4, 2), name))) for name in ("plain", HOSTILE))
     assert hostile.tags == plain.tags
     assert any(HOSTILE in text for text in hostile.text)
     assert HOSTILE in {row.get("series") for spec in hostile.specs for row in spec["data"]["values"]}
@@ -204,7 +206,7 @@ def _empty(report: Report) -> Report:
     ],
 )
 def test_parts_that_are_not_there_are_left_out(report: Report, plots: int) -> None:
-    html = show.html(report)
+    html = study_page.html(report)
     document = read(html)
     assert len(document.specs) == plots
     assert not {"nan", "NaN", "None", "inf"} & {text.strip("%") for text in document.text}
@@ -304,7 +306,7 @@ def test_without_the_library_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[study\]'") as caught:
-        show.html(example(2, 1))
+        study_page.html(example(2, 1))
     with Display("a run", 1) as display:  # whose printer has a markup in brackets of its own
         display.say(str(caught.value))
     assert "'pulse-rl[study]'" in capsys.readouterr().err
@@ -347,7 +349,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here to draw the page in")
 def test_a_browser_draws_every_plot_and_runs_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(show.html(renamed(example(4, 2), HOSTILE.replace("alert('a&b')", "document.title = 'broken'"))))
+    file.write_text(
+        study_page.html(renamed(example(4, 2), HOSTILE.replace("alert('a&b')", "document.title = 'broken'")))
+    )
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=30000", "--dump-dom", file.as_uri()]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pulse_rl.kernels.cpu import loco
-from pulse_rl.study.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, together, visible
+from pulse_rl.study.measure.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, together, visible
 from pulse_rl.study.results import Visible
 from pulse_rl.weights import bits as bits_module
 from pulse_rl.weights.bits import HostBits, as_bits

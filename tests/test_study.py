@@ -26,11 +26,11 @@ from pulse_rl.history.log import History
 from pulse_rl.kernels.cpu.study import FARTHEST
 from pulse_rl.store.base import Store
 from pulse_rl.study import layers, values
-from pulse_rl.study.precision import together, visible
+from pulse_rl.study.measure.precision import together, visible
 from pulse_rl.study.results import Report, Settings
-from pulse_rl.study.sources import Checkpoints
-from pulse_rl.study.stored import Stored
-from pulse_rl.study.studies import study
+from pulse_rl.study.sources.checkpoints import Checkpoints
+from pulse_rl.study.sources.history import Stored
+from pulse_rl.study.verb import study
 from pulse_rl.weights.bits import as_bits
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.segments import SEGMENT

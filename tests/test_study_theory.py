@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint.shards import write_checkpoint
-from pulse_rl.study import theory
+from pulse_rl.study.explain import theory
 from pulse_rl.study.results import Report, Settings
-from pulse_rl.study.sources import Checkpoints
-from pulse_rl.study.studies import study
+from pulse_rl.study.sources.checkpoints import Checkpoints
+from pulse_rl.study.verb import study
 from pulse_rl.weights.layout import layout
 
 LR, BETAS = 2e-5, (0.9, 0.999)

@@ -15,7 +15,7 @@ from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
     from pulse_rl.study.results import Report, Settings
-    from pulse_rl.study.sources import Source
+    from pulse_rl.study.sources.base import Source
 
 REPORT, PAGE = "report.json", "report.html"
 
@@ -71,8 +71,8 @@ def study(
     """
     from msgspec.structs import replace
 
-    from pulse_rl.study.studies import check
-    from pulse_rl.study.studies import study as measure
+    from pulse_rl.study.verb import check
+    from pulse_rl.study.verb import study as measure
 
     with ExitStack() as stack:
         with output.checking():
@@ -146,8 +146,8 @@ def _open(targets: list[str], stack: ExitStack) -> Source:
     from pulse_rl.history.contents import kind_of
     from pulse_rl.history.log import History
     from pulse_rl.history.restore import scratch
-    from pulse_rl.study.sources import Checkpoints
-    from pulse_rl.study.stored import Stored
+    from pulse_rl.study.sources.checkpoints import Checkpoints
+    from pulse_rl.study.sources.history import Stored
 
     kinds = [kind_of(target) for target in targets]
     if len(targets) == 1 and kinds[0][0] == "store":
@@ -167,19 +167,19 @@ def _write(report: Report, directory: Path, html: bool | None) -> None:
     import msgspec
 
     from pulse_rl.disk import write_stream
-    from pulse_rl.study import show
+    from pulse_rl.study.show import page
 
     write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])
     if html is False:
         return
     try:
-        write_stream(directory / PAGE, [show.html(report).encode()])
+        write_stream(directory / PAGE, [page.html(report).encode()])
     except MissingExtraError as error:
         typer.echo(f"no {PAGE}: {error}", err=True)
 
 
 def _print(report: Report) -> None:
-    from pulse_rl.study.show import times
+    from pulse_rl.study.show.page import times
 
     changes = sum(step.changes for step in report.steps)
     first, last = report.versions[0], report.versions[-1]

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pulse_rl.study.monitor import Sparsity, SparsityMonitor
     from pulse_rl.study.results import Report, Settings
-    from pulse_rl.study.sources import Checkpoints
-    from pulse_rl.study.stored import Stored
-    from pulse_rl.study.studies import study
+    from pulse_rl.study.sources.checkpoints import Checkpoints
+    from pulse_rl.study.sources.history import Stored
+    from pulse_rl.study.verb import study
 
 _HOME = {
-    "Checkpoints": "sources",
+    "Checkpoints": "sources.checkpoints",
     "Report": "results",
     "Settings": "results",
     "Sparsity": "monitor",
     "SparsityMonitor": "monitor",
-    "Stored": "stored",
-    "study": "studies",
+    "Stored": "sources.history",
+    "study": "verb",
 }
 
 __all__ = ["Checkpoints", "Report", "Settings", "Sparsity", "SparsityMonitor", "Stored", "study"]

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.study.layers import depth, kind
-from pulse_rl.study.measure import Seen
+from pulse_rl.study.measure.sweep import Seen
+from pulse_rl.study.measure.tally import Counts, Reals, information, positions
+from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.results import Bounds, Group, Span, Summary, TensorStudy
-from pulse_rl.study.sources import Tensor
-from pulse_rl.study.tally import Counts, Reals, information, positions
-from pulse_rl.study.timeline import Timeline
+from pulse_rl.study.sources.base import Tensor
 
 OUTSIDE = "outside"
 

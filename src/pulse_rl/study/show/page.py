@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from pulse_rl.html.page import Page
-from pulse_rl.study import plots
 from pulse_rl.study.results import Group, Report, Span, TensorStudy
+from pulse_rl.study.show import plots
 from pulse_rl.units import nbytes
 
 LISTED = 10  # tensors at each end

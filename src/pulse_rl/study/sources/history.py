@@ -16,13 +16,14 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Work, load_anchor, prove, unpack
-from pulse_rl.history.trail import state_of, step_of
+from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
+from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.patch.format import Patch, Segment
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
-from pulse_rl.study.sources import Files, Tensor, same_tensors
+from pulse_rl.study.sources.base import Tensor, same_tensors
+from pulse_rl.study.sources.checkpoints import Files
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
@@ -49,7 +50,7 @@ class Stored:
         manifests = history.manifests()
         for done, manifest in enumerate(manifests):
             progress(done, len(manifests))
-            step = step_of(manifest)
+            step = link_of(manifest)
             if step is not None and found and step.base == found[-1].sequence:
                 path = directory / f"{manifest.sequence}.patch"
                 path.write_bytes(history.fetch(step.ref))
@@ -57,7 +58,7 @@ class Stored:
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
-                load_anchor(history, manifest, files, Work())
+                load_anchor(history, manifest, files, Effort())
                 self._states.append(_Anchor(files))
             else:
                 self.notes.append(f"version {manifest.version} is left out: nothing leads there from an anchor")
@@ -83,7 +84,7 @@ class Stored:
                 before, weights = weights, self._opened(number)
                 yield before, weights
                 continue
-            application = prove(state.patch, weights, Work())
+            application = prove(state.patch, weights, Effort())
             past = Overlay(Replaced(name, start, old) for name, _, start, old in application.replaced())
             application.write()
             yield past.over(weights), weights

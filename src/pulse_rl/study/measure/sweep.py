@@ -15,9 +15,9 @@ from pulse_rl.dtypes import UIntArray, field
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.study import count_differing
 from pulse_rl.parallel import ordered_map
-from pulse_rl.study.sources import Source
-from pulse_rl.study.tally import Tally, nothing, tally
-from pulse_rl.study.timeline import Timeline
+from pulse_rl.study.measure.tally import Tally, nothing, tally
+from pulse_rl.study.measure.timeline import Timeline
+from pulse_rl.study.sources.base import Source
 from pulse_rl.weights.segments import SEGMENT, segments
 
 RING_NBYTES = 128 << 20  # that all threads hold of versions together, unless one needs more

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pulse_rl import __version__
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.patch.encode import encode
-from pulse_rl.study.collect import Collected
-from pulse_rl.study.conclude import Forecast, exponents_of, recurrence_of, steps_of
-from pulse_rl.study.measure import survey
-from pulse_rl.study.precision import SOURCES, together, visible
+from pulse_rl.study.explain.findings import Forecast, exponents_of, recurrence_of, steps_of
+from pulse_rl.study.explain.theory import LONGEST
+from pulse_rl.study.measure.precision import SOURCES, together, visible
+from pulse_rl.study.measure.sweep import survey
+from pulse_rl.study.measure.timeline import Timeline
+from pulse_rl.study.measure.totals import Collected
 from pulse_rl.study.results import Report, Settings, Version, Visible
-from pulse_rl.study.sources import Source
-from pulse_rl.study.theory import LONGEST
-from pulse_rl.study.timeline import Timeline
+from pulse_rl.study.sources.base import Source
 from pulse_rl.weights.bits import Bits
 
 TOO_FAR = f"versions lie more than {LONGEST:,} steps apart, if their numbers are steps: nothing is predicted"

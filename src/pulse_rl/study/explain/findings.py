@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 from msgspec.structs import replace
 
-from pulse_rl.study import theory, values
-from pulse_rl.study.collect import Collected
+from pulse_rl.study import values
+from pulse_rl.study.explain import theory
+from pulse_rl.study.measure.tally import Reals, Tally
+from pulse_rl.study.measure.timeline import Timeline
+from pulse_rl.study.measure.totals import Collected
 from pulse_rl.study.results import Exponent, Prediction, Recurrence, Settings, Step, Visible
-from pulse_rl.study.tally import Reals, Tally
-from pulse_rl.study.timeline import Timeline
 
 LEAST, MOST = 1, 8  # ULP in the mean: where moves are measured
 
