@@ -232,7 +232,6 @@ def _load(tensors: Mapping[str, Bits]) -> Weights:
     *starts, total = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     flat = np.zeros(total, np.uint8)
     placed = Layout()
-    placed.tied = {}
     for (name, bits), start, size in zip(tensors.items(), starts, sizes, strict=True):
         elements = flat[start : start + size].view(UINTS[bits.itemsize])
         elements[:] = bits.read(0, bits.size)

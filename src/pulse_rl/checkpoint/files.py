@@ -1,81 +1,106 @@
-"""Checkpoints on disk: safetensors files, or directories of shards as Transformers writes them.
+"""Checkpoints on disk: one safetensors file, or a directory of shards as Transformers writes it.
 
-Files are memory-mapped, so a model larger than memory can be read, compared and patched tensor by tensor.
+Files are mapped into memory, so a model larger than memory can be read, compared and patched tensor by tensor.
 """
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.checkpoint.header import Header
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.layout import Layout
 
 
-def tensors_of(data: memoryview) -> dict[str, Bits]:
-    """The tensors of one safetensors file as views into its bytes."""
-    header = safetensors_header.parse(data)
-    found: dict[str, Bits] = {}
-    for name, entry in header.entries.items():
-        piece = data[header.offset + entry.start : header.offset + entry.stop]
-        array = np.frombuffer(piece, UINTS[ITEMSIZES[entry.dtype]]).reshape(entry.shape)
-        found[name] = HostBits(entry.dtype, array)
-    return found
+class OpenShard(NamedTuple):
+    """One file of a checkpoint, mapped, and its header."""
+
+    path: Path
+    data: memoryview  # the whole file
+    header: Header
 
 
 def files_of(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint: the file itself, or a directory's shards.
 
-    Raises FileNotFoundError if there is none, ValueError if a directory's index names a file outside it.
+    Raises FileNotFoundError if there is none, CheckpointFormatError if a directory's index is broken or names a file
+    outside it.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"no such checkpoint: {path}")
-    index = path / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{index}: expected a JSON index with a weight_map: {error!r}") from None
-        if any(not isinstance(name, str) or name in ("", "..") or Path(name).name != name for name in names):
-            raise ValueError(f"{index}: expected plain file names, found {names}")
-        return [path / name for name in names]
+    if (path / INDEX).is_file():
+        return [path / name for name in _index_names(path / INDEX)]
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise FileNotFoundError(f"no .safetensors file in {path}")
     return found
 
 
+def _index_names(index: Path) -> list[str]:
+    """The files that an index names, each a plain name in its directory."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:  # JSON and UTF-8 are ValueErrors
+        raise CheckpointFormatError(
+            f"expected a JSON index with a weight_map, found other content ({error!r})", source=str(index)
+        ) from None
+    if any(not isinstance(name, str) or name in ("", "..") or Path(name).name != name for name in names):
+        raise CheckpointFormatError(f"expected plain file names, found {names}", source=str(index))
+    return names
+
+
+def open_shards(path: Path, *, writable: bool = False) -> Iterator[OpenShard]:
+    """Map a checkpoint's files one after another, each tensor in one of them only.
+
+    Raises what `open_checkpoint` raises.
+    """
+    seen: set[str] = set()
+    for file in files_of(path):
+        data = map_file(file, writable=writable)
+        header = safetensors_header.parse(data, str(file))
+        if repeated := sorted(seen & header.entries.keys()):
+            raise CheckpointFormatError(
+                f"expected each tensor in one shard, found these in an earlier one too: {', '.join(repeated[:8])}",
+                source=str(file),
+            )
+        seen.update(header.entries)
+        yield OpenShard(file, data, header)
+
+
 def open_checkpoint(path: str | Path, *, writable: bool = False) -> Layout:
     """Map a checkpoint: a safetensors file or a directory of shards.
 
-    writable: writes to the tensors go to the files. Raises FileNotFoundError; PatchFormatError for a file
-    that is no safetensors; ValueError if a tensor stands in two shards.
+    writable: a write to a tensor goes to its file. Raises FileNotFoundError, and CheckpointFormatError, which names the
+    file, for one that is malformed or holds a tensor of another shard again.
     """
     found: dict[str, Bits] = {}
-    for file in files_of(Path(path)):
-        try:
-            tensors = tensors_of(map_file(file, writable=writable))
-        except PatchFormatError as error:
-            raise PatchFormatError(f"{file}: {error}") from None
-        twice = sorted(found.keys() & tensors.keys())
-        if twice:
-            raise ValueError(f"{file}: tensors that another shard holds too: {', '.join(twice[:8])}")
-        found.update(tensors)
-    result = Layout(sorted(found.items()))
-    result.tied = {}
-    return result
+    for shard in open_shards(Path(path), writable=writable):
+        found.update(tensors_of(shard.data, shard.header))
+    return Layout(sorted(found.items()))
+
+
+def tensors_of(data: memoryview, header: Header) -> dict[str, Bits]:
+    """The tensors of one safetensors file as views into its bytes."""
+    found: dict[str, Bits] = {}
+    for name, entry in header.entries.items():
+        raw = data[header.offset + entry.start : header.offset + entry.stop]
+        found[name] = HostBits(entry.dtype, np.frombuffer(raw, UINTS[ITEMSIZES[entry.dtype]]).reshape(entry.shape))
+    return found
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a checkpoint's file, or a directory's files (configuration and tokenizer too), without links."""
+    """Copy a checkpoint's file, or all files of its directory (configuration and tokenizer too); links become files."""
     if source.is_file():
         shutil.copyfile(source, target)
         return

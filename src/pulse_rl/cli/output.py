@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -74,6 +74,27 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     write(captured.get())
 
 
+class Report(Protocol):
+    """What a benchmark returns: facts and tables for people; as a msgspec struct it is also a JSON document."""
+
+    def facts(self) -> Mapping[str, object]:
+        """Names and values."""
+
+    def tables(self) -> Sequence[tuple[Sequence[str], Sequence[Sequence[object]]]]:
+        """Columns and rows of each table."""
+
+
+def report(found: Report, as_json: bool) -> None:
+    """Print a benchmark's report, as text for people or as JSON."""
+    if as_json:
+        emit(found)
+        return
+    facts(found.facts())
+    for columns, rows in found.tables():
+        write("\n")
+        table(columns, rows)
+
+
 @contextmanager
 def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr, if that is a terminal. Yields update(done: int, total: int, what: str)."""
@@ -109,9 +130,7 @@ def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
                 done += count
                 update(done, total)
 
-            wrapped = Layout((name, _Watched(bits, advance)) for name, bits in tensors.items())
-            wrapped.tied = tensors.tied
-            return wrapped
+            return Layout(((name, _Watched(bits, advance)) for name, bits in tensors.items()), tensors.tied)
 
         yield watch
 

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pulse_rl.dtypes import UINTS, field
+from pulse_rl.dtypes import field
 from pulse_rl.errors import BaseMismatchError, require
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
-from pulse_rl.weights.bits import HostBits
 from pulse_rl.weights.changes import find_changes
 from pulse_rl.weights.layout import Layout, compare_layouts, layout
 from pulse_rl.weights.segments import segments
@@ -117,7 +116,7 @@ class SparsityMonitor:
         self._path = Path(path) if path is not None else None
         self._log = log
         self._step = self._since = step
-        self._baseline = _copy(_weights(target))
+        self._baseline = _weights(target).clone()
         if not self._baseline.elements:
             raise ValueError("target: expected weights, found none: make the monitor when the parameters are there")
         if self._path is not None:
@@ -227,15 +226,3 @@ def _weights(target: Any) -> Layout:
                 name = f"group{number}.{name}"
             named[name] = parameter
     return layout(named, CAST)
-
-
-def _copy(live: Layout) -> Layout:
-    """All bits, cast, in memory of their own."""
-    copies = Layout()
-    copies.tied = dict(live.tied)
-    for name, bits in live.items():
-        own = HostBits(bits.dtype, np.empty(bits.shape, UINTS[bits.itemsize]))
-        for start, stop in segments(bits.size):
-            own.write(start, bits.read(start, stop))
-        copies[name] = own
-    return copies

@@ -1,13 +1,16 @@
 """All tensors of a model as one ordered mapping, each piece of memory once."""
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from pulse_rl.dtypes import DTYPES
+import numpy as np
+
+from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import BaseMismatchError
-from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.casts import CASTS
+from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
 
@@ -15,11 +18,16 @@ _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors nam
 class Layout(dict[str, Bits]):
     """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
 
+    tensors: the tensors, in canonical order.
     tied: further names of a tensor that is already there → the name that stands for it. The first name in
     the mapping's own order stands, as Transformers keeps `model.embed_tokens.weight` for a tied `lm_head`.
     """
 
-    tied: dict[str, str]
+    def __init__(
+        self, tensors: Mapping[str, Bits] | Iterable[tuple[str, Bits]] = (), tied: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(tensors)
+        self.tied = dict(tied or {})
 
     @property
     def elements(self) -> int:
@@ -30,6 +38,15 @@ class Layout(dict[str, Bits]):
     def nbytes(self) -> int:
         """Bytes of those elements."""
         return sum(bits.size * bits.itemsize for bits in self.values())
+
+    def clone(self) -> "Layout":
+        """A copy of all bits in host memory, made segment by segment."""
+        copies: dict[str, Bits] = {}
+        for name, bits in self.items():
+            copies[name] = HostBits(bits.dtype, np.empty(bits.shape, UINTS[bits.itemsize]))
+            for start, stop in segments(bits.size):
+                copies[name].write(start, bits.read(start, stop))
+        return Layout(copies, self.tied)
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
@@ -66,9 +83,7 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
             found[name] = bits
         else:
             tied[name] = owner
-    result = Layout(sorted(found.items()))
-    result.tied = tied
-    return result
+    return Layout(sorted(found.items()), tied)
 
 
 def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
