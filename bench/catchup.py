@@ -1,8 +1,8 @@
-"""What a worker that slept takes to come to the newest version: python bench/catchup.py [STORE]
+"""What a worker that fell behind reads to reach the newest version: python bench/catchup.py [STORE]
 
-For each number of versions behind: objects (the manifest and the trail, then patches) and bytes over the cheapest way,
-beside the bytes of every single patch between. Of a store, by its manifests and trails alone; or of 85 versions of
-the synthetic 135M model of `bench sync`, published to a temporary directory (1 GB), where it also syncs for real.
+For each number of versions behind: the objects (manifest, trail, patches) and bytes of the cheapest route, and next to
+them the bytes of all single patches between. With STORE it reads only manifests and trails. Without, it publishes 85
+versions of the synthetic 135M model of `bench sync` to a temporary directory (1 GB) and also syncs two workers.
 """
 
 import sys
@@ -13,7 +13,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.bench.roles import masters, step
-from pulse_rl.history.trail import Faults, cheapest
+from pulse_rl.history.trail import FaultLog, cheapest
 
 VERSIONS = 85
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 80, 128, 256)
@@ -28,7 +28,7 @@ def table(url: str) -> None:
         held = newest.sequence - behind
         if held < history.sequences()[0]:
             break
-        chain = cheapest(history.steps(held, newest, Faults()), held, newest.sequence)
+        chain = cheapest(history.steps(held, newest, FaultLog()), held, newest.sequence)
         assert chain is not None, f"no patches lead from {held} to {newest.sequence}"
         patches = [history.read(sequence).patch for sequence in range(held + 1, newest.sequence + 1)]
         single = sum(patch.nbytes for patch in patches if patch)

@@ -1,10 +1,10 @@
-"""Draw where changes are and what their bits are spent on: python bench/codec_plot.py OLD NEW docs/codec.svg
+"""Draw where changes are and how many bits each part of them takes: python bench/codec_plot.py OLD NEW docs/codec.svg
 
 Left, by exponent of the old value: the probability of a change, the share of the elements, the share of the changes.
-Right, bits a change by part, `context` beside `gap`. What a stream of `context` spends on each part follows from
-the codec's own counting mode: it counts the ones and the bits in every context, and a running mean's code length
-depends on nothing else (it is that of a Beta-binomial). The lengths so computed differ from those of the streams
-written by under 0.1 %, which is printed: the running mean becomes a window after 1,000 bits.
+Right, the bits per change of each part, `context` next to `gap`. The bits of a `context` stream are divided by the
+codec's counting mode: it counts the ones and the bits in every context, and the code length of a running mean depends
+on nothing else (it is that of a Beta-binomial). The computed lengths differ from those of the written streams by less
+than 0.1 %, which is printed: after 1,000 bits the running mean becomes a window.
 """
 
 import struct
@@ -56,10 +56,11 @@ def code_bits(states: Any, counts: Any) -> Any:
 
 @contextmanager
 def counted() -> Iterator[list[tuple[Any, Any, int]]]:
-    """Segments coded meanwhile: the states each started from, its counts, and the bytes of its stream."""
-    original, found = context.encode_segment, []
+    """Collect the segments that are coded inside: each one's first states, its counts, and the bytes of its stream."""
+    original: Any = context.encode_segment
+    found: list[tuple[Any, Any, int]] = []
 
-    def spy(*arguments: Any) -> bytes | None:
+    def spy(*arguments: Any) -> Any:
         *given, states, limit = arguments
         if limit is None:
             return original(*given, states, None)
@@ -70,7 +71,7 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
             found.append((start, counts, len(stream)))
         return stream
 
-    context.encode_segment = spy
+    context.encode_segment = spy  # type: ignore[assignment]
     try:
         yield found
     finally:
@@ -167,7 +168,7 @@ def draw_exponents(elements: Any, changes: Any) -> str:
 
 
 def draw_parts(parts: dict[str, dict[str, float]], changes: int) -> str:
-    """Bits a change, one column a codec."""
+    """Bits per change, one column per codec."""
     highest = max(sum(each.values()) for each in parts.values()) / changes
     unit = (BOTTOM - TOP) / highest
     out = [f'<path d="M{MIDDLE} {BOTTOM}h{WIDTH - MIDDLE - 10}" stroke="#888"/>']

@@ -1,7 +1,8 @@
 """Draw reward against bytes sent as an SVG: pulse-rl bench loco --json > LOCO; python bench/loco_plot.py LOCO OUT
 
-A line for each way: final reward less the one at the start, mean and standard deviation over the seeds, against what
-one trainer sent in the whole run, by H. Ways differ in mark and dash too; colours are readable on light and on dark.
+A line for each method: the final reward minus the first, mean and standard deviation over the seeds, against the bytes
+that one trainer sent in the whole run, by H. Methods also differ in mark and dash; colours are readable on light and
+on dark.
 """
 
 import json
@@ -21,7 +22,7 @@ STYLES = {  # colour, dash, mark
     "FP16 gate": ("#2f9e77", "2 3", "M0 -6L6 0L0 6L-6 0z"),
     "without feedback": ("#c2559b", "6 4", "M-5 -5L5 5M-5 5L5 -5"),
 }
-LABELS = {"DiLoCo": (7, -9, "start"), "PULSELoCo": (-9, -5, "end"), "FP16 gate": (4, 18, "start")}  # where H is told
+LABELS = {"DiLoCo": (7, -9, "start"), "PULSELoCo": (-9, -5, "end"), "FP16 gate": (4, 18, "start")}  # where H is written
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -29,7 +30,7 @@ def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "")
 
 
 def point(runs: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Bytes, mean and deviation of what the reward gained, of one way's seeds."""
+    """Bytes, and mean and deviation of the gain in reward, over the seeds of one method."""
     finals = [statistics.fmean(run["rewards"][-LAST:]) - run["rewards"][0] for run in runs]
     deviation = statistics.stdev(finals) if len(finals) > 1 else 0.0
     return statistics.fmean(sum(run["sent_nbytes"]) for run in runs), statistics.fmean(finals), deviation
@@ -39,8 +40,8 @@ def main(source: str, target: str) -> None:
     points: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for run in json.loads(Path(source).read_text())["runs"]:
         points.setdefault(run["way"]["name"], {}).setdefault(run["way"]["sync_every"], []).append(run)
-    ways = {name: {h: point(runs) for h, runs in by_h.items()} for name, by_h in points.items()}
-    flat = [each for by_h in ways.values() for each in by_h.values()]
+    methods = {name: {h: point(runs) for h, runs in by_h.items()} for name, by_h in points.items()}
+    flat = [each for by_h in methods.values() for each in by_h.values()]
     first, last = (math.floor(math.log10(min(b for b, *_ in flat))), math.ceil(math.log10(max(b for b, *_ in flat))))
     step = 0.05
     low = math.floor((min(m - d for _, m, d in flat)) / step) * step
@@ -62,7 +63,7 @@ def main(source: str, target: str) -> None:
         at = x(10**decade)
         out.append(f'<path d="M{at:.1f} {BOTTOM}v5" stroke="#888"/>')
         out.append(text(at, BOTTOM + 19, f"{10 ** (decade % 3)} {units[decade // 3]}"))
-    for row, (name, by_h) in enumerate(ways.items()):
+    for row, (name, by_h) in enumerate(methods.items()):
         color, dash, mark = STYLES[name]
         style = f'stroke="{color}" stroke-width="2" fill="none"'
         line = " ".join(f"{x(size):.1f},{y(mean):.1f}" for size, mean, _ in by_h.values())
@@ -73,13 +74,13 @@ def main(source: str, target: str) -> None:
             if h and name in LABELS:
                 dx, dy, anchor = LABELS[name]
                 out.append(text(x(size) + dx, y(mean) + dy, f"H = {h}", anchor, ' font-size="10"'))
-        at = f"translate({LEFT + 20 + row % 3 * 240} {BOTTOM + 75 + row // 3 * 24})"
+        legend = f"translate({LEFT + 20 + row % 3 * 240} {BOTTOM + 75 + row // 3 * 24})"
         sign = f'<path d="M-16 0h32" {style} stroke-dasharray="{dash}"/><path d="{mark}" {style}/>'
-        out.append(f'<g transform="{at}">{sign}{text(24, 4, name, "start")}</g>')
+        out.append(f'<g transform="{legend}">{sign}{text(24, 4, name, "start")}</g>')
     middle = (TOP + BOTTOM) / 2
     out.append(text((LEFT + RIGHT) / 2, BOTTOM + 42, "sent by one trainer in the whole run"))
     out.append(text(18, middle, "reward gained", more=f' transform="rotate(-90 18 {middle})"'))
-    # Text has the page's own colour where it is dark.
+    # Text takes a light colour on dark pages.
     css = "<style>text{fill:#333}@media(prefers-color-scheme:dark){text{fill:#ddd}}</style>"
     Path(target).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '

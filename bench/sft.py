@@ -30,7 +30,7 @@ def main() -> None:
     publisher.publish(loaded.model, version=0)
     for step in range(options.steps):
         found = loss(loaded, [task.problem(step * BATCH + k) for k in range(BATCH)])
-        found.backward()
+        found.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,15 +1,8 @@
-"""`bench codec`: its bound against an entropy counted naively, its verdicts, its document. `link`, `fanout`, `loco`."""
+"""`bench codec`: its bound against an entropy counted naively, its verdicts, its document. `fanout`, `loco`."""
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +13,6 @@ import pulse_rl as pulse
 from pulse_rl.bench import codec as bench
 from pulse_rl.bench import loco
 from pulse_rl.bench.bound import bounds
-from pulse_rl.bench.network import Network
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
@@ -210,75 +202,7 @@ def test_a_directory_with_one_checkpoint(tmp_path: Path) -> None:
         bench.consecutive(tmp_path)
 
 
-# -- narrow links ---------------------------------------------------------------------------------------------
-
-MAIN = "from pulse_rl.cli.main import main; main()"
-
-
-def namespaces() -> set[str]:
-    """The network namespaces that some process is in."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            found.add(os.readlink(process / "ns" / "net"))
-    return found
-
-
-def soon(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
-@pytest.fixture
-def may_make_networks() -> None:
-    """Skips, saying why, where nobody may make network namespaces and shape links."""
-    try:
-        with Network(1) as network:
-            network.shape(10)
-    except (PermissionError, pulse.PulseError) as error:
-        pytest.skip(str(error))
-
-
-def test_a_narrow_link(may_make_networks: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is measured against what the link lets through; the three ways' bits against each other, in the bench."""
-    before, mbit = namespaces(), 200
-    with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "link", "--layers", "0", "--rate", str(mbit), "--versions", "1", "--json"])
-    assert exit_info.value.code == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["full_nbytes"] == 2 * found["elements"] == 2 * (49152 + 1) * 576
-    full, gap, context = found["results"]
-    assert [each["way"] for each in found["results"]] == ["full", "gap", "context"]
-    assert full["nbytes"] > found["full_nbytes"] > 100 * gap["nbytes"] > 200 * context["nbytes"]
-    for each in found["results"]:
-        assert each["seconds"] > each["sync_s"] > each["fetch_s"] > 0 < each["locked_s"]
-    assert full["fetch_s"] > 0.98 * full["nbytes"] * 8 / (mbit * 1e6)  # it would take a tenth without shaping
-    assert full["seconds"] > 3 * max(gap["seconds"], context["seconds"])
-    assert namespaces() == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_bench_that_is_ended_leaves_no_network(how: signal.Signals, may_make_networks: None, tmp_path: Path) -> None:
-    before = namespaces()
-    command = [sys.executable, "-c", MAIN, "bench", "link", "--layers", "0"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as bench_process:
-        assert soon(lambda: len(list(tmp_path.glob("*/subscriber-2"))) == 1)
-        assert len(namespaces() - before) == 3
-        bench_process.send_signal(how)
-    assert soon(lambda: namespaces() == before)
-    assert (how is signal.SIGKILL) == bool(list(tmp_path.iterdir()))
-
-
-def test_a_network_is_refused_to_others(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000, raising=False)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "link"])
-    assert exit_info.value.code == 1
-    assert "error: bench link: expected Linux and root" in capsys.readouterr().err
+# -- fan-out and several trainers ------------------------------------------------------------------------------
 
 
 def test_many_subscribers_ask_no_more_of_the_publisher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,7 +28,7 @@ def kernels(
 
     with output.progress("kernels") as update:
         report = run(elements=elements, rounds=rounds, progress=update)
-    _show(report, as_json)
+    output.report(report, as_json)
 
 
 @bench.command()
@@ -58,7 +58,7 @@ def codec(
         with output.progress(f"{before.name} → {after.name}") as update:
             results.append(measure(before, after, rounds=rounds, progress=update))
         if not as_json:
-            _show(results[-1], as_json)
+            output.report(results[-1], as_json)
             output.write("\n")
     if as_json:
         output.emit(CheckpointsResult(tuple(results)) if checkpoints else results[0])
@@ -83,32 +83,7 @@ def sync(
 
     with output.progress("sync") as update:
         report = run(versions=versions, layers=layers, codec=codec, progress=update)
-    _show(report, as_json)
-
-
-@bench.command()
-def link(
-    rates: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--rate", min=0.1, help="Mbit/s of each worker's link; may be given again.", show_default="100, 10"
-        ),
-    ] = None,
-    versions: Annotated[
-        int, typer.Option(min=1, help="By each way at each rate; full checkpoints: as many as take 2 minutes, or 1.")
-    ] = 5,
-    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
-    as_json: AsJson = False,
-) -> None:
-    """Time from publish to proved over narrow links: patches against full checkpoints, two workers, an S3 service.
-
-    Makes network namespaces that nobody else sees and that end with it. Needs Linux, root, and the extras run and dev.
-    """
-    from pulse_rl.bench.link import run
-
-    with output.progress("link") as update:
-        report = run(rates=rates or [100.0, 10.0], versions=versions, layers=layers, progress=update)
-    _show(report, as_json)
+    output.report(report, as_json)
 
 
 @bench.command()
@@ -126,7 +101,7 @@ def fanout(
 
     with output.progress("fanout") as update:
         report = run(subscribers=subscribers, versions=versions, elements=elements, progress=update)
-    _show(report, as_json)
+    output.report(report, as_json)
 
 
 @bench.command()
@@ -157,7 +132,7 @@ def loco(
 
     with output.progress("loco") as update:
         report = run(seeds=seeds, steps=steps, lr=lr, sync_every=every, model=model, rounds=rounds, progress=update)
-    _show(report, as_json)
+    output.report(report, as_json)
 
 
 @bench.command()
@@ -191,14 +166,3 @@ def identical(
         )
     if not report["identical"]:
         raise typer.Exit(1)
-
-
-def _show(report: Any, as_json: bool) -> None:
-    """A report of facts and tables, for people or as JSON."""
-    if as_json:
-        output.emit(report)
-        return
-    output.facts(report.facts())
-    for columns, rows in report.tables():
-        output.write("\n")
-        output.table(columns, rows)

@@ -65,16 +65,21 @@ def sentence(error: BaseException) -> str:
     return " ".join("; ".join([text or type(error).__name__, *getattr(error, "__notes__", [])]).split())
 
 
-def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command line: sys.argv, or args. Always raises SystemExit.
+def run_app(command_line: typer.Typer, *, prog_name: str, args: list[str] | None = None) -> NoReturn:
+    """Run a command line and exit. An error is one line on stderr.
 
-    With PULSE_TRACEBACK set, errors come with their traceback.
+    args: instead of sys.argv. With PULSE_TRACEBACK set, errors keep their traceback.
     """
     try:
-        app(args, prog_name="pulse-rl")
+        command_line(args, prog_name=prog_name)
     except (PulseError, ValueError, TypeError, OSError) as error:  # FileNotFoundError and TimeoutError are OSErrors
         if os.environ.get("PULSE_TRACEBACK"):
             raise
         print(f"error: {sentence(error)}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run `pulse-rl` with the arguments of sys.argv, or with args. Always raises SystemExit."""
+    run_app(app, prog_name="pulse-rl", args=args)

@@ -1,15 +1,15 @@
-"""From publish to proved over narrow links: a trainer, its object store, and two rollout workers behind a link each.
+"""What is measured: a trainer, its object store, and two rollout workers, each behind a narrow link.
 
-Everybody is a process in a network namespace: the publisher and the store (moto's S3 server: it honours
-put-if-absent, and comes from PyPI) in one, each subscriber in another, its link shaped by a token bucket in both
-directions. The weights are those of `bench sync`. Three ways take a version there:
+Each runs in a process. The publisher and the store (moto's S3 server, which honours put-if-absent) share a network
+namespace; each subscriber has another, whose link is shaped by a token bucket in both directions. The weights are
+those of `pulse-rl bench sync`. Three methods send a version:
 
-- `full`, what a user would write himself and the least that can be done with a full checkpoint: `save_file` of the
-  cast weights, an upload; a worker that looks for it as often as a Subscriber does, a download to a file,
-  `load_file`, `copy_`. Nothing is proved on the way; the digests are compared afterwards, outside of the times.
+- `full`: the least that a user's own code does with a full checkpoint: `save_file` of the cast weights and an upload;
+  a worker that polls as often as a Subscriber does, downloads to a file, and calls `load_file` and `copy_`. Nothing is
+  proved; the digests are compared afterwards, outside the times.
 - `gap` and `context`: `Publisher.publish`, `Subscriber.wait`, `Subscriber.sync`.
 
-All clocks are one, CLOCK_MONOTONIC, which namespaces share. Links add no latency but that of their queue.
+All processes read one clock, CLOCK_MONOTONIC, which namespaces share. Links add no latency but that of their queue.
 """
 
 import json
@@ -24,33 +24,34 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
+from network import Network
 
-from pulse_rl.bench.network import Network
 from pulse_rl.bench.report import Progress, Table, ms
-from pulse_rl.errors import IntegrityError, PulseError, require
+from pulse_rl.errors import IntegrityError, ProcessDiedError, require
 from pulse_rl.units import nbytes
 
-Way: TypeAlias = Literal["full", "gap", "context"]
+Method: TypeAlias = Literal["full", "gap", "context"]
 
 WORKERS = 2
-PORT = 5000  # of the store; its namespace is its own, so any is free
+PORT = 5000  # of the store; in a new namespace every port is free
 BUCKET = "link"
-FULL_S = 120.0  # as long full checkpoints may go on at one rate, but for one
+ROLES = Path(__file__).with_name("roles.py")
+FULL_S = 120.0  # longest that full checkpoints may take at one rate; one is always sent
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One version by one way. Version 0 is where everybody is already: it is published, and nothing is fetched."""
+    """Send one version by one method. Everybody holds version 0 already: it is published, and nothing is fetched."""
 
-    way: Way
+    method: Method
     history: str  # URL
     version: int
 
 
-class WayResult(msgspec.Struct, frozen=True):
-    """One way over one link. Medians over versions, for a worker's part over versions and workers."""
+class MethodResult(msgspec.Struct, frozen=True):
+    """One method over one link. Medians over versions; what a worker does, over versions and workers."""
 
     mbit: float  # Mbit/s of the link to each worker
-    way: Way
+    method: Method = msgspec.field(name="way")  # the name in JSON
     versions: int
     nbytes: int  # of one version, as fetched
     density: float | None  # of a patch
@@ -58,50 +59,50 @@ class WayResult(msgspec.Struct, frozen=True):
     publish_s: float
     sync_s: float  # from seeing the version to having it
     fetch_s: float
-    decode_s: float  # as `prove_s`, work summed over threads; the weights are read meanwhile, not written
+    decode_s: float  # summed over threads, like `prove_s`; the weights are only read
     prove_s: float  # before the first element is written
     load_s: float | None  # of a full checkpoint: from the local file to the changed weights
-    locked_s: float  # from the first element written to the last one; over patches each is read back too
+    locked_s: float  # from the first element written to the last; with patches each element is read back too
 
 
 class LinkReport(msgspec.Struct, frozen=True):
-    """All of it."""
+    """All methods at all rates."""
 
     elements: int
     full_nbytes: int
-    results: tuple[WayResult, ...]
+    results: tuple[MethodResult, ...]
 
     def facts(self) -> dict[str, object]:
         densities = [r.density for r in self.results if r.density is not None]
         return {
             "model": f"{self.elements:,} elements, {nbytes(self.full_nbytes)} of BF16",
             "patches": f"of {statistics.median(densities):.3%} of the elements",
-            "workers": f"{WORKERS}, behind a link each",
+            "workers": f"{WORKERS}, each behind a link",
         }
 
     def tables(self) -> list[Table]:
         times, locked = [], []
         for r in self.results:
-            full = next(other for other in self.results if (other.mbit, other.way) == (r.mbit, "full"))
+            full = next(other for other in self.results if (other.mbit, other.method) == (r.mbit, "full"))
             link = f"{r.mbit:g} Mbit/s"
             faster = f"{full.seconds / r.seconds:,.1f} ×"
             times.append(
-                (link, r.way, r.versions, f"{r.nbytes:,}", f"{r.publish_s:.2f} s", f"{r.seconds:.2f} s", faster)
+                (link, r.method, r.versions, f"{r.nbytes:,}", f"{r.publish_s:.2f} s", f"{r.seconds:.2f} s", faster)
             )
             load_s = full.load_s or float("nan")
             shares = (f"{r.locked_s / load_s:.1%}", f"{r.locked_s / full.seconds:.4%}")
-            locked.append((link, r.way, ms(r.decode_s), ms(r.prove_s), ms(r.locked_s), *shares))
+            locked.append((link, r.method, ms(r.decode_s), ms(r.prove_s), ms(r.locked_s), *shares))
         return [
-            (("link", "way", "versions", "bytes", "publish", "to proved", "faster"), times),
-            (("link", "way", "decode", "prove", "locked", "of loading a full one", "of full to proved"), locked),
+            (("link", "method", "versions", "bytes", "publish", "to proved", "faster"), times),
+            (("link", "method", "decode", "prove", "locked", "of loading a full one", "of full to proved"), locked),
         ]
 
 
 def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progress) -> LinkReport:
-    """Measure every way at every rate (Mbit/s), and take everything down again.
+    """Measure every method at every rate (Mbit/s); remove every process and namespace afterwards.
 
     Needs Linux, root, about 3 GB of disk and 6 GB of memory. Raises PermissionError without root,
-    MissingExtraError without torch, safetensors or moto, IntegrityError if a worker ends in other bits.
+    MissingExtraError without torch, safetensors or moto, IntegrityError if a worker ends with other bits.
     """
     for module, extra in (("torch", "torch"), ("safetensors", "run"), ("moto", "dev")):
         require(module, extra)
@@ -112,33 +113,35 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
     ):
         where = Path(directory)
         progress(0, 1, "starting")
-        store = _Actor("store", network, 0, where, {})
+        store = _Process("store", network, 0, where, {})
         stack.callback(store.end)
         store.answer()
-        publisher = _Actor("publisher", network, 0, where, {"layers": layers})
+        publisher = _Process("publisher", network, 0, where, {"layers": layers})
         stack.callback(publisher.end)
         subscribers = []
         for worker in range(1, WORKERS + 1):
-            subscribers.append(_Actor("subscriber", network, worker, where, {"layers": layers}))
+            subscribers.append(_Process("subscriber", network, worker, where, {"layers": layers}))
             stack.callback(subscribers[-1].end)
         elements = publisher.answer()["elements"]
         for subscriber in subscribers:
             subscriber.answer()
         results = []
-        plan = [(rate, way) for rate in rates for way in get_args(Way)]
-        for done, (rate, way) in enumerate(plan):
-            progress(done, len(plan), f"{way} at {rate:g} Mbit/s")
+        plan = [(rate, method) for rate in rates for method in get_args(Method)]
+        for done, (rate, method) in enumerate(plan):
+            progress(done, len(plan), f"{method} at {rate:g} Mbit/s")
             network.shape(rate)
             full_s = 2 * elements * 8 / (rate * 1e6)
-            count = max(1, min(versions, int(FULL_S / full_s))) if way == "full" else versions
-            results.append(_measure(rate, way, count, publisher, subscribers))
+            count = max(1, min(versions, int(FULL_S / full_s))) if method == "full" else versions
+            results.append(_measure(rate, method, count, publisher, subscribers))
     return LinkReport(elements=elements, full_nbytes=2 * elements, results=tuple(results))
 
 
-def _measure(rate: float, way: Way, versions: int, publisher: "_Actor", subscribers: Sequence["_Actor"]) -> WayResult:
+def _measure(
+    rate: float, method: Method, versions: int, publisher: "_Process", subscribers: Sequence["_Process"]
+) -> MethodResult:
     published, synced, seconds = [], [], []
     for version in range(versions + 1):
-        order = Order(way, f"s3://{BUCKET}/{way}-{rate:g}", version)
+        order = Order(method, f"s3://{BUCKET}/{method}-{rate:g}", version)
         if version == 0:
             publisher.order(order)
             publisher.answer()
@@ -153,8 +156,10 @@ def _measure(rate: float, way: Way, versions: int, publisher: "_Actor", subscrib
         got = [subscriber.answer() for subscriber in subscribers]
         if any(each["digest"] != made["digest"] for each in got):
             raise IntegrityError(
-                f"{way} at {rate:g} Mbit/s: expected digest {made['digest']} of version {version}, "
-                f"found {', '.join(each['digest'] for each in got)}"
+                f"{method} at {rate:g} Mbit/s: expected digest {made['digest']} of version {version}, "
+                f"found {', '.join(each['digest'] for each in got)}",
+                expected=made["digest"],
+                found=", ".join(each["digest"] for each in got),
             )
         published.append(made)
         synced += got
@@ -163,33 +168,33 @@ def _measure(rate: float, way: Way, versions: int, publisher: "_Actor", subscrib
     def median(name: str) -> float:
         return float(statistics.median(each.get(name, 0.0) for each in synced))
 
-    return WayResult(
+    return MethodResult(
         mbit=rate,
-        way=way,
+        method=method,
         versions=versions,
         nbytes=int(median("nbytes")),
-        density=statistics.median(each["density"] for each in published) if way != "full" else None,
+        density=statistics.median(each["density"] for each in published) if method != "full" else None,
         seconds=statistics.median(seconds),
         publish_s=statistics.median(each["seconds"] for each in published),
         sync_s=median("sync_s"),
         fetch_s=median("fetch_s"),
         decode_s=median("decode_s"),
         prove_s=median("prove_s"),
-        load_s=median("load_s") if way == "full" else None,
+        load_s=median("load_s") if method == "full" else None,
         locked_s=median("locked_s"),
     )
 
 
-class _Actor:
-    """A process of `link_roles` in a namespace, which takes orders."""
+class _Process:
+    """A process of `roles` in a namespace; it takes orders."""
 
     def __init__(self, role: str, network: Network, place: int, directory: Path, settings: dict[str, object]) -> None:
         own = directory / f"{role}-{place}"
         own.mkdir()
         self._role, self._errors = role, own / "stderr"
-        command = [sys.executable, "-m", "pulse_rl.bench.link_roles", role]
+        command = [sys.executable, str(ROLES), role]
         host = network.hub(place) if place else "127.0.0.1"
-        # What leads elsewhere in this environment, a proxy above all, would lead nowhere in there.
+        # A proxy that this environment names cannot be reached from the namespace.
         kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("AWS_")}
         access = {
             "AWS_ENDPOINT_URL": f"http://{host}:{PORT}",
@@ -206,7 +211,7 @@ class _Actor:
                 stderr=errors,
                 env=kept | access,
                 text=True,
-                process_group=0,  # Ctrl-C is for the bench, which ends everybody
+                process_group=0,  # Ctrl-C is for the benchmark, which ends every process
             )
 
     def order(self, order: Order) -> None:
@@ -215,13 +220,15 @@ class _Actor:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the order before. Raises PulseError if the process has ended instead."""
+        """Wait for the answer to the last order. Raises ProcessDiedError if the process has ended instead."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             last = self._errors.read_text().strip().splitlines()[-1:] or ["no message"]
-            raise PulseError(f"the {self._role} of the measurement ended with exit code {code}: {last[0]}")
+            raise ProcessDiedError(
+                f"the {self._role} of the benchmark ended with exit code {code}: {last[0]}", process=self._role
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -1,7 +1,7 @@
-"""The processes of `bench link`: `python -m pulse_rl.bench.link_roles store|publisher|subscriber SETTINGS`.
+"""The processes of the benchmark: `python bench/link/roles.py store|publisher|subscriber SETTINGS`.
 
-Each prints a line when it is ready. Publisher and subscriber then take one order a line, an `Order` in JSON, and
-answer each with one line of JSON. All end when their standard input does. See `link` for what is measured and how.
+Each prints a line when it is ready. Publisher and subscriber then read orders, each a line with an `Order` in JSON, and
+answer each with a line of JSON. They end when their standard input does. See `measure` for what is measured and how.
 """
 
 import json
@@ -15,33 +15,33 @@ from typing import Any
 
 import msgspec
 import torch
+from measure import BUCKET, PORT, Order
 
 import pulse_rl as pulse
-from pulse_rl.bench.link import BUCKET, PORT, Order
 from pulse_rl.bench.roles import live_weights, masters, step, warm
 from pulse_rl.sync.subscriber import POLL_S
 
-PIECE_NBYTES = 8 << 20  # a checkpoint goes up in such parts
-WAIT_S = 3600.0
+PART_NBYTES = 8 << 20  # a checkpoint is uploaded in parts of this size
+WAIT_S = 3600.0  # longest wait for a version
 
 
 def store(directory: str) -> None:
     """An S3 service on all addresses, with one bucket."""
     from moto.server import ThreadedMotoServer
 
-    tempfile.tempdir = directory  # it keeps large objects in temporary files
+    tempfile.tempdir = directory  # moto keeps large objects in temporary files
     ThreadedMotoServer("0.0.0.0", PORT, verbose=False).start()
     urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{PORT}/{BUCKET}", method="PUT")).close()
-    _say({})
+    _answer({})
     sys.stdin.read()
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _answer(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
 def _orders(elements: int) -> Iterator[Order]:
-    _say({"elements": elements})
+    _answer({"elements": elements})
     for line in sys.stdin:
         yield msgspec.json.decode(line, type=Order)
 
@@ -54,23 +54,23 @@ def publisher(directory: str, layers: int) -> None:
     for order in _orders(sum(tensor.numel() for tensor in weights.values())):
         if order.version == 0:
             bucket = pulse.open_store(order.history)
-            by_patch = None
-            if order.way != "full":
-                by_patch = pulse.Publisher(bucket, cast="bfloat16", codec=order.way, anchor_every=10**9)
-                by_patch.publish(weights, version=0)
-            _say({})
+            sender = None
+            if order.method != "full":
+                sender = pulse.Publisher(bucket, cast="bfloat16", codec=order.method, anchor_every=10**9)
+                sender.publish(weights, version=0)
+            _answer({})
             continue
         step(weights, generator)
         start = time.monotonic()
-        if by_patch:
-            report = by_patch.publish(weights, version=order.version)
+        if sender:
+            report = sender.publish(weights, version=order.version)
             seconds = time.monotonic() - start
             answer = {"nbytes": report.sent_nbytes, "digest": report.digest, "density": report.density}
         else:
             nbytes = _publish_full(bucket, order.version, weights, file)
             seconds = time.monotonic() - start
             answer = {"nbytes": nbytes, "digest": pulse.digest(_cast(weights))}
-        _say(answer | {"start": start, "seconds": seconds})
+        _answer(answer | {"start": start, "seconds": seconds})
 
 
 def _cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def _publish_full(bucket: Any, version: int, weights: dict[str, torch.Tensor], f
 
     save_file(_cast(weights), file)
     with file.open("rb") as saved:
-        bucket.put(_full_name(version), iter(lambda: saved.read(PIECE_NBYTES), b""))
+        bucket.put(_full_name(version), iter(lambda: saved.read(PART_NBYTES), b""))
     return file.stat().st_size
 
 
@@ -100,33 +100,33 @@ def subscriber(directory: str, layers: int) -> None:
     for order in _orders(sum(tensor.numel() for tensor in live.values())):
         if order.version == 0:
             bucket = pulse.open_store(order.history)
-            by_patch = None
-            if order.way != "full":
-                # Over a narrow link an anchor takes minutes. These weights hold the version already, as after
-                # loading it from a local file, and are recognised by their digest.
-                by_patch = pulse.Subscriber(bucket)
-                report = by_patch.sync(live)
+            receiver = None
+            if order.method != "full":
+                # An anchor takes minutes over a narrow link. These weights hold version 0 already, as if loaded from
+                # a local file; the subscriber recognises them by their digest.
+                receiver = pulse.Subscriber(bucket)
+                report = receiver.sync(live)
                 if report.route != "none":
-                    raise ValueError(f"expected to hold version 0 already, found the way over {report.route}")
-            _say({})
-        elif by_patch:
-            by_patch.wait(order.version, WAIT_S)
-            report = by_patch.sync(live)
+                    raise ValueError(f"expected to hold version 0 already, found the route {report.route}")
+            _answer({})
+        elif receiver:
+            receiver.wait(order.version, WAIT_S)
+            report = receiver.sync(live)
             proved = time.monotonic()
-            _say(
+            _answer(
                 {
                     "proved": proved,
                     "nbytes": report.fetched_nbytes,
-                    "digest": by_patch.verify(live),
+                    "digest": receiver.verify(live),
                     "sync_s": report.total_s,
                     "fetch_s": report.fetch_s,
                     "decode_s": report.decode_s,
                     "prove_s": report.prove_s,
-                    "locked_s": report.apply_s,  # the write: before it all is proved, and weights are only read
+                    "locked_s": report.apply_s,  # the write; until then weights are only read
                 }
             )
         else:
-            _say(_sync_full(bucket, order.version, live, file) | {"digest": pulse.digest(live)})
+            _answer(_sync_full(bucket, order.version, live, file) | {"digest": pulse.digest(live)})
 
 
 def _sync_full(bucket: Any, version: int, live: dict[str, torch.Tensor], file: Path) -> dict[str, Any]:

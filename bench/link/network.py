@@ -1,8 +1,8 @@
-"""Narrow links, for real: a hub and workers in network namespaces of their own, joined by shaped Ethernet pairs.
+"""Narrow links: a hub and workers in new network namespaces, joined by shaped Ethernet pairs. Linux and root only.
 
-The namespaces have no names. Each lives as long as the processes in it, and the first of these ends when this
-process does, however it ends, since nobody holds its standard input open any more; then the kernel takes the
-namespace down and its links with it. Nothing is ever to be seen in the host's own namespace. Linux and root only.
+The namespaces have no names; each lives as long as a process in it. The first process ends when this one does,
+however it ends, because its standard input closes; then the kernel removes the namespace and its links. Nothing
+appears in the host's namespace.
 """
 
 import os
@@ -14,24 +14,26 @@ from collections.abc import Sequence
 from pulse_rl.errors import PulseError
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")  # of Debian's iproute2 and util-linux
-BURST_S = 0.002  # of the rate: what an idle link may send at once. Small, as patches are
-MIN_BURST_NBYTES = 2000  # more than one packet, or none would ever go
-QUEUE_S = 0.1  # what waits longer for its turn is dropped
+BURST_S = 0.002  # an idle link may send this many seconds of its rate at once; short, because patches are small
+MIN_BURST_NBYTES = 2000  # more than one packet, or no packet would ever be sent
+QUEUE_S = 0.1  # packets that would wait longer are dropped
 
 
 class Network:
-    """A hub with a link to each of some workers; a context manager that takes everything down again."""
+    """A hub with a link to each of `workers` workers; a context manager that removes everything at its end.
+
+    Raises PermissionError where this user may not make namespaces, PulseError if a tool is missing or fails.
+    """
 
     def __init__(self, workers: int) -> None:
-        """Raises PermissionError where this user may not make namespaces, PulseError if a tool is missing or fails."""
         if not sys.platform.startswith("linux") or os.geteuid() != 0:
             raise PermissionError(
-                "bench link: expected Linux and root, who may make network namespaces and shape their links, found "
-                f"{sys.platform} and user {os.getuid() if hasattr(os, 'getuid') else 'unknown'}; run it as root"
+                "network namespaces need Linux and root, found "
+                f"{sys.platform} and user {os.getuid() if hasattr(os, 'getuid') else 'unknown'}; run this as root"
             )
         missing = [tool for tool in TOOLS if _path(tool) is None]
         if missing:
-            raise PulseError(f"bench link: no {', '.join(missing)}: install the packages iproute2 and util-linux")
+            raise PulseError(f"{', '.join(missing)} not found: install the packages iproute2 and util-linux")
         self._holders: list[subprocess.Popen[bytes]] = []
         try:
             for place in range(workers + 1):
@@ -55,7 +57,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Let go of the namespaces. They are gone when the last process in them has ended."""
+        """Release the namespaces. The kernel removes each when the last process in it has ended."""
         for holder in self._holders:
             holder.communicate()  # closes its standard input
 
@@ -79,22 +81,22 @@ class Network:
         tool = _path(command[0]) or command[0]
         done = subprocess.run(self.inside(place, [tool, *command[1:]]), capture_output=True, text=True)
         if done.returncode:
-            raise PulseError(f"bench link: `{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
+            raise PulseError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
 
 
 def _path(tool: str) -> str | None:
-    """Where a tool is; an administrator's are not on everybody's PATH."""
+    """Where a tool is, also if only an administrator's PATH holds it."""
     return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")
 
 
 def _namespace() -> subprocess.Popen[bytes]:
-    """A process that holds a new namespace until its standard input ends; returns when it is there."""
+    """Start a process that holds a new namespace until its standard input ends; return once the namespace exists."""
     pipe = subprocess.PIPE
-    # A process group of its own: Ctrl-C is for the bench, which ends what runs in the namespaces first.
+    # A new process group: Ctrl-C is for the benchmark, which ends the processes in the namespaces first.
     command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]
     holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
     assert holder.stdout is not None
     if not holder.stdout.readline():
         reason = " ".join(holder.communicate()[1].decode().split())
-        raise PermissionError(f"bench link: expected to be allowed to make a network namespace, found: {reason}")
+        raise PermissionError(f"this user may not make a network namespace: {reason}")
     return holder
