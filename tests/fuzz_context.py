@@ -22,7 +22,7 @@ from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import context
 from pulse_rl.kernels.reference import context as reference_context
 from pulse_rl.weights.changes import find_changes
@@ -60,7 +60,7 @@ def encoded(segments: Sequence[Segment]) -> Block:
 
 
 def decode(block: Block) -> Decoded:
-    """What the library reads. Raises PatchFormatError."""
+    """What the library reads. Raises FormatError."""
     decoded, at = [], 0
     for piece in CODEC.open(memoryview(block.payload), block.specs):
         reads = [lambda old=old: old for old in block.old[at : at + piece.segments]]
@@ -88,7 +88,7 @@ def check(block: Block) -> bool:
     found: Decoded | None
     try:
         found = decode(block)
-    except PatchFormatError:
+    except FormatError:
         found = None
     assert found == expected
     if found is None:

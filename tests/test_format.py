@@ -24,8 +24,7 @@ from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS, CodecName
 from pulse_rl.history.manifest import parse, seal
 from pulse_rl.history.trail import decode_trail
-from pulse_rl.kernels.cpu import elements as cpu
-from pulse_rl.kernels.reference import elements as reference
+from pulse_rl.kernels import cpu, reference
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
 
@@ -436,6 +435,6 @@ def test_golden_trail() -> None:
     written = b'{"sequence":1,"patches":[[0,1,20,"0123456789abcdef","00112233aabbccdd",99,"' + b"ab" * 32 + b'"]]}'
     trail = decode_trail(zstandard.compress(written), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "")
     assert zstandard.decompress(trail.encode()) == written
-    (step,) = trail.steps()
+    (step,) = trail.links()
     assert step.ref.name == "patches/000000000001-00112233aabbccdd.safetensors"
     assert (step.base, step.to) == (0, (1, 20, "0123456789abcdef"))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.dtypes import UINTS
-from pulse_rl.kernels.cpu import elements as cpu
-from pulse_rl.kernels.reference import elements as reference
+from pulse_rl.kernels import cpu, reference
 from pulse_rl.weights.changes import find_changes
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
@@ -33,14 +32,18 @@ def with_changes(old: Any, density: float, seed: int) -> Any:
     return new
 
 
+def room(n: int, width: int) -> tuple[Any, Any]:
+    """Memory for the changes of n elements: indices and values."""
+    return np.empty(n + cpu.SLACK, np.uint32), np.empty(n + cpu.SLACK, UINTS[width])
+
+
 @settings(deadline=None, max_examples=200)
 @given(WIDTHS, SIZES, DENSITIES, SEEDS)
 def test_find_changes_equals_its_twin(width: int, n: int, density: float, seed: int) -> None:
     old = random_bits(width, n, seed)
     new = with_changes(old, density, seed + 1)
     before = old.tobytes(), new.tobytes()
-    indices, values = cpu.scratch(n, width)
-    naive_indices, naive_values = cpu.scratch(n, width)
+    (indices, values), (naive_indices, naive_values) = room(n, width), room(n, width)
     k = cpu.find_changes(old, new, indices, values)
     assert k == reference.find_changes(old, new, naive_indices, naive_values)
     assert indices[:k].tolist() == naive_indices[:k].tolist()

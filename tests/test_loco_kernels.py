@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.kernels.cpu import loco
-from pulse_rl.kernels.reference import elements as reference
+from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.loco.gate import GATES, find_sends
 from pulse_rl.loco.payload import VALUE_DTYPES, rounded
 

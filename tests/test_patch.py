@@ -23,7 +23,7 @@ from patch_tools import (
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.patch.apply import Application
 from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.layout import layout

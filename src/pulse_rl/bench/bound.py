@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pulse_rl.dtypes import field
 from pulse_rl.kernels.cpu.moves import count_exponents
-from pulse_rl.study.measure.tally import Tally, information, nothing, tally
+from pulse_rl.study.measure.tally import Tally, empty_tally, information, tally
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.segments import segments
 
@@ -36,13 +36,13 @@ def bounds(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> tuple[Bound, Bou
     for name, bits in old.items():
         by_dtype.setdefault(bits.dtype, []).append(_tally(bits, new[name]))
     by_tensor = [one for tallies in by_dtype.values() for one in tallies]
-    pooled = [sum(tallies, nothing(dtype)) for dtype, tallies in by_dtype.items()]
+    pooled = [sum(tallies, empty_tally(dtype)) for dtype, tallies in by_dtype.items()]
     return _bound(by_tensor), _bound(pooled), sum(one.changes for one in by_tensor)
 
 
 def _tally(old: Bits, new: Bits) -> Tally:
     """What one step does to a tensor."""
-    total = nothing(old.dtype)
+    total = empty_tally(old.dtype)
     for start, stop in segments(old.size):
         before = old.read(start, stop)
         elements = count_exponents(before, field(old.dtype), 1)

@@ -13,7 +13,7 @@ import numpy as np
 import pulse_rl as pulse
 from pulse_rl.bench.report import Progress, Rounds, Table, ms, times
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import threads
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application, resolve
@@ -130,7 +130,7 @@ def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
 
 
 def _find(old: UIntArray, new: UIntArray, spare: UIntArray, density: float, rounds: int) -> FindResult:
-    indices, values = cpu.scratch(SEGMENT, old.itemsize)
+    indices, values = np.empty(SEGMENT + cpu.SLACK, np.uint32), np.empty(SEGMENT + cpu.SLACK, old.dtype)
     cut = segments(len(old))
 
     def find() -> int:

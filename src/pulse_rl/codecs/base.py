@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.segments import SEGMENT
 
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
     """Consecutive segments of a block that are decoded together, from nothing but their bytes and old bits.
 
     `decode` takes one reader a segment and gives their changes, every index proved in range. It raises
-    PatchFormatError for bytes that are no such changes, and allocates at most what the specs promise.
+    FormatError for bytes that are no such changes, and allocates at most what the specs promise.
     """
 
     segments: int
@@ -82,7 +82,7 @@ class Codec(Protocol):
     def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
         """The pieces of a block, which cover its segments in order; cheap, and nothing is decoded yet.
 
-        Raises PatchFormatError for a payload that no encoder wrote.
+        Raises FormatError for a payload that no encoder wrote.
         """
 
 
@@ -102,12 +102,12 @@ def coded_count(codec: Codec, spec: SegmentSpec) -> int:
 def split_values(data: memoryview, codec: Codec, specs: Sequence[SegmentSpec]) -> list[UIntArray]:
     """Cut a stream of concatenated values into one array a segment.
 
-    Raises PatchFormatError if the stream is not exactly as long as the specs say.
+    Raises FormatError if the stream is not exactly as long as the specs say.
     """
     counts = [coded_count(codec, spec) for spec in specs]
     expected = sum(count * spec.itemsize for count, spec in zip(counts, specs, strict=True))
     if len(data) != expected:
-        raise PatchFormatError(f"values: expected {expected} bytes, found {len(data)}")
+        raise FormatError(f"values: expected {expected} bytes, found {len(data)}")
     values, at = [], 0
     for count, spec in zip(counts, specs, strict=True):
         stop = at + count * spec.itemsize

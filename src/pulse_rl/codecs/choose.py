@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pulse_rl import units
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.gap import GapCodec
 from pulse_rl.codecs.raw import RawCodec
-from pulse_rl.units import nbytes
 
 CodecName = Literal["auto", "context", "gap", "raw"]
 
@@ -45,22 +45,25 @@ class Trial:
     decode_s: float
 
     def seconds(self, bandwidth: float | None) -> float:
-        """From changes here to changes there, over a link of so many bytes a second."""
-        return self.encode_s + (self.nbytes / bandwidth if bandwidth else 0.0) + self.decode_s
+        """Seconds from changes here to changes there, over a link of that bandwidth in bits per second."""
+        return self.encode_s + (8 * self.nbytes / bandwidth if bandwidth else 0.0) + self.decode_s
 
     def account(self, bandwidth: float | None) -> str:
         """In words."""
-        size = nbytes(self.nbytes)
+        size = units.nbytes(self.nbytes)
         if bandwidth is None:
             return f"{self.codec} {size}"
         return (
             f"{self.codec} {self.seconds(bandwidth):.3g} s (encode {self.encode_s:.3g}, {size} over the link "
-            f"{self.nbytes / bandwidth:.3g}, decode {self.decode_s:.3g})"
+            f"{8 * self.nbytes / bandwidth:.3g}, decode {self.decode_s:.3g})"
         )
 
 
 def best(trials: Sequence[Trial], bandwidth: float | None) -> Trial:
-    """The trial that takes least time over a link of so many bytes a second; fewest bytes where that is None."""
+    """The trial that takes least time over a link of that bandwidth, in bits per second.
+
+    Where the bandwidth is None: the one with the fewest bytes.
+    """
     return min(trials, key=lambda trial: trial.seconds(bandwidth) if bandwidth else trial.nbytes)
 
 
@@ -97,6 +100,6 @@ class Chooser:
             return trials[0]
         chosen = best(self._trials, bandwidth)
         others = [trial.account(bandwidth) for trial in self._trials if trial is not chosen]
-        link = f"{nbytes(bandwidth)}/s" if bandwidth else "an unknown link"
+        link = units.bandwidth(bandwidth) if bandwidth else "an unknown link"
         self.reason = f"{chosen.account(bandwidth)} against {', '.join(others)}, over {link}"
         return next(trial for trial in trials if trial.codec == chosen.codec)

@@ -19,9 +19,9 @@ from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
 from pulse_rl.codecs.model import Ints, Model, Start
 from pulse_rl.dtypes import UINTS, Field, UIntArray, field
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import context, moves
-from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
 
@@ -72,13 +72,13 @@ class ContextCodec:
 
     def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
         if len(payload) < 4:
-            raise PatchFormatError(f"context block: expected at least 4 bytes, found {len(payload)}")
+            raise FormatError(f"context block: expected at least 4 bytes, found {len(payload)}")
         (nbytes,) = struct.unpack_from("<I", payload)
         groups = _groups(specs)
         kinds = [kind for dtype, members in groups.items() for kind in _kinds(field(dtype), len(members))]
         numbers = context.decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
         if numbers is None:
-            raise PatchFormatError("context block: its head is broken")
+            raise FormatError("context block: its head is broken")
         at = 0
         lengths = np.zeros(len(specs), np.int64)
         start_from: dict[int, Start | None] = {}
@@ -98,7 +98,7 @@ class ContextCodec:
                 dense = spec.size * spec.itemsize
                 length = dense if mine == len(models) else ((spec.changed * mean) >> 8) + residue
                 if mine > len(models) or not 0 <= length <= dense:
-                    raise PatchFormatError(
+                    raise FormatError(
                         f"context block: a segment of {dense} bytes has class {mine} and {length} bytes"
                     )
                 lengths[number] = length
@@ -106,7 +106,7 @@ class ContextCodec:
         ends = 4 + nbytes + np.cumsum(lengths)
         total = int(ends[-1]) if len(specs) else 4 + nbytes
         if total != len(payload):
-            raise PatchFormatError(f"context block: expected {total} bytes, found {len(payload)}")
+            raise FormatError(f"context block: expected {total} bytes, found {len(payload)}")
         return [
             Piece(1, _decoder(payload[int(end - length) : int(end)], spec, start_from.get(number)))
             for number, (spec, length, end) in enumerate(zip(specs, lengths, ends, strict=True))
@@ -218,7 +218,7 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
         if start is None:
             changes = find_changes(old, np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
             if len(changes.indices) != spec.changed:
-                raise PatchFormatError(
+                raise FormatError(
                     f"context segment: expected {spec.changed} changes, found {len(changes.indices)}"
                 )
             return [changes]
@@ -228,7 +228,7 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
             stream, old, spec.changed, start.threshold, kind, place, start.share, start.states.copy()
         )
         if decoded is None:
-            raise PatchFormatError(
+            raise FormatError(
                 f"context segment: a stream of {len(stream)} bytes does not hold {spec.changed} changes of "
                 f"{spec.size} elements"
             )

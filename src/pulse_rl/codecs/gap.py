@@ -13,8 +13,8 @@ import zstandard
 
 from pulse_rl.codecs.base import Part, Piece, SegmentSpec, coded_count, every_index, split_values
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.errors import PatchFormatError
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.errors import FormatError
+from pulse_rl.kernels import cpu
 from pulse_rl.weights.changes import Changes
 
 LEVEL = 1
@@ -47,13 +47,13 @@ class GapCodec:
 
     def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         if len(payload) < 4:
-            raise PatchFormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")
+            raise FormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")
         (split,) = struct.unpack_from("<I", payload)
         sparse = [spec for spec in specs if not self.is_dense(spec)]
         limit = 3 * GAP_NBYTES * sum(spec.changed for spec in sparse)
         coded = decompress(payload[4 : 4 + split], limit, "gaps")
         if len(coded) % GAP_NBYTES:
-            raise PatchFormatError(f"gaps: expected whole words of {GAP_NBYTES} bytes, found {len(coded)} bytes")
+            raise FormatError(f"gaps: expected whole words of {GAP_NBYTES} bytes, found {len(coded)} bytes")
         words = np.frombuffer(coded, np.uint16)
         limit = sum(spec.itemsize * coded_count(self, spec) for spec in specs)
         values = split_values(memoryview(decompress(payload[4 + split :], limit, "values")), self, specs)
@@ -65,11 +65,11 @@ class GapCodec:
             indices = np.empty(spec.changed, np.uint32)
             used = cpu.gap_decode(words[at:], spec.size, indices)
             if used < 0:
-                raise PatchFormatError(
+                raise FormatError(
                     f"gaps: a segment of {spec.size} elements with {spec.changed} changes runs out of range"
                 )
             changes.append(Changes(indices, new))
             at += used
         if at != len(words):
-            raise PatchFormatError(f"gaps: expected {at} words, found {len(words)}")
+            raise FormatError(f"gaps: expected {at} words, found {len(words)}")
         return changes

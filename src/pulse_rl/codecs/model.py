@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import context
 
 Ints = NDArray[np.int64]
@@ -209,7 +209,7 @@ def to_numbers(model: Model, before: Model | None, field: Field) -> list[int]:
 
 
 def from_numbers(values: Ints, before: Model | None, field: Field) -> Model:
-    """The inverse. Raises PatchFormatError for odds or a threshold out of range."""
+    """The inverse. Raises FormatError for odds or a threshold out of range."""
     threshold = int(values[0])
     values = unzigzag(values)
     at = 1 + context.LEVELS
@@ -225,7 +225,7 @@ def from_numbers(values: Ints, before: Model | None, field: Field) -> Model:
     model = Model(threshold, activity, values[1 : 1 + context.LEVELS], rest)
     odds = np.concatenate([activity, model.levels, rest])
     if not 0 <= model.threshold <= field.exponents or np.abs(odds).max() > ODDS:
-        raise PatchFormatError(
+        raise FormatError(
             f"context block: expected a threshold of at most {field.exponents} and odds within ±{ODDS}, "
             f"found {model.threshold} and {int(np.abs(odds).max())}"
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pulse_rl.codecs.base import Part, Piece, SegmentSpec, every_index, split_values
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 from pulse_rl.weights.changes import Changes
 
 INDEX_NBYTES = 4
@@ -35,7 +35,7 @@ class RawCodec:
     def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         split = INDEX_NBYTES * sum(spec.changed for spec in specs if not self.is_dense(spec))
         if len(payload) < split:
-            raise PatchFormatError(f"raw indices: expected {split} bytes, found {len(payload)}")
+            raise FormatError(f"raw indices: expected {split} bytes, found {len(payload)}")
         indices = np.frombuffer(payload[:split], np.uint8).copy().view(np.uint32)
         values = split_values(payload[split:], self, specs)
         changes, at = [], 0
@@ -45,7 +45,7 @@ class RawCodec:
                 continue
             mine = indices[at : at + spec.changed]
             if spec.changed and (int(mine[-1]) >= spec.size or not np.all(mine[1:] > mine[:-1])):
-                raise PatchFormatError(f"raw indices: expected ascending indices below {spec.size}, found others")
+                raise FormatError(f"raw indices: expected ascending indices below {spec.size}, found others")
             changes.append(Changes(mine, new))
             at += spec.changed
         return changes

@@ -2,23 +2,23 @@
 
 import zstandard
 
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 
 
 def decompress(frame: memoryview, limit: int, what: str) -> bytes:
     """Decompress one zstd frame of at most `limit` bytes.
 
-    The declared size is checked before anything is allocated. Raises PatchFormatError if it is missing or
+    The declared size is checked before anything is allocated. Raises FormatError if it is missing or
     over the limit, or if the frame is broken or followed by anything.
     """
     try:
         size = zstandard.get_frame_parameters(frame).content_size
         if size == zstandard.CONTENTSIZE_UNKNOWN or size > limit:
-            raise PatchFormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
+            raise FormatError(f"{what}: expected at most {limit} bytes, the frame declares {size}")
         decompressor = zstandard.ZstdDecompressor().decompressobj()
         data = decompressor.decompress(frame)
     except zstandard.ZstdError as error:
-        raise PatchFormatError(f"{what}: broken zstd frame: {error}") from None
+        raise FormatError(f"{what}: broken zstd frame: {error}") from None
     if not decompressor.eof or decompressor.unused_data or len(data) != size:
-        raise PatchFormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}")
+        raise FormatError(f"{what}: expected one whole zstd frame of {size} bytes, found {len(data)}")
     return data

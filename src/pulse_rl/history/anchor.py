@@ -14,7 +14,7 @@ from pulse_rl.checkpoint.shards import INDEX, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import ObjectRef, is_file_name
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.errors import ExchangeError, PatchFormatError
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.errors import ExchangeError, FormatError
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
@@ -37,7 +37,7 @@ ACCOUNT = 4000  # bytes of what a rank that cannot go on tells the others
 EXPONENT = np.uint32(0x7F800000)  # of an infinity or NaN, all ones
 
 
-class BrokenPayloadError(PatchFormatError):
+class BrokenPayloadError(FormatError):
     """A payload that cannot be read. rank: whose it is."""
 
     def __init__(self, rank: int, message: str) -> None:
@@ -257,7 +257,7 @@ def _blamed(rank: int) -> Iterator[None]:
     """A payload that is broken says whose it is."""
     try:
         yield
-    except PatchFormatError as error:
+    except FormatError as error:
         raise BrokenPayloadError(rank, f"rank {rank}: {error}") from error
 
 

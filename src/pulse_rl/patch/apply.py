@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pulse_rl.codecs.base import Piece
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, Segment, decoded_nbytes
 from pulse_rl.weights import digests

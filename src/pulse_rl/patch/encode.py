@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_rl.codecs.base import Codec, Part, every_index, segment_spec
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.disk import map_open_file
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout

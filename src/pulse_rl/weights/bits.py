@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 
 
 class Changes(NamedTuple):

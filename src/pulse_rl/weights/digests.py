@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import layout

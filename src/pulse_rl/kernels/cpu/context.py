@@ -20,9 +20,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
 from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.elements import _ro
+from pulse_rl.kernels.cpu.arrays import buffer, read_only
 
 # Contexts, for E exponents: where each table starts (see `contexts`).
 LEVELS = 5  # of a row's activity so far
@@ -487,10 +486,10 @@ def encode_segment(
     limit: bytes; None counts into states (as zeros at first) and returns None, and so does a longer stream.
     """
     columns = np.zeros(place.stride, np.int32)
-    out = None if limit is None else cpu.buffer("out", limit + _SLACK, np.uint8)
+    out = None if limit is None else buffer("out", limit + _SLACK, np.uint8)
     count = _encode_segment(
         hot,
-        _ro(indices),
+        read_only(indices),
         moved,
         threshold,
         field.exponents,

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.elements import _ro
+from pulse_rl.kernels.cpu.arrays import read_only
 
 F32 = NDArray[np.float32]
 
@@ -97,7 +97,7 @@ def _cast(values, form, bits):
 
 def cast(values: F32, form: Format, bits: UIntArray) -> None:
     """Write the bits of values (n,) in a narrower format."""
-    _cast(_ro(values), form, bits)
+    _cast(read_only(values), form, bits)
 
 
 @njit(nogil=True, cache=True)
@@ -113,7 +113,7 @@ def _gate(shared, live, residual, form, before, after):
 
 def gate(shared: F32, live: F32, residual: F32, form: Format, before: UIntArray, after: UIntArray) -> bool:
     """Write the bits of θ and of θ − s in the gate's format, s = residual + (θ − live); False if an s is no number."""
-    return bool(_gate(_ro(shared), _ro(live), _ro(residual), form, before, after))
+    return bool(_gate(read_only(shared), read_only(live), read_only(residual), form, before, after))
 
 
 @njit(nogil=True, cache=True)
@@ -125,7 +125,7 @@ def _pick(shared, live, residual, indices, values):
 
 def pick(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
     """values (k,) = s at these indices, all in range."""
-    _pick(_ro(shared), _ro(live), _ro(residual), _ro(indices), values)
+    _pick(read_only(shared), read_only(live), read_only(residual), read_only(indices), values)
 
 
 @njit(nogil=True, cache=True)
@@ -138,7 +138,7 @@ def _keep(shared, live, residual, indices, values):
 
 def keep(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
     """residual = s less the values (k,) that were sent: +0 where s itself was, and exact where s was rounded."""
-    _keep(_ro(shared), _ro(live), residual, _ro(indices), _ro(values))
+    _keep(read_only(shared), read_only(live), residual, read_only(indices), read_only(values))
 
 
 @njit(nogil=True, cache=True)
@@ -149,7 +149,7 @@ def _add(total, indices, values):
 
 def add(total: F32, indices: NDArray[np.uint32], values: F32) -> None:
     """total[indices] += values, (k,); the indices are in range."""
-    _add(total, _ro(indices), _ro(values))
+    _add(total, read_only(indices), read_only(values))
 
 
 @njit(nogil=True, cache=True)
@@ -164,7 +164,7 @@ def _difference(shared, live, out):
 
 def difference(shared: F32, live: F32, out: F32) -> bool:
     """out = θ − live, the dense pseudo-gradient; False if one is no number."""
-    return bool(_difference(_ro(shared), _ro(live), out))
+    return bool(_difference(read_only(shared), read_only(live), out))
 
 
 @njit(nogil=True, cache=True)
@@ -178,4 +178,4 @@ def _outer(shared, momentum, gradient, lr, mu):
 
 def outer(shared: F32, momentum: F32, gradient: F32, lr: float, mu: float) -> None:
     """One step of SGD with Nesterov momentum, in place: torch.optim.SGD(nesterov=True)'s bits."""
-    _outer(shared, momentum, _ro(gradient), np.float32(lr), np.float32(mu))
+    _outer(shared, momentum, read_only(gradient), np.float32(lr), np.float32(mu))

@@ -4,41 +4,16 @@ The naive twins are in `reference_context.py`; the words are those of `docs/form
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu import elements as cpu
-from pulse_rl.kernels.cpu.elements import LANES, _ro, _trailing_zeros
+from pulse_rl.kernels.cpu.arrays import LANES, buffer, lanes_below, read_only, trailing_zeros
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
-
-
-@intrinsic
-def _below(typingctx: Any, values: Any, at: Any, mask: Any, bound: Any) -> Any:
-    """Compare values[at : at + 64] & mask with bound: bit i of the result is set where element i is below."""
-    element = values.dtype
-    lanes = ir.VectorType(ir.IntType(element.bitwidth), LANES)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        loaded = builder.load(builder.bitcast(builder.gep(data, [args[1]]), lanes.as_pointer()))
-        loaded.align = 1
-
-        def spread(value: Any) -> Any:
-            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-            return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
-
-        below = builder.icmp_unsigned("<", builder.and_(loaded, spread(args[2])), spread(args[3]))
-        return builder.bitcast(below, ir.IntType(LANES))
-
-    return types.uint64(values, types.intp, element, element), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -47,9 +22,9 @@ def _find_hot(old, mask, bound, shift, indices, exponents):
     whole = n - n % LANES
     k = np.int64(0)
     for start in range(0, whole, LANES):
-        rest = _below(old, start, mask, bound)
+        rest = lanes_below(old, start, mask, bound)
         while rest != _U0:
-            i = start + np.int64(_trailing_zeros(rest))
+            i = start + np.int64(trailing_zeros(rest))
             indices[k] = i
             exponents[k] = (old[i] & mask) >> shift
             rest &= rest - _U1
@@ -135,8 +110,8 @@ class Hot(NamedTuple):
 
 def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
     """The elements of old (n,) below a threshold. Scratch: good until this thread's next call."""
-    indices = cpu.buffer("indices", len(old), np.uint32)
-    exponents = cpu.buffer("exponents", len(old), np.uint16)
+    indices = buffer("indices", len(old), np.uint32)
+    exponents = buffer("exponents", len(old), np.uint16)
     if threshold >= field.exponents:
         # Every element: a bound above the largest magnitude need not fit the element's width.
         indices[: len(old)] = np.arange(len(old), dtype=np.uint32)
@@ -145,7 +120,7 @@ def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
     else:
         kind = old.dtype.type
         bound = kind(threshold << field.shift)
-        count = int(_find_hot(_ro(old), kind(field.mask), bound, kind(field.shift), indices, exponents))
+        count = int(_find_hot(read_only(old), kind(field.mask), bound, kind(field.shift), indices, exponents))
     return Hot(indices[:count], exponents[:count])
 
 
@@ -153,7 +128,7 @@ def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int6
     """How many elements have each exponent, (E,): counted in every so-manieth run of 64 and multiplied."""
     counts = np.zeros(field.exponents, np.int64)
     kind = old.dtype.type
-    _count_exponents(_ro(old), kind(field.mask), kind(field.shift), every, counts)
+    _count_exponents(read_only(old), kind(field.mask), kind(field.shift), every, counts)
     return counts
 
 
@@ -161,8 +136,8 @@ def moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
     """How old (k,) became new (k,)."""
     found = Moves(np.empty(len(old), np.uint16), np.empty(len(old), np.bool_), np.empty(len(old), np.uint64))
     _moves(
-        _ro(old),
-        _ro(new),
+        read_only(old),
+        read_only(new),
         np.uint64(field.sign),
         np.uint64(field.mask),
         np.uint64(field.shift),
@@ -179,7 +154,7 @@ def move(
 ) -> UIntArray:
     """The values (k,) that old (n,) at these indices, all in range, moves to: the inverse of `moves`."""
     values = np.empty(len(indices), old.dtype)
-    _move(_ro(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
+    _move(read_only(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
     return values
 
 

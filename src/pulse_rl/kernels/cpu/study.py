@@ -6,7 +6,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.elements import LANES, _changed, _popcount, _ro
+from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only
 from pulse_rl.kernels.cpu.moves import Moves
 
 NEAR = 32  # distances that have a place in a table; farther ones, which are few, are listed
@@ -23,7 +23,7 @@ def _count_differing(old, new):
     whole = n - n % LANES
     count = np.uint64(0)
     for start in range(0, whole, LANES):
-        count += _popcount(_changed(old, new, start))
+        count += popcount(changed_lanes(old, new, start))
     for i in range(whole, n):
         count += np.uint64(old[i] != new[i])
     return count
@@ -31,7 +31,7 @@ def _count_differing(old, new):
 
 def count_differing(old: UIntArray, new: UIntArray) -> int:
     """How many elements of old and new (n,) have different bits."""
-    return int(_count_differing(_ro(old), _ro(new)))
+    return int(_count_differing(read_only(old), read_only(new)))
 
 
 @njit(nogil=True, cache=True)
@@ -47,7 +47,7 @@ def _recurring(former, old, indices, values):
 def recurring(former: UIntArray, old: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> tuple[int, int]:
     """Of the changes of old (n,) to values (k,) at indices (k,), how many elements differ in former (n,) from old,
     and how many get the bits that former has."""
-    again, back = _recurring(_ro(former), _ro(old), _ro(indices), _ro(values))
+    again, back = _recurring(read_only(former), read_only(old), read_only(indices), read_only(values))
     return int(again), int(back)
 
 
@@ -71,7 +71,7 @@ def histogram(moved: Moves, exponents: int) -> tuple[NDArray[np.uint64], NDArray
     """
     near = np.zeros((exponents, 2 * NEAR), np.int64)
     far = np.empty(len(moved.sizes), np.uint64)
-    count = _histogram(_ro(moved.exponents), _ro(moved.ups), _ro(moved.sizes), near, far)
+    count = _histogram(read_only(moved.exponents), read_only(moved.ups), read_only(moved.sizes), near, far)
     rows, columns = np.nonzero(near)
     distances = columns // 2 + 1
     close = (rows.astype(np.uint64) << _52 | distances.astype(np.uint64)) << _1 | (columns % 2).astype(np.uint64)

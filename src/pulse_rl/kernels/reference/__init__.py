@@ -1,1 +1,21 @@
-"""The same loops in plain Python, as naive as can be. Only tests import them, to compare the kernels with."""
+"""The naive twins of the kernels: plain Python over integers, written to be obviously right.
+
+Same names, same arguments, same results; only tests run them. A reader in another language can be compared with them.
+"""
+
+from pulse_rl.kernels.reference.changes import find_changes, gather, scatter, union
+from pulse_rl.kernels.reference.digests import digest_at, digest_delta, digest_range, mix
+from pulse_rl.kernels.reference.gaps import gap_decode, gap_encode
+
+__all__ = [
+    "digest_at",
+    "digest_delta",
+    "digest_range",
+    "find_changes",
+    "gap_decode",
+    "gap_encode",
+    "gather",
+    "mix",
+    "scatter",
+    "union",
+]

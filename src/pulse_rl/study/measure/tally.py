@@ -1,6 +1,6 @@
 """What is counted of one step: of a segment, a tensor or all tensors of a dtype. Tallies of disjoint elements add up.
 
-A tally is small whatever the number of changes: equal moves are counted, not listed.
+A tally stays small however many changes there are: equal moves are counted, not listed.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray, field
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import moves, study
 from pulse_rl.study.values import decode
 from pulse_rl.weights.changes import find_changes
@@ -17,20 +17,20 @@ from pulse_rl.weights.changes import find_changes
 Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
-DISTANCES = 53  # columns of Exponent.distances there can be: distances up to 2^0, 2^1, … 2^52
+DISTANCES = 53  # columns that Exponent.distances can have: distances up to 2^0, 2^1, … 2^52
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of one step. E is the number of exponents of the dtype, of the old values."""
+    """Counts of one step. E is the number of exponents of the dtype; an element counts at that of its old value."""
 
     elements: Counts  # by exponent, (E,)
-    keys: NDArray[np.uint64]  # the moves that occur, ascending, (u,), as `kernels.study.histogram` spells them
-    counts: Counts  # how often each does, (u,)
+    keys: NDArray[np.uint64]  # the moves that occur, ascending, (u,), as `kernels.cpu.study.histogram` encodes them
+    counts: Counts  # how often each occurs, (u,)
     sign_changes: Counts  # by exponent, (E,)
     moved: Reals  # sum of |new − old| as values, by exponent, (E,)
-    again: int  # of the changed elements, those that changed in the step before too
-    back: int  # of the changed elements, those that have the bits again that they had before that
+    again: int  # changed elements that changed in the step before too
+    back: int  # changed elements that return to the bits they had before that step
 
     @property
     def changes(self) -> int:
@@ -88,10 +88,11 @@ class Tally:
 def tally(
     dtype: str, elements: Counts, former: UIntArray | None, old: UIntArray, new: UIntArray
 ) -> tuple[Tally, NDArray[np.uint32], Counts]:
-    """Count what one step does to a segment.
+    """Count one step of a segment.
 
-    elements: of old by exponent, (E,). former, old, new: the bits before the step before, before and after, (n,).
-    Returns the tally, the indices of the changed elements (k,), and the elements of new by exponent, (E,).
+    elements: of old by exponent, (E,). former, old, new: the bits one step before old, old and new, (n,) each; former is
+    None where there is no such step. Returns the tally, the indices of the changed elements (k,), and the elements of
+    new by exponent, (E,).
     """
     kind = field(dtype)
     indices, values = find_changes(old, new)
@@ -118,12 +119,12 @@ def tally(
 
 
 def positions(elements: Counts, changes: Counts) -> float:
-    """Bits that say which elements changed, where the classes of the elements are known: both by class, (C,)."""
+    """The entropy of which elements changed, bits, if the class of each is known. elements, changes: by class, (C,)."""
     return _weighed(elements) - _weighed(changes) - _weighed(elements - changes)
 
 
 def information(one: Tally) -> tuple[float, float, float]:
-    """Entropies of a tally, bits: of the positions, with one probability and with one an exponent, and of the moves."""
+    """Entropies of a tally, bits: of the positions, with one probability and with one per exponent; of the moves."""
     changes = one.by_exponent()
     alone = positions(one.elements.sum(keepdims=True), changes.sum(keepdims=True))
     return alone, positions(one.elements, changes), _weighed(changes) - _weighed(one.counts)
@@ -134,7 +135,7 @@ def _weighed(counts: Counts) -> float:
     return float(counts @ np.log2(np.maximum(counts, 1)))
 
 
-def nothing(dtype: str) -> Tally:
+def empty_tally(dtype: str) -> Tally:
     """The tally of no elements."""
     kind = field(dtype)
     none = np.zeros(kind.exponents, np.int64)

@@ -1,0 +1,102 @@
+"""What the kernels of this room share: wide comparisons as intrinsics, read-only views, and scratch memory."""
+
+import threading
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+LANES = 64  # elements compared at once: one bit of a 64-bit mask each
+
+
+@intrinsic
+def changed_lanes(typingctx: Any, old: Any, new: Any, start: Any) -> Any:
+    """Compare old[start : start + 64] with new[start : start + 64]: bit i of the result is set where element i differs.
+
+    LLVM turns the wide vector comparison into whatever the machine has (AVX-512 mask, AVX2, NEON).
+    """
+    lanes = ir.VectorType(ir.IntType(old.dtype.bitwidth), LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def load(kind: Any, array: Any) -> Any:
+            data = context.make_array(kind)(context, builder, array).data
+            pointer = builder.bitcast(builder.gep(data, [args[2]]), lanes.as_pointer())
+            value = builder.load(pointer)
+            value.align = 1
+            return value
+
+        differs = builder.icmp_unsigned("!=", load(signature.args[0], args[0]), load(signature.args[1], args[1]))
+        return builder.bitcast(differs, ir.IntType(LANES))
+
+    return types.uint64(old, new, types.intp), codegen
+
+
+@intrinsic
+def lanes_below(typingctx: Any, values: Any, start: Any, mask: Any, bound: Any) -> Any:
+    """Compare values[start : start + 64] & mask with bound: bit i of the result is set where element i is below."""
+    element = values.dtype
+    lanes = ir.VectorType(ir.IntType(element.bitwidth), LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        loaded = builder.load(builder.bitcast(builder.gep(data, [args[1]]), lanes.as_pointer()))
+        loaded.align = 1
+
+        def spread(value: Any) -> Any:
+            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+            return builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
+
+        below = builder.icmp_unsigned("<", builder.and_(loaded, spread(args[2])), spread(args[3]))
+        return builder.bitcast(below, ir.IntType(LANES))
+
+    return types.uint64(values, types.intp, element, element), codegen
+
+
+@intrinsic
+def trailing_zeros(typingctx: Any, x: Any) -> Any:
+    """The number of zero bits below the lowest 1 of a uint64; 64 for 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def popcount(typingctx: Any, x: Any) -> Any:
+    """The number of 1 bits of a uint64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only view: the form in which every kernel takes its inputs.
+
+    So Numba compiles one variant for each width, not one for each mix of writable and mapped arrays.
+    """
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+_buffers = threading.local()
+
+
+def buffer(name: str, size: int, dtype: Any) -> NDArray[Any]:
+    """Scratch memory of this thread by name: at least `size` elements, contents undefined.
+
+    It is valid until the thread asks for the same name again. It is kept at its largest size, so that sparse work
+    allocates only its results. One name always has one dtype.
+    """
+    held: NDArray[Any] | None = getattr(_buffers, name, None)
+    if held is None or len(held) < size:
+        held = np.empty(size, dtype)
+        setattr(_buffers, name, held)
+    return held

@@ -1,0 +1,106 @@
+"""Find, read, write and merge changed elements.
+
+Arrays are one-dimensional and contiguous; elements are unsigned integers of any width. The caller brings the memory
+that results go to.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only, trailing_zeros
+
+SLACK = 2  # find_changes writes up to this many elements past the last change
+
+_ONE = np.uint64(1)
+
+
+@njit(nogil=True, cache=True)
+def _find_changes(old, new, indices, values):
+    n = old.shape[0]
+    k = np.int64(0)
+    whole = n - n % LANES
+    for start in range(0, whole, LANES):
+        mask = changed_lanes(old, new, start)
+        count = np.int64(popcount(mask))
+        # Two stores without a branch: at 1 % density most masks hold none, one or two changes, and a branch
+        # that the processor cannot foresee costs more than the stores (measured: 0.92 against 0.66 of a copy).
+        rest = mask
+        for j in range(2):
+            indices[k + j] = start + np.int64(trailing_zeros(rest))
+            rest &= rest - _ONE
+        if count > 2:
+            for j in range(2, count):
+                indices[k + j] = start + np.int64(trailing_zeros(rest))
+                rest &= rest - _ONE
+        k += count
+    for i in range(whole, n):
+        indices[k] = i
+        k += np.int64(old[i] != new[i])
+    for j in range(k):
+        values[j] = new[indices[j]]
+    return k
+
+
+def find_changes(old: UIntArray, new: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> int:
+    """Write the indices where old and new (n,) differ, ascending, and the new values there; return how many.
+
+    indices, values: scratch of at least n + SLACK elements; what lies past the count is garbage.
+    """
+    return int(_find_changes(read_only(old), read_only(new), indices, values))
+
+
+@njit(nogil=True, cache=True)
+def _scatter(target, indices, values):
+    for j in range(indices.shape[0]):
+        target[indices[j]] = values[j]
+
+
+def scatter(target: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
+    """target[indices] = values. The indices (k,) must be in range: they are not checked here."""
+    _scatter(target, read_only(indices), read_only(values))
+
+
+@njit(nogil=True, cache=True)
+def _gather(source, indices, values):
+    for j in range(indices.shape[0]):
+        values[j] = source[indices[j]]
+
+
+def gather(source: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
+    """values = source[indices], shape (k,). The indices must be in range: they are not checked here."""
+    _gather(read_only(source), read_only(indices), values)
+
+
+@njit(nogil=True, cache=True)
+def _union(indices, values, more_indices, more_values, all_indices, all_values):
+    i, j, k = 0, 0, 0
+    while i < indices.shape[0] or j < more_indices.shape[0]:
+        if j == more_indices.shape[0] or (i < indices.shape[0] and indices[i] <= more_indices[j]):
+            if j < more_indices.shape[0] and indices[i] == more_indices[j]:
+                j += 1
+            all_indices[k], all_values[k] = indices[i], values[i]
+            i += 1
+        else:
+            all_indices[k], all_values[k] = more_indices[j], more_values[j]
+            j += 1
+        k += 1
+    return k
+
+
+def union(
+    indices: NDArray[np.uint32],
+    values: UIntArray,
+    more_indices: NDArray[np.uint32],
+    more_values: UIntArray,
+    all_indices: NDArray[np.uint32],
+    all_values: UIntArray,
+) -> int:
+    """Merge two lists of ascending indices with their values, (m,) and (n,); where both have an index the first counts.
+
+    all_indices, all_values: room for m + n. Returns how many there are.
+    """
+    lists = (read_only(indices), read_only(values), read_only(more_indices), read_only(more_values))
+    return int(_union(*lists, all_indices, all_values))

@@ -1,0 +1,57 @@
+"""The sums of a digest's terms over elements; `weights.digests` has the formula."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu.arrays import read_only
+
+# Odd 64-bit constants: the golden ratio's fraction (Steele et al., SplitMix64) and MurmurHash3's first multiplier.
+C1 = np.uint64(0x9E3779B97F4A7C15)
+C2 = np.uint64(0x87C37B91114253D5)
+_M1 = np.uint64(0xFF51AFD7ED558CCD)  # MurmurHash3's 64-bit finalizer
+_M2 = np.uint64(0xC4CEB9FE1A85EC53)
+_33 = np.uint64(33)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _mix(x):
+    x ^= x >> _33
+    x *= _M1
+    x ^= x >> _33
+    x *= _M2
+    x ^= x >> _33
+    return x
+
+
+@njit(nogil=True, cache=True)
+def _digest_range(seed, start, bits):
+    total = np.uint64(0)
+    position = seed + start * C1
+    for i in range(bits.shape[0]):
+        total += _mix(position + np.uint64(i) * C1 + np.uint64(bits[i]) * C2)
+    return total
+
+
+def digest_range(seed: int, start: int, bits: UIntArray) -> int:
+    """Sum of the digest's terms of bits (n,), whose first element has the flat index start."""
+    return int(_digest_range(np.uint64(seed), np.uint64(start), read_only(bits)))
+
+
+@njit(nogil=True, cache=True)
+def _digest_delta(seed, start, indices, before, after):
+    total = np.uint64(0)
+    position = seed + start * C1
+    for j in range(indices.shape[0]):
+        place = position + np.uint64(indices[j]) * C1
+        total += _mix(place + np.uint64(after[j]) * C2) - _mix(place + np.uint64(before[j]) * C2)
+    return total
+
+
+def digest_delta(seed: int, start: int, indices: NDArray[np.uint32], before: UIntArray, after: UIntArray) -> int:
+    """What the digest gains, mod 2^64, when the elements at start + indices go from before (k,) to after (k,)."""
+    return int(
+        _digest_delta(np.uint64(seed), np.uint64(start), read_only(indices), read_only(before), read_only(after))
+    )

@@ -1,0 +1,67 @@
+"""The `gap` codec's words: the gaps between ascending indices as 16-bit words with an escape."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from pulse_rl.kernels.cpu.arrays import read_only
+
+
+@njit(nogil=True, cache=True)
+def _gap_encode(indices, words):
+    k = 0
+    previous = np.int64(-1)
+    for j in range(indices.shape[0]):
+        index = np.int64(indices[j])
+        gap = index - previous - 1
+        previous = index
+        if gap < 0xFFFF:
+            words[k] = gap
+            k += 1
+        else:
+            words[k] = 0xFFFF
+            words[k + 1] = gap & 0xFFFF
+            words[k + 2] = gap >> 16
+            k += 3
+    return k
+
+
+def gap_encode(indices: NDArray[np.uint32], words: NDArray[np.uint16]) -> int:
+    """Write the gaps between ascending indices (k,) into words (at least 3k,); return how many words.
+
+    A gap is the number of unchanged elements before a change. Below 65535 it is one word; otherwise the
+    word 65535, then its low and its high 16 bits.
+    """
+    return int(_gap_encode(read_only(indices), words))
+
+
+@njit(nogil=True, cache=True)
+def _gap_decode(words, n, indices):
+    at = 0
+    index = np.int64(-1)
+    for j in range(indices.shape[0]):
+        if at >= words.shape[0]:
+            return -1
+        gap = np.int64(words[at])
+        at += 1
+        if gap == 0xFFFF:
+            if at + 2 > words.shape[0]:
+                return -1
+            gap = np.int64(words[at]) | (np.int64(words[at + 1]) << 16)
+            at += 2
+            if gap < 0xFFFF:
+                return -1
+        index += gap + 1
+        if index >= n:
+            return -1
+        indices[j] = index
+    return at
+
+
+def gap_decode(words: NDArray[np.uint16], n: int, indices: NDArray[np.uint32]) -> int:
+    """Fill indices (k,) from the gaps in words, every index proved below n; return the words used.
+
+    Returns −1 where the words run out, an index leaves the range, or a short gap is written the long way.
+    """
+    return int(_gap_decode(read_only(words), n, indices))
