@@ -12,7 +12,7 @@ PACKAGE = Path(pulse_rl.__file__).parent
 
 # From the ground up: a room imports rooms of rows above it in this list, and modules of its own.
 ROOMS = [
-    {"errors", "dtypes", "units", "disk"},
+    {"errors", "dtypes", "units", "disk", "documents"},
     {"parallel", "kernels"},
     {"weights"},
     {"checkpoint", "codecs"},

@@ -55,7 +55,7 @@ def test_what_the_package_writes_is_read_bit_for_bit() -> None:
     }
     data = memoryview(safetensors.torch.save(tensors, {"format": "pt", "note": "é\n"}))
     assert safetensors_header.parse(data).metadata == {"format": "pt", "note": "é\n"}
-    found = tensors_of(data)
+    found = tensors_of(data, safetensors_header.parse(data))
     assert {name: (bits.dtype, bits.shape) for name, bits in found.items()} == {
         name: (DTYPES[name.split(".")[0]][0], tuple(tensor.shape)) for name, tensor in tensors.items()
     }
@@ -114,46 +114,47 @@ FOUR = bytes(4)
 MALFORMED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "expected at least 8 bytes, found 0"),
     "seven bytes": (bytes(7), "expected at least 8 bytes, found 7"),
-    "no header": (bytes(8), "broken safetensors header"),
-    "truncated header": (struct.pack("<Q", 10) + b"{}", "the header should have 10 bytes"),
-    "huge length": (struct.pack("<Q", (1 << 64) - 1) + b"{}", "the header should have 18446744073709551615"),
-    "length over the limit": (struct.pack("<Q", 100_000_001) + bytes(9), "100000001 bytes"),
-    "no JSON": (file_of(b"hello!"), "broken safetensors header"),
-    "no UTF-8": (file_of(b'{"\xff":1}'), "broken safetensors header"),
-    "surrogate, escaped": (file_of(rb'{"\ud800":' + ONE + b"}", FOUR), "broken safetensors header"),
-    "surrogate, coded": (file_of(b'{"\xed\xa0\x80":' + ONE + b"}", FOUR), "broken safetensors header"),
-    "surrogate in metadata": (file_of(rb'{"__metadata__":{"format":"\udfff"}}'), "broken safetensors header"),
-    "a list": (file_of([]), "broken safetensors header"),
-    "null": (file_of(b"null"), "broken safetensors header"),
-    "two documents": (file_of(b"{}{}"), "broken safetensors header"),
-    "deep nesting": (file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "broken safetensors header"),
+    "no header": (bytes(8), "broken"),
+    "truncated header": (struct.pack("<Q", 10) + b"{}", "header of 10 bytes, found 2"),
+    "huge length": (struct.pack("<Q", (1 << 64) - 1) + b"{}", "18446744073709551615"),
+    "length over the limit": (struct.pack("<Q", 100_000_001) + bytes(9), "100000001"),
+    "no JSON": (file_of(b"hello!"), "broken"),
+    "no UTF-8": (file_of(b'{"\xff":1}'), "broken"),
+    "surrogate, escaped": (file_of(rb'{"\ud800":' + ONE + b"}", FOUR), "broken"),
+    "surrogate, coded": (file_of(b'{"\xed\xa0\x80":' + ONE + b"}", FOUR), "broken"),
+    "surrogate in metadata": (file_of(rb'{"__metadata__":{"format":"\udfff"}}'), "broken"),
+    "a list": (file_of([]), "broken"),
+    "null": (file_of(b"null"), "broken"),
+    "two documents": (file_of(b"{}{}"), "broken"),
+    "deep nesting": (file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "broken"),
     "deep metadata": (file_of(b'{"__metadata__":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001), "broken"),
-    "metadata no object": (file_of({"__metadata__": None}), "broken safetensors header"),
-    "metadata no strings": (file_of({"__metadata__": {"a": 1}}), "broken safetensors header"),
-    "entry null": (file_of({"a": None}), "broken safetensors header"),
+    "metadata no object": (file_of({"__metadata__": None}), "broken"),
+    "metadata no strings": (file_of({"__metadata__": {"a": 1}}), "broken"),
+    "entry null": (file_of({"a": None}), "broken"),
     "entry without shape": (file_of({"a": {"dtype": "U8", "data_offsets": [0, 0]}}), "broken"),
-    "entry with more": (file_of({"a": entry(x=1)}, FOUR), "broken safetensors header"),
-    "dtype a number": (file_of({"a": entry(dtype=8)}, FOUR), "broken safetensors header"),
+    "entry with more": (file_of({"a": entry(x=1)}, FOUR), "broken"),
+    "dtype a number": (file_of({"a": entry(dtype=8)}, FOUR), "broken"),
     "dtype unknown": (file_of({"a": entry(dtype="U7")}, FOUR), "dtype U7 is not supported"),
     "dtype of half bytes": (file_of({"a": entry(dtype="F4", shape=[8])}, FOUR), "dtype F4 is not supported"),
     "dtype in lower case": (file_of({"a": entry(dtype="u8")}, FOUR), "dtype u8 is not supported"),
     "dtype too wide": (file_of({"a": entry(dtype="U16")}, FOUR), "expected bytes 0 to 8, found 0 to 4"),
     "negative shape": (file_of({"a": entry(shape=[-4])}, FOUR), "expected dimensions from 0"),
     "two negative shapes": (file_of({"a": entry(shape=[-2, -2])}, FOUR), "expected dimensions from 0"),
-    "fractional shape": (file_of({"a": entry(shape=[4.5])}, FOUR), "broken safetensors header"),
-    "shape a string": (file_of({"a": entry(shape="4")}, FOUR), "broken safetensors header"),
+    "fractional shape": (file_of({"a": entry(shape=[4.5])}, FOUR), "broken"),
+    "shape a string": (file_of({"a": entry(shape="4")}, FOUR), "broken"),
     "overflowing shape": (file_of({"a": entry(shape=[1 << 32, 1 << 32, 1 << 32])}, FOUR), "expected bytes 0 to"),
     "shape past 63 bits": (file_of({"a": entry(shape=[1 << 63])}, FOUR), "expected dimensions from 0"),
     "shape of 4000 digits": (file_of({"a": entry(shape=[10**4000])}, FOUR), "expected dimensions|broken"),
     "many wide dimensions": (file_of({"a": entry(shape=[1 << 62] * 300_000)}, FOUR), "at most 64 dimensions"),
+    "empty and too wide": (file_of({"a": entry(shape=[0, 1 << 62, 1 << 62], offsets=[0, 0])}), "larger than any array"),
     "shape and offsets differ": (file_of({"a": entry(shape=[3])}, FOUR), "expected bytes 0 to 3, found 0 to 4"),
-    "one offset": (file_of({"a": entry(offsets=[0])}, FOUR), "broken safetensors header"),
+    "one offset": (file_of({"a": entry(offsets=[0])}, FOUR), "broken"),
     "negative offset": (file_of({"a": entry(offsets=[-4, 0])}, FOUR), "expected bytes 0 to 4, found -4 to 0"),
     "offsets reversed": (file_of({"a": entry(offsets=[4, 0])}, FOUR), "expected bytes 0 to 4"),
     "offset of 4000 digits": (file_of({"a": entry(offsets=[10**4000, 10**4000 + 4])}, FOUR), ""),
-    "past the end": (file_of({"a": entry(shape=[5], offsets=[0, 5])}, FOUR), "names 5 bytes of data, found 4"),
-    "bytes left over": (file_of({"a": entry()}, FOUR + b"x"), "names 4 bytes of data, found 5"),
-    "data without tensors": (file_of({}, b"x"), "names 0 bytes of data, found 1"),
+    "past the end": (file_of({"a": entry(shape=[5], offsets=[0, 5])}, FOUR), "5 bytes of data.*4"),
+    "bytes left over": (file_of({"a": entry()}, FOUR + b"x"), "4 bytes of data.*5"),
+    "data without tensors": (file_of({}, b"x"), "0 bytes of data.*1"),
     "a hole": (
         file_of({"a": entry(), "b": entry(offsets=[5, 9])}, bytes(9)),
         "'b': expected bytes 4 to 8, found 5 to 9",
@@ -161,12 +162,12 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "an overlap": (file_of({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)), "'b': expected bytes 4 to 8"),
     "the same bytes": (file_of({"a": entry(), "b": entry()}, FOUR), "expected bytes 4 to 8, found 0 to 4"),
     "a hole at the start": (file_of({"a": entry(offsets=[1, 5])}, bytes(5)), "expected bytes 0 to 4"),
-    "a name twice": (file_of(b'{"a":' + ONE + b',"a":' + ONE + b"}", FOUR), "1 names stand in it twice"),
-    "metadata twice": (file_of(b'{"__metadata__":{},"__metadata__":{}}'), "1 names stand in it twice"),
-    "a metadata key twice": (file_of(b'{"__metadata__":{"a":"1","a":"2"}}'), "1 names stand in it twice"),
+    "a name twice": (file_of(b'{"a":' + ONE + b',"a":' + ONE + b"}", FOUR), "every name once"),
+    "metadata twice": (file_of(b'{"__metadata__":{},"__metadata__":{}}'), "every name once"),
+    "a metadata key twice": (file_of(b'{"__metadata__":{"a":"1","a":"2"}}'), "every name once"),
     "an entry key twice": (
         file_of(b'{"a":{"dtype":"I8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', FOUR),
-        "1 names stand in it twice",
+        "every name once",
     ),
 }
 
@@ -174,9 +175,9 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_containers_are_refused_with_one_error(case: str) -> None:
     data, message = MALFORMED[case]
-    with pytest.raises(pulse.PatchFormatError, match=message or None):
+    with pytest.raises(pulse.CheckpointFormatError, match=message or None):
         safetensors_header.parse(memoryview(data))
-    with pytest.raises(pulse.PatchFormatError):
+    with pytest.raises(pulse.PatchFormatError, match=message or None):
         pulse.inspect(data)
 
 
@@ -285,9 +286,9 @@ def edit_streams(change: Callable[[dict[str, bytes]], dict[str, bytes]], codec: 
 
 def test_malformed_streams() -> None:
     refused(edit_streams(lambda s: {"table": s["table"], "payload": s["payload"], "index": s["index"]}), "streams")
-    refused(edit_streams(lambda s: {**s, "more": b""}), "streams: expected table, index and payload")
-    refused(edit_streams(lambda s: {"table": s["table"]}), "streams: expected")
-    refused(edit_streams(lambda s: {}), "streams: expected")
+    refused(edit_streams(lambda s: {**s, "more": b""}), "streams.*more")
+    refused(edit_streams(lambda s: {"table": s["table"]}), "streams")
+    refused(edit_streams(lambda s: {}), "streams")
     refused(edit_streams(lambda s: {**s, "table": b""}), "table: broken zstd frame")
     refused(edit_streams(lambda s: {**s, "table": s["table"] + b"x"}), "table: expected one whole zstd frame")
     refused(edit_streams(lambda s: {**s, "table": s["table"] * 2}), "table: expected one whole zstd frame")
@@ -321,8 +322,8 @@ TABLES: dict[str, tuple[bytes, str]] = {
     "dimensions": (table([["a", "U8", [1] * 65]]), "impossible dtype or shape"),
     "wide": (table([["a", "U8", [(1 << 41) + 1]]]), "impossible dtype or shape"),
     "huge": (table([["a", "U8", [10**4000]]]), "impossible dtype or shape|broken table"),
-    "product": (table([["a", "U8", [1 << 41] * 64]]), "more than 2199023255552 elements"),
-    "sum": (table([["a", "U8", [1 << 41]], ["b", "U8", [1]]]), "more than 2199023255552 elements"),
+    "product": (table([["a", "U8", [1 << 41] * 64]]), "at most 2199023255552 elements"),
+    "sum": (table([["a", "U8", [1 << 41]], ["b", "U8", [1]]]), "at most 2199023255552 elements"),
     "tied to nothing": (table([["a", "U8", []]], {"b": "c"}), "'b' is tied to 'c', which does not stand for it"),
     "tied to itself": (table([["a", "U8", []]], {"a": "a"}), "'a' is tied to 'a'"),
     "tied in a chain": (table([["a", "U8", []]], {"b": "a", "c": "b"}), "'c' is tied to 'b'"),
@@ -424,7 +425,7 @@ def test_any_frame_is_refused_or_within_its_limit(data: bytes, limit: int) -> No
     for frame in (data, b"\x28\xb5\x2f\xfd" + data, compress(data)):
         try:
             found = decompress(memoryview(frame), limit, "x")
-        except pulse.PatchFormatError:
+        except pulse.FormatError:
             continue
         assert len(found) <= limit
 

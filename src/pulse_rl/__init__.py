@@ -12,29 +12,41 @@
 
     with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
 
-Everything public is listed in `__all__`; it is imported when first used, so `import pulse_rl` costs nothing.
+Everything public is listed in `__all__`, or lies in `pulse_rl.study` or `pulse_rl.integrations`. It is imported when it
+is first used, so `import pulse_rl` costs nothing.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pulse_rl import integrations as integrations
+    from pulse_rl import study as study
     from pulse_rl.errors import (
         BaseMismatchError,
+        CannotListError,
+        CheckpointFormatError,
         ExchangeError,
+        FormatError,
         IntegrityError,
         MissingExtraError,
+        ObjectExistsError,
+        ObjectNotFoundError,
         PatchFormatError,
+        ProcessDiedError,
         PulseError,
         StoreError,
         VersionNotFoundError,
     )
     from pulse_rl.history.log import History
+    from pulse_rl.history.status import Status, status
+    from pulse_rl.history.verify import VerifyReport, verify
     from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.report import LocoReport
     from pulse_rl.patch.format import TensorInfo
     from pulse_rl.patch.verbs import PatchInfo, apply, diff, inspect
+    from pulse_rl.planner import Plan, plan
     from pulse_rl.store.base import Store
     from pulse_rl.store.objects import open_store
     from pulse_rl.sync.publisher import Publisher
@@ -46,62 +58,89 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BaseMismatchError": "errors",
+    "CannotListError": "errors",
+    "CheckpointFormatError": "errors",
     "DiLoCo": "loco.optimizer",
     "ExchangeError": "errors",
+    "FormatError": "errors",
     "History": "history.log",
     "IntegrityError": "errors",
     "LocoReport": "loco.report",
     "Membership": "loco.membership",
     "MissingExtraError": "errors",
+    "ObjectExistsError": "errors",
+    "ObjectNotFoundError": "errors",
     "PatchFormatError": "errors",
     "PatchInfo": "patch.verbs",
+    "Plan": "planner",
+    "ProcessDiedError": "errors",
     "PublishReport": "sync.reports",
     "Publisher": "sync.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
+    "Status": "history.status",
     "Store": "store.base",
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
+    "VerifyReport": "history.verify",
     "VersionNotFoundError": "errors",
     "apply": "patch.verbs",
     "diff": "patch.verbs",
     "digest": "weights.digests",
     "inspect": "patch.verbs",
     "open_store": "store.objects",
+    "plan": "planner",
+    "status": "history.status",
+    "verify": "history.verify",
 }
+_ROOMS = ("integrations", "study")
 
 __all__ = [
     "BaseMismatchError",
+    "CannotListError",
+    "CheckpointFormatError",
     "DiLoCo",
     "ExchangeError",
+    "FormatError",
     "History",
     "IntegrityError",
     "LocoReport",
     "Membership",
     "MissingExtraError",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
     "PatchFormatError",
     "PatchInfo",
+    "Plan",
+    "ProcessDiedError",
     "PublishReport",
     "Publisher",
     "PulseError",
     "PulseLoCo",
+    "Status",
     "Store",
     "StoreError",
     "Subscriber",
     "SyncReport",
     "TensorInfo",
+    "VerifyReport",
     "VersionNotFoundError",
     "apply",
     "diff",
     "digest",
     "inspect",
     "open_store",
+    "plan",
+    "status",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"pulse_rl.{name}")  # which makes it an attribute
     if name not in _HOME:
         raise AttributeError(f"module 'pulse_rl' has no attribute {name!r}")
     value = getattr(import_module(f"pulse_rl.{_HOME[name]}"), name)
@@ -110,4 +149,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*__all__, *_ROOMS, "__version__"])

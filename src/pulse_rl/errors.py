@@ -19,6 +19,7 @@ A field is None, or empty, where it does not apply or is not known. Builtin exce
 for something that is no tensor, ValueError for a bad argument, FileNotFoundError for a path, TimeoutError for a wait.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -95,6 +96,7 @@ class IntegrityError(PulseError):
         name: The object, tensor or file whose bits they are; None for a whole state of weights.
         expected: What was promised: a digest (16 hex digits), a hash (64), or a size in bytes.
         found: What the bits give instead, in the same form.
+        ranks: Among trainers that must hold the same bits, those that differ from the majority.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class IntegrityError(PulseError):
         name: str | None = None,
         expected: str | int | None = None,
         found: str | int | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__(message)
         self.name = name
         self.expected = expected
         self.found = found
+        self.ranks = tuple(ranks)
 
 
 class ExchangeError(PulseError):
@@ -116,7 +120,7 @@ class ExchangeError(PulseError):
 
     Attributes:
         ranks: The trainers at fault, if they are known.
-        round: The round that could not be exchanged, from 0.
+        round: The round that could not be exchanged, from 1 as in LocoReport; None outside of a round.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int] = (), round: int | None = None) -> None:
@@ -216,6 +220,24 @@ def translate(*foreign: type[Exception], to: Callable[[str], Exception]) -> Iter
         yield
     except foreign as error:
         raise to(str(error)) from None
+
+
+def printable(text: str) -> str:
+    """Text from outside as one line without control or invisible characters, so that a terminal shows it as it is."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(text.split()))
+
+
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """An error and its notes as one printable line of at most `limit` characters.
+
+    Of an operating system's error: the file and what is wrong with it, instead of how Python shows it.
+    """
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        name = error.filename2 or error.filename
+        text = f"{os.fsdecode(name)}: {error.strerror}" if name is not None else error.strerror
+    line = printable("; ".join([text, *getattr(error, "__notes__", [])]))
+    return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -1,40 +1,45 @@
 """The safetensors layout, read and written without a copy.
 
-The `safetensors` package cannot stream a file out, nor give BF16 bytes without torch, so the few lines of
-the layout are here: `u64 n | JSON header of n bytes | data`, all little-endian. What is read is treated as
-hostile: caps before allocation, and the data must be covered exactly, without holes or overlaps. The tests
-compare both directions with the `safetensors` package.
+The `safetensors` package cannot write a file as a stream, nor read BF16 bytes without torch. So the few lines of the
+layout are here: `u64 n | JSON header of n bytes | data`, all little-endian. Input is treated as hostile: sizes are
+checked before allocation, and the tensors must cover the data exactly, without holes or overlaps. The tests compare
+both directions with the `safetensors` package. Files are opened in `files` and written in `shards`.
 """
 
 import json
 import math
 import struct
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
+from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import CheckpointFormatError, FormatError, translate
 
-MAX_HEADER_NBYTES = 100_000_000  # the same cap as the safetensors package has
+MAX_HEADER_NBYTES = 100_000_000  # the same limit as in the safetensors package
 MAX_NAME_NBYTES = 1024
 MAX_DIMENSIONS = 64
 MAX_DIMENSION = (1 << 63) - 1
+BROKEN = "broken safetensors header"
 
 
 class Entry(NamedTuple):
-    """One tensor of a container: bytes [start, stop) of the data section."""
+    """One tensor of a file: bytes [start, stop) of the data section."""
 
-    dtype: str
+    dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
 class Header(NamedTuple):
+    """What a file's header says."""
+
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    entries: dict[str, Entry]  # by tensor name, in the file's order
     offset: int  # where the data section starts in the file, bytes
 
 
@@ -44,63 +49,84 @@ class _RawEntry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def parse(data: memoryview) -> Header:
-    """Read and check the header of a whole container. Raises PatchFormatError for anything malformed."""
+def parse(data: memoryview, source: str | None = None) -> Header:
+    """Read and check the header of a whole file.
+
+    source: where the bytes come from, for the error. Raises CheckpointFormatError for anything malformed.
+    """
+    with translate(FormatError, to=partial(CheckpointFormatError, source=source)):
+        length = _header_length(data)
+        metadata, entries = _decode(data[8 : 8 + length])
+        _check_coverage(entries, len(data) - 8 - length)
+        return Header(metadata, entries, 8 + length)
+
+
+def _header_length(data: memoryview) -> int:
     if len(data) < 8:
-        raise PatchFormatError(f"not a safetensors file: expected at least 8 bytes, found {len(data)}")
+        raise CheckpointFormatError(f"not a safetensors file: expected at least 8 bytes, found {len(data)}")
     (length,) = struct.unpack_from("<Q", data)
     if length > MAX_HEADER_NBYTES:
-        raise PatchFormatError(
-            f"not a safetensors file: its first 8 bytes say that the header should have {length} bytes, "
-            f"expected at most {MAX_HEADER_NBYTES}"
+        raise CheckpointFormatError(
+            f"not a safetensors file: expected a header of at most {MAX_HEADER_NBYTES} bytes, "
+            f"the first 8 bytes announce {length} bytes"
         )
     if length > len(data) - 8:
-        raise PatchFormatError(
-            f"not a safetensors file, or truncated: the header should have {length} bytes, found {len(data) - 8}"
+        raise CheckpointFormatError(
+            f"not a safetensors file, or truncated: expected a header of {length} bytes, found {len(data) - 8}"
         )
-    try:
-        raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        parsed = {name: msgspec.json.decode(entry, type=_RawEntry) for name, entry in raw.items()}
-        # Two readers could take different ones of two entries of one name: there must not be two.
-        json.loads(str(data[8 : 8 + length], "utf-8"), object_pairs_hook=_each_once)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PatchFormatError(f"broken safetensors header: {error}") from None
+    return int(length)
+
+
+def _decode(text: memoryview) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the tensors that the JSON of a header lists."""
+    raw = decode_json(text, dict[str, msgspec.Raw], BROKEN)
+    metadata = decode_json(raw.pop("__metadata__", msgspec.Raw(b"{}")), dict[str, str], BROKEN)
+    parsed = {name: decode_json(entry, _RawEntry, f"{BROKEN}: tensor {name!r}") for name, entry in raw.items()}
     entries = {name: Entry(entry.dtype, tuple(entry.shape), *entry.data_offsets) for name, entry in parsed.items()}
+    # JSON lets a name appear twice, and two readers could take different entries: refuse it.
+    with translate(RecursionError, to=lambda text: CheckpointFormatError(f"{BROKEN}: {text}")):
+        json.loads(str(text, "utf-8"), object_pairs_hook=_unique)
+    return metadata, entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CheckpointFormatError(f"{BROKEN}: expected every name once, found {len(pairs) - len(found)} repeated")
+    return found
+
+
+def _check_coverage(entries: dict[str, Entry], data_nbytes: int) -> None:
+    """Check that the tensors are of supported types and cover the data section exactly."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         itemsize = ITEMSIZES.get(entry.dtype)
         if itemsize is None:
-            raise PatchFormatError(f"tensor {name!r}: dtype {entry.dtype} is not supported")
-        # Both caps come before the product: it grows with the square of the number of dimensions.
+            raise CheckpointFormatError(f"tensor {name!r}: dtype {entry.dtype} is not supported")
+        # Both limits are checked before the product, whose cost grows with the square of the number of dimensions.
         if len(entry.shape) > MAX_DIMENSIONS:
-            raise PatchFormatError(
+            raise CheckpointFormatError(
                 f"tensor {name!r}: expected at most {MAX_DIMENSIONS} dimensions, found {len(entry.shape)}"
             )
         if any(not 0 <= size <= MAX_DIMENSION for size in entry.shape):
-            raise PatchFormatError(f"tensor {name!r}: expected dimensions from 0 to 2^63 − 1, found others")
+            raise CheckpointFormatError(f"tensor {name!r}: expected dimensions from 0 to 2^63 − 1, found others")
         nbytes = math.prod(entry.shape) * itemsize
         if entry.start != at or entry.stop - entry.start != nbytes:
-            raise PatchFormatError(
+            raise CheckpointFormatError(
                 f"tensor {name!r}: expected bytes {at} to {at + nbytes}, found {entry.start} to {entry.stop}"
             )
+        # An empty tensor may have other dimensions of any size, which no array can have.
+        if math.prod(size or 1 for size in entry.shape) * itemsize > MAX_DIMENSION:
+            raise CheckpointFormatError(f"tensor {name!r}: shape {list(entry.shape)} is larger than any array can be")
         at = entry.stop
-    if at != len(data) - 8 - length:
-        raise PatchFormatError(
-            f"truncated or padded: the header names {at} bytes of data, found {len(data) - 8 - length}"
+    if at != data_nbytes:
+        raise CheckpointFormatError(
+            f"truncated or padded: the header lists {at} bytes of data, the file holds {data_nbytes}"
         )
-    return Header(metadata, entries, 8 + length)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise PatchFormatError(f"broken safetensors header: {len(pairs) - len(found)} names stand in it twice")
-    return found
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
-    """The length and the JSON header for tensors (name, dtype, shape) that follow each other in this order.
+    """The length and the JSON header of a file that holds these tensors (name, dtype, shape) in this order.
 
     Padded with spaces so that the data section starts at a multiple of 8 bytes.
     """
