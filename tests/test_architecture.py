@@ -12,8 +12,8 @@ PACKAGE = Path(pulse_rl.__file__).parent
 
 # From the ground up: a room imports rooms of rows above it in this list, and modules of its own.
 ROOMS = [
-    {"errors", "dtypes", "units", "disk", "documents"},
-    {"parallel", "kernels"},
+    {"errors", "dtypes", "units", "disk"},
+    {"parallel", "kernels", "documents"},
     {"weights"},
     {"checkpoint", "codecs"},
     {"patch"},
