@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from mutations import compress, decompressed, dumps, members, sealed_manifest
-from patch_tools import changed, random_tensor, snapshot
+from patch_tools import changed, diff, random_tensor, snapshot
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
@@ -47,7 +47,7 @@ def _clone(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _subject(old: dict[str, Any], new: dict[str, Any], codec: Any) -> Subject:
-    made = pulse.diff(old, new, base=3, target=4, codec=codec)
+    made = diff(old, new, base=3, target=4, codec=codec)
     return Subject(made, lambda: _clone(old), snapshot(new), pulse.digest(new))
 
 
@@ -110,6 +110,7 @@ class History:
             patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
             patch("pulse_rl.sync.publisher.check_assets"),  # an index, as of several files, is to be read too
+            patch("pulse_rl.codecs.choose.OFFERED", ("context", "gap", "raw")),
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):
             weights = _state(rng, "a b c d empty s twin")

@@ -1,6 +1,7 @@
 """What several tests of the patch layer need: bytes of weights, random weights, patches taken apart and resealed.
 
-Written against docs/format.md, not with the library's own reader and writer, so that a slip in those shows.
+Taking apart and resealing are written against docs/format.md, not with the library's own reader and writer, so that a
+slip in those shows.
 """
 
 import json
@@ -12,7 +13,12 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+import pulse_rl as pulse
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
+from pulse_rl.patch.encode import encode
+from pulse_rl.patch.verbs import pair
+from pulse_rl.weights.layout import layout
 
 TORCH_DTYPES = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
 NUMPY_DTYPES = [name for name in DTYPES if "bfloat" not in name and "float8" not in name]
@@ -56,6 +62,15 @@ def changed(tensor: Any, count: int, rng: np.random.Generator) -> Any:
     where = rng.choice(len(data), count, replace=False)
     data[where, rng.integers(0, itemsize, count)] ^= 1
     return from_bytes(kind, dtype, tuple(tensor.shape), data.tobytes())
+
+
+def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: Any = "auto") -> bytes:
+    """`pulse.diff` with any codec that can be read: `raw` too, which it does not offer."""
+    if codec != "raw":
+        return pulse.diff(old, new, base=base, target=target, codec=codec)
+    before, after, tied = pair(layout(old), layout(new))
+    (patch,) = encode(before, after, base=base, target=target, codecs=[CODECS[codec]], tied=tied)
+    return patch.data
 
 
 def take_apart(patch: bytes) -> tuple[dict[str, str], dict[str, bytes]]:

@@ -17,11 +17,11 @@ import zstandard
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fuzz_context import Block, Decoded, decode, decode_naively
-from patch_tools import changed, from_bytes, random_tensor, snapshot, take_apart
+from patch_tools import changed, diff, from_bytes, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
 from pulse_rl.codecs.base import SegmentSpec
-from pulse_rl.codecs.choose import CODECS, CodecName
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.manifest import parse, seal
 from pulse_rl.history.trail import decode_trail
 from pulse_rl.kernels import cpu, reference
@@ -94,7 +94,7 @@ efcdab8967452301
 
 def test_the_writer_makes_the_pinned_streams() -> None:
     """diff of fixed arrays against metadata, table, index and payload, byte for byte."""
-    patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="raw")
+    patch = diff(base_weights(), target_weights(), base=3, target=4, codec="raw")
     metadata, streams = take_apart(patch)
     stated = metadata.pop("blake3")
     assert metadata == {**METADATA, "codec": "raw"}
@@ -244,7 +244,7 @@ def test_gap_words(indices: list[int], words: str) -> None:
 
 
 # codec, bytes an element, size, the least count of changes that is written dense
-DENSE: list[tuple[CodecName, int, int, int]] = [
+DENSE = [
     ("gap", 1, 300, 100),
     ("gap", 2, 300, 150),
     ("gap", 4, 300, 200),
@@ -377,14 +377,14 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
 
 
 @pytest.mark.parametrize("codec", ["gap", "raw"])
-def test_a_reader_written_from_the_document_reads_our_patches(codec: CodecName) -> None:
+def test_a_reader_written_from_the_document_reads_our_patches(codec: str) -> None:
     """Several segments, blocks, widths and densities: its result against the target's bytes."""
     rng = np.random.default_rng(9)
     sizes = {"uint8": 2000, "bool": 77, "bfloat16": (1 << 20) + 900, "float16": 3, "float32": 501, "int64": 40}
     old = {f"{i}.{dtype}": random_tensor("torch", dtype, (n,), rng) for i, (dtype, n) in enumerate(sizes.items())}
     counts = dict(zip(old, (1300, 0, 700, 3, 100, 39), strict=True))
     new = {name: changed(tensor, counts[name], rng) for name, tensor in old.items()}
-    patch = pulse.diff(old, new, codec=codec)
+    patch = diff(old, new, codec=codec)
     assert read_by_the_document(patch, snapshot(old)) == snapshot(new)
     assert read_by_the_document(bytes.fromhex(RAW_PATCH), snapshot(base_weights()))["a"] == b"\x05"
 

@@ -58,7 +58,7 @@ def test_a_patch_that_ties_what_the_history_does_not_is_refused() -> None:
     """Hashes and digests are right, and two equal tensors are called one: both would be written and one counted."""
     store = pulse.open_store("memory://")
     weights = {"a": np.ones(1000, np.uint16), "b": np.ones(1000, np.uint16)}
-    publisher, subscriber = pulse.Publisher(store, codec="raw"), pulse.Subscriber(store)
+    publisher, subscriber = pulse.Publisher(store, codec="gap"), pulse.Subscriber(store)
     publisher.publish(weights, version=0)
     live = {name: array.copy() for name, array in weights.items()}
     subscriber.sync(live)

@@ -58,7 +58,7 @@ def test_large_objects_go_in_parts(bucket: str) -> None:
     """An anchor and a patch of more than one part; the same bits come back."""
     random = np.random.default_rng(0)
     weights = {"w": random.integers(0, 1 << 16, 9 << 20, dtype=np.uint16)}
-    publisher = pulse.Publisher(f"{bucket}/large", codec="raw")
+    publisher = pulse.Publisher(f"{bucket}/large", codec="gap")
     publisher.publish(weights, version=0)
     weights["w"] ^= 0x5A5A
     report = publisher.publish(weights, version=1)

@@ -68,7 +68,7 @@ def codec(
 def sync(
     versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
-    codec: Annotated[str, typer.Option(metavar="auto|context|gap|raw", help="The publisher's.")] = "auto",
+    codec: Annotated[str, typer.Option(metavar="auto|context|gap", help="The publisher's.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Time publish and sync of a 135M-parameter model through a file store, with the memory of each side.

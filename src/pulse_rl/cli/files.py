@@ -51,7 +51,7 @@ def diff(
     target: Annotated[int, typer.Option(min=0, help="The version number of NEW, greater than OLD's.")] = 1,
     codec: Annotated[
         str,
-        typer.Option(metavar="auto|context|gap|raw", help="How to code changes; auto: the smaller of context, gap."),
+        typer.Option(metavar="auto|context|gap", help="How to code changes; auto: the smaller of the two."),
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:

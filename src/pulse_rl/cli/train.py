@@ -89,7 +89,7 @@ def train(
         int, _option("Versions that a trajectory may lag behind the newest, when it is trained on.", _GRPO)
     ] = _D.max_staleness,
     sync: Annotated[str, _option("What workers read: patch, or full checkpoints.", _SYNC)] = _D.sync,
-    codec: Annotated[str, _option("context, gap, raw, or auto: the first to arrive, as tried.", _SYNC)] = _D.codec,
+    codec: Annotated[str, _option("context, gap, or auto: the first to arrive, as tried.", _SYNC)] = _D.codec,
     store: Annotated[
         str | None, _option("URL or path of the history; otherwise store, in the run's directory.", _SYNC)
     ] = _D.store,

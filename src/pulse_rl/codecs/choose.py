@@ -15,24 +15,24 @@ from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.gap import GapCodec
 from pulse_rl.codecs.raw import RawCodec
 
-CodecName = Literal["auto", "context", "gap", "raw"]
+CodecName = Literal["auto", "context", "gap"]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec(), RawCodec())}
-CANDIDATES = ("context", "gap")  # for "auto"; `raw` is never smaller than `gap`, and hardly faster
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec(), RawCodec())}  # to read
+OFFERED = ("context", "gap")  # to write; `raw` is never smaller than `gap`, and hardly faster
 RETRY = 50  # patches after which `auto` tries all candidates again
 DRIFT = 2.0  # and the factor of change in density after which it does so at once
 
 
 def check(name: str) -> None:
-    """Raise ValueError unless this is the name of a codec, or "auto"."""
-    if name != "auto" and name not in CODECS:
-        raise ValueError(f"codec: expected one of auto, {', '.join(CODECS)}, found {name!r}")
+    """Raise ValueError unless this is the name of a codec to write patches with, or "auto"."""
+    if name != "auto" and name not in OFFERED:
+        raise ValueError(f"codec: expected one of auto, {', '.join(OFFERED)}, found {name!r}")
 
 
 def candidates(name: str) -> list[Codec]:
     """The codec of that name; for "auto" all that are worth a try. Raises ValueError for an unknown name."""
     check(name)
-    return [CODECS[candidate] for candidate in (CANDIDATES if name == "auto" else (name,))]
+    return [CODECS[candidate] for candidate in (OFFERED if name == "auto" else (name,))]
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
     """Make a patch: the bits in which new differs from old, as one file.
 
     old, new: weights with the same tensors (names, dtypes, shapes); neither is modified.
-    base, target: the versions they are, written into the patch. codec: "context", "gap", "raw", or "auto":
-    whichever of the first two is smaller.
+    base, target: the versions they are, written into the patch. codec: "context", "gap", or "auto": whichever
+    of the two is smaller.
     Returns the bytes of a patch; written to a `.safetensors` file it can be read by `pulse-rl inspect`.
     Raises BaseMismatchError (a ValueError) listing tensors that were added, removed, renamed or reshaped,
     TypeError for something that is no tensor or has an unsupported dtype, ValueError for an unknown codec or
