@@ -1,10 +1,15 @@
-"""JSON from outside, decoded against a type: one error for whatever is wrong with it."""
+"""JSON from outside, decoded against a type: one error for whatever is wrong with it, and the types of its members."""
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from pulse_rl.errors import FormatError
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # of a state of weights
+Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # BLAKE3
+Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
 
 T = TypeVar("T")
 

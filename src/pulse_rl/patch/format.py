@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs.base import Codec, Piece, Read, SegmentSpec, segment_spec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.documents import decode_json
+from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, translate
 from pulse_rl.weights.bits import Bits
@@ -62,25 +62,21 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     tied: dict[str, str]  # further name → the name in `tensors` that stands for it
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-
-
 class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `__metadata__` of a patch but its hash. In the file every value is a string."""
 
     format: str
     format_version: int
     codec: str
-    base: _Count
-    target: _Count
-    base_digest: _Digest
-    target_digest: _Digest
-    elements: _Count
-    changes: _Count
-    full_nbytes: _Count
-    segment: _Count
-    blocks: _Count
+    base: Count
+    target: Count
+    base_digest: Digest
+    target_digest: Digest
+    elements: Count
+    changes: Count
+    full_nbytes: Count
+    segment: Count
+    blocks: Count
 
 
 class Segment(NamedTuple):
