@@ -10,12 +10,12 @@ from pulse_rl.study.results import (
     Bounds,
     Exponent,
     Group,
+    KStepSparsity,
     Prediction,
     Recurrence,
     Report,
     Settings,
-    Span,
-    Step,
+    StepStudy,
     Summary,
     TensorStudy,
     Version,
@@ -117,19 +117,21 @@ def _summary(series: NDArray[np.float64]) -> Summary:
     return Summary(mean=float(series.mean()), std=float(series.std()), min=float(series.min()), max=float(series.max()))
 
 
-def _span(k: int, density: NDArray[np.float64]) -> Span:
+def _span(k: int, density: NDArray[np.float64]) -> KStepSparsity:
     sparsity = 1 - density[: len(density) - k + 1] * k**0.55
-    return Span(k=k, bases=tuple(range(len(sparsity))), sparsity=tuple(sparsity.tolist()), over_time=_summary(sparsity))
+    return KStepSparsity(
+        k=k, bases=tuple(range(len(sparsity))), sparsity=tuple(sparsity.tolist()), over_time=_summary(sparsity)
+    )
 
 
-def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -> Step:
+def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -> StepStudy:
     changes, here = int(density[t] * elements), float(density[t])
     predicted = (
         Prediction(lr=LR, density=here * 0.91, spread=here * 1.2, highest=here * 14, by_rate=here * 0.97)
         if settings
         else None
     )
-    return Step(
+    return StepStudy(
         base=t,
         target=t + 1,
         changes=changes,

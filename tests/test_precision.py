@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pulse_rl.kernels.cpu import loco
-from pulse_rl.study.measure.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, together, visible
+from pulse_rl.study.measure.precision import CASTS, LARGEST, PRECISIONS, ROWS, SCALED, merge_visible, visible
 from pulse_rl.study.results import Visible
 from pulse_rl.weights import bits as bits_module
 from pulse_rl.weights.bits import HostBits, as_bits
@@ -103,13 +103,13 @@ def test_bits_of_arrays_and_of_masters_that_are_cast_give_the_same() -> None:
 
 def test_tensors_add_up() -> None:
     parts = [visible(*map(as_bits, step(shape, torch.bfloat16))) for shape in SHAPES]
-    whole = together(parts)
+    whole = merge_visible(parts)
     assert whole["I8/row"].scales == sum(part["I8/row"].scales for part in parts)
     assert whole["F8_E4M3/tensor"].scales == len(SHAPES) - 1  # the empty one has none
     for name, one in whole.items():
         assert one.changed == sum(part[name].changed for part in parts)
         assert one.density == one.changed / sum(part[name].elements for part in parts)
-    assert together([])["F16"] == Visible(0, 0, 0.0)
+    assert merge_visible([])["F16"] == Visible(0, 0, 0.0)
 
 
 def test_what_has_no_scale_is_refused() -> None:

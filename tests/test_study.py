@@ -324,7 +324,7 @@ def test_other_precisions_see_what_visible_says(tmp_path: Path) -> None:
         assert step.precisions["F16"].changed > 0
     assert [len(seen) for seen in report.precisions.values()] == [3] * 7
     (note,) = [note for note in report.notes if "infinity" in note]
-    assert note.endswith("what other precisions would see of it: b")
+    assert note.endswith(": b")
     assert study(written(tmp_path, states, numbers), codecs=False).precisions == {}
     whole = [{"n": state["n"]} for state in states]
     assert study(written(tmp_path, whole, numbers)).precisions == {}
@@ -393,7 +393,7 @@ def test_what_is_no_series_is_refused(tmp_path: Path) -> None:
     write_checkpoint(other, layout({"a": np.zeros(3)}))
     with pytest.raises(ValueError, match="at least two checkpoints"):
         Checkpoints([one])
-    with pytest.raises(pulse.BaseMismatchError, match=r"2\.safetensors holds another model.*1 missing: b"):
+    with pytest.raises(pulse.BaseMismatchError, match=r"2\.safetensors.*missing: b"):
         Checkpoints([one, other])
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         Checkpoints([one, tmp_path / "3"])
@@ -403,8 +403,9 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     source = written(tmp_path, [{"a": torch.zeros(50)}, {"a": torch.ones(50)}], [1, 2])
     path = tmp_path / "model-2.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(pulse.CheckpointFormatError, match=r"model-2\.safetensors: it was cut off"):
+    with pytest.raises(pulse.CheckpointFormatError) as caught:
         study(source, codecs=False)
+    assert caught.value.source == str(path)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_what_the_theory_leaves_out_is_told(
         (["-o", "a-file"], 2, "is a file"),
         (["nothing-there"], 1, "nothing-there"),
         (["last", "one"], 1, "found checkpoint-4 before checkpoint-0"),
-        (["one"], 1, "expected two checkpoints at least"),
+        (["one"], 1, "at least two checkpoints"),
         (["run", "one"], 1, "expected several checkpoints, or one run or store, found a store"),
     ],
 )

@@ -20,14 +20,14 @@ LR, BETAS = 2e-5, (0.9, 0.999)
 
 @pytest.mark.parametrize("beta1", [0.8, 0.9, 0.95])
 def test_the_walk_settles_at_the_closed_form(beta1: float) -> None:
-    places = theory.walk((beta1, 0.99), [600, 601])
-    found = np.abs(places[601] - places[600]).mean()
+    positions = theory.simulate((beta1, 0.99), [600, 601])
+    found = np.abs(positions[601] - positions[600]).mean()
     assert found == pytest.approx(math.sqrt(2 / math.pi * (1 - beta1) / (1 + beta1)), rel=0.03)
 
 
 def test_the_first_step_is_the_sign_of_the_gradient() -> None:
-    places = theory.walk(BETAS, [1])
-    assert np.abs(places[1]) == pytest.approx(1.0)
+    positions = theory.simulate(BETAS, [1])
+    assert np.abs(positions[1]) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5), (0.9, 0.5)])
@@ -42,14 +42,14 @@ def test_the_worst_gradients_reach_the_bound_and_none_exceed_it(betas: tuple[flo
         v = ((1 - beta2) * beta2**age * gradients**2).sum() / (1 - beta2**step)
         return float(abs(m) / math.sqrt(v))
 
-    bound = theory.most(betas, step - 1, step)
+    bound = theory.farthest(betas, step - 1, step)
     assert ratio((1 - beta1) * beta1**age / ((1 - beta2) * beta2**age)) == pytest.approx(bound)
     rng = np.random.default_rng(0)
     assert max(ratio(rng.standard_cauchy(step)) for _ in range(300)) <= bound * (1 + 1e-12)
 
 
 def test_several_steps_are_bounded_by_the_sum() -> None:
-    assert theory.most(BETAS, 3, 6) == pytest.approx(sum(theory.most(BETAS, t, t + 1) for t in (3, 4, 5)))
+    assert theory.farthest(BETAS, 3, 6) == pytest.approx(sum(theory.farthest(BETAS, t, t + 1) for t in (3, 4, 5)))
 
 
 def test_chances_are_those_of_naive_loops() -> None:
@@ -58,8 +58,8 @@ def test_chances_are_those_of_naive_loops() -> None:
     ulps = np.ldexp(np.ones(21), np.arange(-12, 9))
     spread = [np.mean([min(1.0, abs(b - a) / ulp) for a, b in zip(before, after, strict=True)]) for ulp in ulps]
     began = [np.mean([round(a / ulp) != round(b / ulp) for a, b in zip(before, after, strict=True)]) for ulp in ulps]
-    assert theory.spread(after - before, ulps) == pytest.approx(np.array(spread))
-    assert theory.began(before, after, ulps) == pytest.approx(np.array(began))
+    assert theory.chances_spread(after - before, ulps) == pytest.approx(np.array(spread))
+    assert theory.chances_centred(before, after, ulps) == pytest.approx(np.array(began))
 
 
 def trained(directory: Path, *, rounded: bool, warmup: int) -> Report:

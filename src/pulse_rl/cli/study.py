@@ -71,7 +71,7 @@ def study(
     """
     from msgspec.structs import replace
 
-    from pulse_rl.study.verb import check
+    from pulse_rl.study.verb import check_settings
     from pulse_rl.study.verb import study as measure
 
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def study(
                 raise ValueError(f"html: expected with -o DIR, where {PAGE} is written")
             settings = _settings(targets, lr, betas)
             if settings is not None:
-                check(settings)
+                check_settings(settings)
         if html:
             require("vl_convert", "study")  # before the work, not after it
         source = _open(targets, stack)

@@ -1,9 +1,16 @@
-"""The study: how sparse a run's updates are, and why. Public names are imported when first used.
+"""The study: how sparse a run's updates are, and why.
 
     report = study(Checkpoints(["checkpoint-10", "checkpoint-11"]), Settings(lr=1e-6, betas=(0.9, 0.999)))
     report.density.mean
 
-`Stored` is the source that reads a history. No module is called as a name here, which it would shadow.
+One direction, a room for each part:
+
+    sources/ ──versions──▶ measure/ ──counts──▶ explain/ ──results──▶ show/
+    checkpoints, history   exact, on bits       findings, theory      plots, page
+
+`verb` is study(), which runs the first three; `results` is the report that it returns; `layers` and `values` read a
+tensor's name and its bits. `monitor` measures a training loop while it runs, without stored versions. Public names are
+imported when first used. No module or room is named as a public name is: importing it would shadow that.
 """
 
 from importlib import import_module

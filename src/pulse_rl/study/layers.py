@@ -1,15 +1,15 @@
-"""What a tensor is for and how deep it lies, told from its name, as Transformers and its relatives name tensors."""
+"""The kind of layer and the depth of a tensor, from its name, as Transformers and its relatives name tensors."""
 
 import re
 
-# The first that fits counts: an expert's projections would fit "mlp", a norm inside attention "attention".
+# The first match counts: an expert's projections would match "mlp", a norm inside attention "attention".
 _KINDS = (
     ("norm", r"norm|(^|\.)ln_\w+(\.|$)"),
-    ("other", r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"),  # which expert a token goes to
+    ("other", r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"),  # routing of tokens to experts
     ("expert", r"experts?(\.|_|$)"),
     ("attention", r"attn|attention|query_key_value|[qkvo]_proj|qkv"),
     ("mlp", r"mlp|feed_forward|ffn|gate_proj|up_proj|down_proj|(^|\.)(fc|c_fc)\d?(\.|$)"),
-    ("head", r"lm_head|embed_out|score|(^|\.)(\w+_head|head|output|output_layer)(\.|$)"),  # v_head: a critic's
+    ("head", r"lm_head|embed_out|score|(^|\.)(\w+_head|head|output|output_layer)(\.|$)"),  # v_head is a critic's
     ("embedding", r"embed|wte|wpe"),
 )
 _DEPTH = r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.|$)"

@@ -1,4 +1,4 @@
-"""What the bits of floating-point dtypes stand for: exponents, distances of neighbours, values."""
+"""What the bits of floating-point dtypes encode: exponents, distances of neighbouring values, values."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ def ulps(dtype: str) -> NDArray[np.float64] | None:
 
 
 def decode(dtype: str, bits: UIntArray) -> NDArray[np.float64]:
-    """The values (n,) that bits (n,) of a floating-point dtype stand for."""
+    """The values (n,) that bits (n,) of a floating-point dtype encode."""
     if dtype == "BF16":
         bits, dtype = bits.astype(np.uint32) << np.uint32(16), "F32"
     if dtype in ("F16", "F32", "F64"):
@@ -42,7 +42,7 @@ def decode(dtype: str, bits: UIntArray) -> NDArray[np.float64]:
 
 @cache
 def _table(dtype: str) -> NDArray[np.float64]:
-    """The values of all bits of an FP8 dtype, (256,)."""
+    """The values of all bit patterns of an FP8 dtype, (256,)."""
     kind, codes = field(dtype), np.arange(256)
     mantissa, exponent = codes % (1 << kind.shift), codes % 128 >> kind.shift
     whole = np.where(exponent, mantissa + (1 << kind.shift), mantissa)

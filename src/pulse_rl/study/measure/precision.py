@@ -1,24 +1,24 @@
-"""What receivers of lower precision would see of a step: how many codes of FP16, FP8 and INT8 differ.
+"""What receivers of lower precision see of a step: how many codes of FP16, FP8 and INT8 change.
 
-The same two states of a tensor, FP32 masters or weights in BF16 or FP16, are brought to
+Both states of a tensor, FP32 masters or weights in BF16 or FP16, are converted:
 
     BF16, F16             by a cast: round to the nearest, ties to even
     F8_E4M3, F8_E5M2      by a plain cast. E4M3 saturates at ±448; E5M2 overflows to infinity, as torch casts
-    F8_E4M3/tensor, …     by a cast of w / scale, one scale a tensor: its largest |w| over the largest FP8 number, 448
-                          or 57344. Each state has its own scale
-    I8/row                symmetric: round(w / scale) within ±127, one scale a row: its largest |w| over 127. A row is
-                          all elements that differ in the last index alone, which is an output channel of a linear
-                          layer; a tensor of one dimension is one row. Each state has its own scales
+    F8_E4M3/tensor, …     by a cast of w / scale, one scale per tensor: its largest |w| over the largest FP8 number,
+                          448 or 57344
+    I8/row                symmetric: round(w / scale) within ±127, one scale per row: its largest |w| over 127. A row
+                          is the elements that differ in the last index alone, an output channel of a linear layer;
+                          a tensor of one dimension is one row
 
-All arithmetic is float32, as torch does it on a CPU: torch.round(w / scale), and a scale of 0 gives codes of 0.
-A code is what a patch would send. Where a scale changes, the receiver sees other values at all codes but 0 under it,
-though the codes may be the same, so changed scales are counted beside.
+Each state has its own scales. All arithmetic is float32, as in torch on a CPU: torch.round(w / scale); a scale of 0
+gives codes of 0. A code is what a patch would send. A scale that changes gives other values to all its codes but 0,
+even where the codes stay the same; so changed scales are counted separately.
 
-From FP32 masters it is what a receiver sees whose weights are cast from them; from BF16 weights, one whose weights are
-cast from what was published. Masters that still lie on the BF16 grid, as in a run's first steps, stand on many of the
-midpoints between FP8 numbers, and the least move then changes the code.
+From FP32 masters, this is what a receiver sees whose weights are cast from the masters; from BF16 weights, one whose
+weights are cast from the published ones. Masters on the BF16 grid, as in a run's first steps, often lie on midpoints
+between FP8 numbers, where the smallest move changes the code.
 
-Elements whose bits and scale are the same have the same codes: only the others are ever cast.
+Elements with the same bits and the same scale have the same codes: only the others are cast.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ from pulse_rl.weights.changes import find_changes
 from pulse_rl.weights.segments import SEGMENT
 
 CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # finite numbers; Micikevicius et al., arXiv 2209.05433
+LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # the largest finite numbers; Micikevicius et al., arXiv 2209.05433
 SCALED = {f"{name}/tensor": name for name in LARGEST}
 ROWS = "I8/row"
 INT8 = 127.0  # symmetric: −128 is not used
@@ -47,12 +47,12 @@ SOURCES = ("F32", "BF16", "F16")
 
 
 def visible(old: Bits, new: Bits) -> dict[str, Visible]:
-    """Count what receivers see of a tensor's step from old to new, by each of PRECISIONS.
+    """Count what receivers of each of PRECISIONS see of a tensor's step from old to new.
 
-    old, new: of one dtype, F32, BF16 or F16, and one shape; live tensors, mapped files, or arrays as HostBits(dtype,
-    bits). Read twice, a few rows at a time: about 2^20 elements a thread are held, or one row where that is longer.
-    Raises ValueError for other dtypes and for two that differ, FloatingPointError for an infinity or NaN, as those have
-    no scale.
+    old, new: of one shape and one dtype, F32, BF16 or F16; live tensors, mapped files, or arrays as HostBits(dtype,
+    bits). Both are read twice, a few rows at a time: about 2^20 elements per thread are held, or one row if longer.
+    Raises ValueError for other dtypes and for two that differ, FloatingPointError for an infinity or NaN, which has no
+    scale.
     """
     if old.dtype != new.dtype or old.shape != new.shape or old.dtype not in SOURCES:
         raise ValueError(
@@ -75,12 +75,12 @@ def visible(old: Bits, new: Bits) -> dict[str, Visible]:
     }
 
 
-def together(found: Iterable[dict[str, Visible]]) -> dict[str, Visible]:
+def merge_visible(tensors: Iterable[dict[str, Visible]]) -> dict[str, Visible]:
     """What receivers see of several tensors, from what they see of each."""
-    every = list(found)
+    every = list(tensors)
 
-    def total(name: str, what: str) -> int:
-        return sum(getattr(one[name], what) for one in every)
+    def total(name: str, count: str) -> int:
+        return sum(getattr(one[name], count) for one in every)
 
     return {
         name: Visible(
@@ -95,11 +95,11 @@ def together(found: Iterable[dict[str, Visible]]) -> dict[str, Visible]:
 
 
 class _Scales:
-    """Of one state of a tensor. tops: the largest |w| of each row, (rows,)."""
+    """The scales of one state of a tensor. tops: the largest |w| of each row, (rows,)."""
 
     def __init__(self, tops: F32) -> None:
         if not np.isfinite(tops).all():
-            raise FloatingPointError("expected finite numbers, found an infinity or NaN: it has no scale")
+            raise FloatingPointError("expected finite numbers, found an infinity or NaN, which has no scale")
         self.rows: F32 = tops / np.float32(INT8)
         self.tensor = {name: tops.max() / np.float32(LARGEST[form]) for name, form in SCALED.items()}
 
@@ -107,24 +107,24 @@ class _Scales:
 def _tops(state: Bits, width: int, piece: tuple[int, int]) -> F32:
     """The largest |w| of each row of a piece, (rows,)."""
     kind = UINTS[state.itemsize].type
-    magnitudes = state.read(*piece) & kind(field(state.dtype).mask)  # ordered as the numbers that they are the bits of
-    return _widened(magnitudes.reshape(-1, width).max(1), state.dtype)
+    magnitudes = state.read(*piece) & kind(field(state.dtype).mask)  # in the order of the numbers
+    return _widen(magnitudes.reshape(-1, width).max(1), state.dtype)
 
 
 def _count(
     old: Bits, new: Bits, before: _Scales, after: _Scales, width: int, piece: tuple[int, int]
 ) -> NDArray[np.int64]:
-    """How many codes of a piece differ, by precision."""
+    """How many codes of a piece differ, as PRECISIONS."""
     bits = old.read(*piece), new.read(*piece)
     indices = find_changes(*bits).indices
-    states = tuple(_widened(one, old.dtype) for one in bits)
+    states = tuple(_widen(one, old.dtype) for one in bits)
     changed = tuple(one[indices] for one in states)
     counts = [_differing(changed, partial(_cast, form)) for form in CASTS.values()]
     for name, form in SCALED.items():
         scales = before.tensor[name], after.tensor[name]
         seen = changed if scales[0] == scales[1] else states
         counts.append(
-            _differing([_divided(w, s) for w, s in zip(seen, scales, strict=True)], partial(_cast, CASTS[form]))
+            _differing([_divide(w, s) for w, s in zip(seen, scales, strict=True)], partial(_cast, CASTS[form]))
         )
     first = piece[0] // width
     rows = before.rows[first : piece[1] // width], after.rows[first : piece[1] // width]
@@ -132,9 +132,9 @@ def _count(
     row = indices // width
     still = ~rescaled[row]
     counts.append(
-        _differing([_divided(w[still], s[row[still]]) for w, s in zip(changed, rows, strict=True)], _int8)
+        _differing([_divide(w[still], s[row[still]]) for w, s in zip(changed, rows, strict=True)], _int8)
         + _differing(
-            [_divided(w.reshape(-1, width)[rescaled], s[rescaled, None]) for w, s in zip(states, rows, strict=True)],
+            [_divide(w.reshape(-1, width)[rescaled], s[rescaled, None]) for w, s in zip(states, rows, strict=True)],
             _int8,
         )
     )
@@ -146,8 +146,8 @@ def _differing(states: Iterable[F32], codes: Callable[[F32], Any]) -> int:
     return int(np.count_nonzero(before != after))
 
 
-def _widened(bits: UIntArray, dtype: str) -> F32:
-    """The numbers that bits of a dtype in SOURCES stand for, exactly."""
+def _widen(bits: UIntArray, dtype: str) -> F32:
+    """The numbers that bits of a dtype in SOURCES encode, exactly."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(np.float16 if dtype == "F16" else np.float32).astype(np.float32, copy=False)
@@ -159,7 +159,7 @@ def _cast(form: str, values: F32) -> UIntArray:
     return bits
 
 
-def _divided(values: F32, scale: Any) -> F32:
+def _divide(values: F32, scale: Any) -> F32:
     """values / scale, 0 where the scale is 0."""
     quotients: F32 = np.divide(values, scale, out=np.zeros_like(values), where=np.asarray(scale != 0))
     return quotients

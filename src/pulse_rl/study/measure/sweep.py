@@ -1,7 +1,7 @@
-"""The pass: every version of a segment after the other, each compared with those 1, 2, 4, … 32 strides before.
+"""The sweep: each version of a segment is compared with those 1, 2, 4, … 32 strides before.
 
-So many versions of a segment are held and no more: memory does not grow with the number of versions. Segments run in
-parallel, and what is counted of them adds up to what is counted of a tensor.
+Only the versions still needed for a comparison are held, so memory does not grow with the number of versions. Segments
+are counted in parallel; their counts add up to those of a tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,25 +15,25 @@ from pulse_rl.dtypes import UIntArray, field
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.study import count_differing
 from pulse_rl.parallel import ordered_map
-from pulse_rl.study.measure.tally import Tally, nothing, tally
+from pulse_rl.study.measure.tally import Counts, Tally, empty_tally, tally
 from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.sources.base import Source
 from pulse_rl.weights.segments import SEGMENT, segments
 
-RING_NBYTES = 128 << 20  # that all threads hold of versions together, unless one needs more
+HELD_NBYTES = 128 << 20  # of versions, held by all threads together, unless a single thread needs more
 
 
 @dataclass(frozen=True)
-class Seen:
+class Counted:
     """What was counted of one segment, or of several of one dtype."""
 
     steps: list[Tally]  # as Timeline.steps
-    differing: NDArray[np.int64]  # elements with other bits, (pairs,), as Timeline.pairs
-    times: NDArray[np.int64]  # elements by how often they changed in the longest run, (its steps + 1,)
-    returned: int  # of those that changed in it, the ones that have their first bits again at its end
+    differing: Counts  # elements with other bits, (pairs,), as Timeline.pairs
+    times: Counts  # elements by how often they changed in the longest run, (its steps + 1,)
+    returned: int  # elements that changed in that run and have their first bits again at its end
 
-    def __add__(self, other: "Seen") -> "Seen":
-        return Seen(
+    def __add__(self, other: "Counted") -> "Counted":
+        return Counted(
             [a + b for a, b in zip(self.steps, other.steps, strict=True)],
             self.differing + other.differing,
             self.times + other.times,
@@ -41,73 +41,108 @@ class Seen:
         )
 
 
-def unseen(timeline: Timeline, dtype: str) -> Seen:
-    """What is counted of no elements."""
+def nothing_counted(timeline: Timeline, dtype: str) -> Counted:
+    """The counts of no elements."""
     times = np.zeros(timeline.run_steps + 1, np.int64)
-    return Seen([nothing(dtype)] * len(timeline.steps), np.zeros(len(timeline.pairs), np.int64), times, 0)
+    return Counted([empty_tally(dtype)] * len(timeline.steps), np.zeros(len(timeline.pairs), np.int64), times, 0)
 
 
-def look(timeline: Timeline, dtype: str, versions: Iterable[UIntArray]) -> Seen:
-    """Count everything of one segment: its bits in each version, in order, (n,) each."""
-    kind = field(dtype)
-    held: dict[int, UIntArray] = {}
-    elements: dict[int, NDArray[np.int64]] = {}  # by exponent, of versions that steps have led to
-    steps: list[Tally] = []
-    differing: list[int] = []
-    first, last = timeline.run
-    opening: UIntArray = np.empty(0)  # the first version of the run
-    often: NDArray[np.uint32] = np.empty(0, np.uint32)  # how often each element has changed since
-    times, returned = np.zeros(timeline.run_steps + 1, np.int64), 0
-    for place, bits in enumerate(versions):
-        held[place] = bits
-        if place == first:
-            opening, often = bits, np.zeros(len(bits), np.uint32)
-            times[0] = len(bits)
-        for k, base in timeline.bases[place].items():
-            old = held[base]
-            if k > 1:
-                differing.append(count_differing(old, bits))
-                continue
-            if base not in elements:
-                elements[base] = moves.count_exponents(old, kind, 1)
-            former = timeline.bases[base].get(1)
-            counted, indices, elements[place] = tally(
-                dtype, elements.pop(base), None if former is None else held[former], old, bits
-            )
-            steps.append(counted)
-            differing.append(len(indices))
-            if first < place <= last:
-                before = often[indices]
-                moving = np.bincount(before, minlength=len(times))
-                times += np.roll(moving, 1) - moving  # the last column has none to leave it
-                often[indices] = before + 1
-        if place == last:
-            returned = int(times[1:].sum()) - count_differing(opening, bits)
-        held = {base: old for base, old in held.items() if timeline.last_use[base] > place}
-    return Seen(steps, np.array(differing, np.int64), times, returned)
-
-
-def survey(
+def count_tensors(
     source: Source, timeline: Timeline, progress: Callable[[int, int], object] = lambda done, total: None
-) -> Iterator[tuple[str, Seen]]:
-    """Count everything of every tensor, in canonical order.
+) -> Iterator[tuple[str, Counted]]:
+    """Count every tensor, in canonical order.
 
-    progress: called with the elements that are done, and how many there are.
+    progress: called with the number of elements counted, and of all elements.
     """
     widest = max((tensor.itemsize for tensor in source.tensors.values()), default=1)
-    room = BoundedSemaphore(max(1, RING_NBYTES // (timeline.held * SEGMENT * widest)))
+    room = BoundedSemaphore(max(1, HELD_NBYTES // (timeline.held * SEGMENT * widest)))
     work = [(name, start, stop) for name, tensor in source.tensors.items() for start, stop in segments(tensor.size)]
 
-    def each(item: tuple[str, int, int]) -> Seen:
+    def count(item: tuple[str, int, int]) -> Counted:
         with room:
-            return look(timeline, source.tensors[item[0]].dtype, source.walk(*item))
+            return count_segment(timeline, source.tensors[item[0]].dtype, source.walk(*item))
 
-    found = ordered_map(each, work)
+    counted = ordered_map(count, work)
     total, done = sum(tensor.size for tensor in source.tensors.values()), 0
     for name, tensor in source.tensors.items():
-        seen = unseen(timeline, tensor.dtype)
+        sums = nothing_counted(timeline, tensor.dtype)
         for start, stop in segments(tensor.size):
-            seen = seen + next(found)
+            sums = sums + next(counted)
             done += stop - start
             progress(done, total)
-        yield name, seen
+        yield name, sums
+
+
+def count_segment(timeline: Timeline, dtype: str, versions: Iterable[UIntArray]) -> Counted:
+    """Count one segment. versions: its bits in each version, in order, (n,) each."""
+    sweep = _Sweep(timeline, dtype)
+    for place, bits in enumerate(versions):
+        sweep.advance(place, bits)
+    return Counted(sweep.steps, np.array(sweep.differing, np.int64), sweep.run.times, sweep.run.returned)
+
+
+class _Sweep:
+    """One pass over the versions of a segment. Versions are named by their places in the timeline."""
+
+    def __init__(self, timeline: Timeline, dtype: str) -> None:
+        self.steps: list[Tally] = []
+        self.differing: list[int] = []
+        self.run = _Run(timeline)
+        self._timeline, self._dtype, self._kind = timeline, dtype, field(dtype)
+        self._held: dict[int, UIntArray] = {}  # versions that later ones are compared with
+        self._elements: dict[int, Counts] = {}  # by version that a step led to: its elements by exponent, (E,)
+
+    def advance(self, place: int, bits: UIntArray) -> None:
+        """The next version: compare it with the earlier ones that the timeline names, then drop what has served."""
+        self._held[place] = bits
+        self.run.begin(place, bits)
+        for k, base in self._timeline.bases[place].items():
+            if k == 1:
+                self._count_step(base, place)
+            else:
+                self.differing.append(count_differing(self._held[base], bits))
+        self.run.end(place, bits)
+        self._held = {base: old for base, old in self._held.items() if self._timeline.last_use[base] > place}
+
+    def _count_step(self, base: int, target: int) -> None:
+        old, new = self._held[base], self._held[target]
+        former = self._timeline.bases[base].get(1)  # the version a step before base
+        elements = self._elements.pop(base, None)
+        if elements is None:
+            elements = moves.count_exponents(old, self._kind, 1)
+        counted, indices, self._elements[target] = tally(
+            self._dtype, elements, None if former is None else self._held[former], old, new
+        )
+        self.steps.append(counted)
+        self.differing.append(len(indices))
+        self.run.count(target, indices)
+
+
+class _Run:
+    """How often each element changes in the timeline's longest run of steps."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.times: Counts = np.zeros(timeline.run_steps + 1, np.int64)
+        self.returned = 0
+        self._first, self._last = timeline.run
+        self._opening: UIntArray = np.empty(0)  # the bits of the run's first version
+        self._changes: NDArray[np.uint32] = np.empty(0, np.uint32)  # of each element since then
+
+    def begin(self, place: int, bits: UIntArray) -> None:
+        """At the run's first version nothing has changed yet."""
+        if place == self._first:
+            self._opening, self._changes = bits, np.zeros(len(bits), np.uint32)
+            self.times[0] = len(bits)
+
+    def count(self, target: int, indices: NDArray[np.uint32]) -> None:
+        """A step to target changed the elements at indices (k,): each moves to the next column of times."""
+        if self._first < target <= self._last:
+            before = self._changes[indices]
+            leaving = np.bincount(before, minlength=len(self.times))
+            self.times += np.roll(leaving, 1) - leaving  # nothing leaves the last column
+            self._changes[indices] = before + 1
+
+    def end(self, place: int, bits: UIntArray) -> None:
+        """At the run's last version: of the elements that changed, count those with their first bits."""
+        if place == self._last:
+            self.returned = int(self.times[1:].sum()) - count_differing(self._opening, bits)

@@ -90,9 +90,9 @@ def tally(
 ) -> tuple[Tally, NDArray[np.uint32], Counts]:
     """Count one step of a segment.
 
-    elements: of old by exponent, (E,). former, old, new: the bits one step before old, old and new, (n,) each; former is
-    None where there is no such step. Returns the tally, the indices of the changed elements (k,), and the elements of
-    new by exponent, (E,).
+    elements: of old by exponent, (E,). old, new: the bits before and after, (n,). former: the bits one step before old,
+    (n,), None where there is no such step. Returns the tally, the indices of the changed elements (k,), and the
+    elements of new by exponent, (E,).
     """
     kind = field(dtype)
     indices, values = find_changes(old, new)

@@ -1,19 +1,18 @@
-"""Adding up what was counted of tensors: by tensor, kind, depth and dtype, over time."""
+"""Totals of what was counted: by tensor, by kind of layer, by depth and by dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulse_rl.study.layers import depth, kind
-from pulse_rl.study.measure.sweep import Seen
+from pulse_rl.study.measure.sweep import Counted
 from pulse_rl.study.measure.tally import Counts, Reals, information, positions
 from pulse_rl.study.measure.timeline import Timeline
-from pulse_rl.study.results import Bounds, Group, Span, Summary, TensorStudy
+from pulse_rl.study.results import Bounds, Group, KStepSparsity, Summary, TensorStudy
 from pulse_rl.study.sources.base import Tensor
 
-OUTSIDE = "outside"
+OUTSIDE = "outside"  # the depth of tensors that belong to no layer
 
 
 @dataclass
@@ -26,33 +25,34 @@ class _Members:
 
 
 @dataclass
-class Collected:
-    """Everything that was counted, tensor after tensor."""
+class Totals:
+    """Everything that was counted, added up tensor by tensor."""
 
     timeline: Timeline
     tensors: list[TensorStudy] = field(default_factory=list)
-    by_dtype: dict[str, Seen] = field(default_factory=dict)
+    by_dtype: dict[str, Counted] = field(default_factory=dict)
     kinds: dict[str, _Members] = field(default_factory=dict)
     depths: dict[str, _Members] = field(default_factory=dict)
-    own: Reals = field(init=False)  # bits by step, of each tensor's tables: (steps, 3), as tally.information
+    entropies: Reals = field(init=False)  # by step, bits, with tables for each tensor: (steps, 3), as tally.information
 
     def __post_init__(self) -> None:
-        self.own = np.zeros((len(self.timeline.steps), 3))
-        self._one_step = np.array([k == 1 for k, _ in self.timeline.pairs])
+        self.entropies = np.zeros((len(self.timeline.steps), 3))
+        self._pairs_of_k: dict[int, list[int]] = {}  # k, rising → places in Timeline.pairs
+        for place, (k, _) in sorted(enumerate(self.timeline.pairs), key=lambda pair: pair[1][0]):
+            self._pairs_of_k.setdefault(k, []).append(place)
 
-    def add(self, name: str, tensor: Tensor, seen: Seen) -> None:
-        """The next tensor."""
-        self.own += [information(one) for one in seen.steps]
+    def add(self, name: str, tensor: Tensor, counted: Counted) -> None:
+        """Add the next tensor."""
+        self.entropies += [information(step) for step in counted.steps]
         before = self.by_dtype.get(tensor.dtype)
-        self.by_dtype[tensor.dtype] = seen if before is None else before + seen
+        self.by_dtype[tensor.dtype] = counted if before is None else before + counted
         layer = depth(name)
-        groups = (self.kinds, kind(name)), (self.depths, OUTSIDE if layer is None else str(layer))
-        for members, group in groups:
-            one = members.setdefault(group, _Members(np.zeros(len(self.timeline.pairs), np.int64)))
-            one.differing += seen.differing
-            one.tensors += 1
-            one.elements += tensor.size
-        total, mean, low, high = self._densities(seen.differing, tensor.size)
+        for groups, group in ((self.kinds, kind(name)), (self.depths, OUTSIDE if layer is None else str(layer))):
+            members = groups.setdefault(group, _Members(np.zeros(len(self.timeline.pairs), np.int64)))
+            members.differing += counted.differing
+            members.tensors += 1
+            members.elements += tensor.size
+        total, mean, low, high = self._densities(counted.differing, tensor.size)
         self.tensors.append(
             TensorStudy(
                 name=name,
@@ -70,66 +70,69 @@ class Collected:
 
     @property
     def elements(self) -> int:
-        return sum(one.elements for one in self.kinds.values())
+        """Elements of all tensors."""
+        return sum(members.elements for members in self.kinds.values())
 
     @property
     def differing(self) -> Counts:
         """Elements with other bits, (pairs,), as Timeline.pairs."""
-        return sum((one.differing for one in self.kinds.values()), np.zeros(len(self.timeline.pairs), np.int64))
+        return sum((members.differing for members in self.kinds.values()), np.zeros(len(self.timeline.pairs), np.int64))
 
-    def _densities(self, differing: Counts, elements: int) -> tuple[int, float, float, float]:
-        """Changes in all steps, and the mean, least and greatest density of one."""
-        changes = differing[self._one_step]
-        shares = changes / max(1, elements)
-        return int(changes.sum()), float(shares.mean()), float(shares.min()), float(shares.max())
-
-    def groups(self, members: Mapping[str, _Members]) -> list[Group]:
-        """The groups, in the order of their first tensors."""
+    def groups(self, groups: Mapping[str, _Members]) -> list[Group]:
+        """The records of groups, in the order of their first tensors. groups: kinds or depths."""
         found = []
-        for name, one in members.items():
-            total, mean, low, high = self._densities(one.differing, one.elements)
-            sparsity = {str(k): 1 - float((one.differing[at] / max(1, one.elements)).mean()) for k, at in self._spans()}
+        for name, members in groups.items():
+            total, mean, low, high = self._densities(members.differing, members.elements)
+            shares = members.differing / max(1, members.elements)
             found.append(
                 Group(
                     name=name,
-                    tensors=one.tensors,
-                    elements=one.elements,
+                    tensors=members.tensors,
+                    elements=members.elements,
                     changes=total,
                     density=mean,
                     min=low,
                     max=high,
-                    sparsity=sparsity,
+                    sparsity={str(k): 1 - float(shares[at].mean()) for k, at in self._pairs_of_k.items()},
                 )
             )
         return found
 
-    def spans(self) -> tuple[Span, ...]:
-        """The k-step sparsity of all elements."""
-        differing, numbers, found = self.differing, self.timeline.numbers, []
-        for k, at in self._spans():
+    def spans(self) -> tuple[KStepSparsity, ...]:
+        """The k-step sparsity of all elements, for each k that occurs."""
+        differing, timeline, found = self.differing, self.timeline, []
+        for k, at in self._pairs_of_k.items():
             sparsity = 1 - differing[at] / max(1, self.elements)
-            bases = tuple(numbers[self.timeline.pairs[i][1]] for i in at)
-            found.append(Span(k=k, bases=bases, sparsity=tuple(sparsity.tolist()), over_time=_summary(sparsity)))
+            found.append(
+                KStepSparsity(
+                    k=k,
+                    bases=tuple(timeline.numbers[timeline.pairs[i][1]] for i in at),
+                    sparsity=tuple(sparsity.tolist()),
+                    over_time=_summary(sparsity),
+                )
+            )
         return tuple(found)
-
-    def _spans(self) -> list[tuple[int, list[int]]]:
-        """Each k that occurs, and the places of its pairs in Timeline.pairs."""
-        pairs = self.timeline.pairs
-        return [(k, [i for i, (mine, _) in enumerate(pairs) if mine == k]) for k in sorted({k for k, _ in pairs})]
 
     def bounds(self, step: int) -> Bounds:
         """The entropies of one step."""
-        pooled = [information(seen.steps[step]) for seen in self.by_dtype.values()]
-        changes = sum(seen.steps[step].changes for seen in self.by_dtype.values())
+        pooled = [information(counted.steps[step]) for counted in self.by_dtype.values()]
+        changes = sum(counted.steps[step].changes for counted in self.by_dtype.values())
+        by_tensor, by_both, moves = self.entropies[step].tolist()
         return Bounds(
             positions_uniform=positions(np.array([self.elements]), np.array([changes])),
-            positions_by_tensor=float(self.own[step, 0]),
-            positions_by_exponent=sum(one[1] for one in pooled),
-            positions=float(self.own[step, 1]),
-            moves_by_exponent=sum(one[2] for one in pooled),
-            moves=float(self.own[step, 2]),
+            positions_by_tensor=by_tensor,
+            positions_by_exponent=sum(each[1] for each in pooled),
+            positions=by_both,
+            moves_by_exponent=sum(each[2] for each in pooled),
+            moves=moves,
         )
 
+    def _densities(self, differing: Counts, elements: int) -> tuple[int, float, float, float]:
+        """Changes in all steps, and the mean, lowest and highest density of a step."""
+        changes = differing[self._pairs_of_k[1]]
+        shares = changes / max(1, elements)
+        return int(changes.sum()), float(shares.mean()), float(shares.min()), float(shares.max())
 
-def _summary(series: NDArray[np.float64]) -> Summary:
+
+def _summary(series: Reals) -> Summary:
     return Summary(mean=float(series.mean()), std=float(series.std()), min=float(series.min()), max=float(series.max()))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pulse_rl.html.page import Page
-from pulse_rl.study.results import Group, Report, Span, TensorStudy
+from pulse_rl.study.results import Group, KStepSparsity, Report, TensorStudy
 from pulse_rl.study.show import plots
 from pulse_rl.units import nbytes
 
@@ -108,7 +108,7 @@ def _part(value: float | None, form: str = ".3%") -> str:
 
 
 def _spans(report: Report) -> list[list[str]]:
-    def row(span: Span) -> list[str]:
+    def row(span: KStepSparsity) -> list[str]:
         over = span.over_time
         return [
             str(span.k),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pulse_rl.html import charts
 from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
 from pulse_rl.html.page import Plot
-from pulse_rl.study.results import Exponent, Report, Step
+from pulse_rl.study.results import Exponent, Report, StepStudy
 
 ROWS = 24  # of a heat map
 RARE = 1e-6  # exponents that fewer of the elements have are left to the table
@@ -306,5 +306,5 @@ def _of(report: Report) -> str:
     return f"The elements in {_main(report)}"
 
 
-def _codec_bytes(steps: tuple[Step, ...], name: str) -> int:
+def _codec_bytes(steps: tuple[StepStudy, ...], name: str) -> int:
     return sum(step.codecs.get(name, 0) for step in steps)

@@ -1,1 +1,5 @@
-"""What is studied: the versions of a run. `base` is the protocol; `checkpoints` and `history` are its two sources."""
+"""What is studied: the versions of one run, read segment by segment.
+
+`base` is the protocol of a source. `checkpoints` reads files; `history` reads what a publisher stored. Nothing is
+counted here.
+"""

@@ -1,8 +1,7 @@
-"""What is studied, as one thing that hands out every version of a piece of a tensor; here, of checkpoints.
+"""The protocol of a source: it hands out every version of a piece of a tensor.
 
-The order is piece by piece and, within a piece, version by version. So each checkpoint is read once, and what is held
-does not grow with the number of versions: files are read, not mapped, for pages of a mapping would count as memory of
-this process until the system wants them back. `stored` is the source that reads histories.
+Reading goes piece by piece and, within a piece, version by version. So each version is read once, and the memory
+needed does not grow with the number of versions.
 """
 
 import math
@@ -16,7 +15,7 @@ from pulse_rl.weights.layout import compare_layouts
 
 
 class Tensor(NamedTuple):
-    """What a version of a tensor has in common with all others."""
+    """What all versions of a tensor have in common."""
 
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
@@ -28,28 +27,32 @@ class Tensor(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes per element."""
         return ITEMSIZES[self.dtype]
 
 
 class Source(Protocol):
-    """States of one model's weights, in order."""
+    """Versions of one model's weights, in order."""
 
     kind: Literal["checkpoints", "store"]
     location: str
-    versions: tuple[Version, ...]  # two at least, numbers strictly rising
+    versions: tuple[Version, ...]  # at least two, numbers strictly rising
     tensors: dict[str, Tensor]  # by name, in canonical order
     notes: list[str]  # what was left out, and why
 
     def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
-        """The bits of a tensor's elements [start, stop), at most a segment's, in every version, in order.
+        """Yield the bits of a tensor's elements [start, stop), at most one segment, in every version, in order.
 
-        The arrays, (stop − start,), are the caller's. Every thread may have a walk of its own.
+        The caller owns the arrays, (stop − start,). Several threads may walk at once, each element once.
         """
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
-        """Every two neighbouring versions whole, in order; one pair is good until the next. After the last walk."""
+        """Yield every two neighbouring versions whole, in order.
+
+        A pair is valid until the next one is asked for. To be called after all walks.
+        """
 
 
-def same_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
-    compare_layouts(expected, found, f"{where} holds another model than the first version of this study")
+def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+    """Raise BaseMismatchError if a version's tensors are not those of the first version."""
+    compare_layouts(expected, found, f"{where} is of another model than the first version of this study")

@@ -1,4 +1,7 @@
-"""Checkpoints as a source of a study."""
+"""Checkpoints as a source: safetensors files, in training order.
+
+Files are read, not mapped: pages of a mapping would count as memory of this process until the system reclaims them.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,89 +11,95 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.checkpoint.files import files_of, open_checkpoint
-from pulse_rl.disk import map_file
+from pulse_rl.checkpoint.files import open_checkpoint, open_shards
 from pulse_rl.dtypes import UINTS, UIntArray
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.study.results import Version
-from pulse_rl.study.sources.base import Tensor, same_tensors
+from pulse_rl.study.sources.base import Tensor, check_same_model
 from pulse_rl.weights.bits import Bits
 
+UNNUMBERED = "the names do not give the training steps: versions are numbered 0, 1, 2, …, taken to be one step apart"
 
-class _Place(NamedTuple):
+
+class _Location(NamedTuple):
     """Where the elements of a tensor lie."""
 
     file: Path
     offset: int  # bytes
 
 
-class Files:
+class CheckpointReader:
     """The tensors of one checkpoint, read from its files."""
 
     def __init__(self, path: Path) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._places: dict[str, _Place] = {}
-        for file in files_of(path):
-            try:
-                header = safetensors_header.parse(map_file(file))
-            except PatchFormatError as error:
-                raise PatchFormatError(f"{file}: {error}") from None
-            if twice := sorted(self.tensors.keys() & header.entries.keys()):
-                raise ValueError(f"{file}: tensors that another shard holds too: {', '.join(twice[:8])}")
-            for name, entry in header.entries.items():
-                self.tensors[name] = Tensor(entry.dtype, tuple(entry.shape))
-                self._places[name] = _Place(file, header.offset + entry.start)
-        self.tensors = dict(sorted(self.tensors.items()))
+        tensors: dict[str, Tensor] = {}
+        self._locations: dict[str, _Location] = {}
+        for shard in open_shards(path):
+            for name, entry in shard.header.entries.items():
+                tensors[name] = Tensor(entry.dtype, tuple(entry.shape))
+                self._locations[name] = _Location(shard.path, shard.header.offset + entry.start)
+        self.tensors = dict(sorted(tensors.items()))
 
     def read(self, name: str, start: int, stop: int) -> UIntArray:
-        """The bits of the elements [start, stop)."""
+        """Read the bits of the elements [start, stop). Raises CheckpointFormatError if the file has become shorter."""
         itemsize = self.tensors[name].itemsize
-        file, offset = self._places[name]
+        file, offset = self._locations[name]
         array = np.empty(stop - start, UINTS[itemsize])
         with file.open("rb", buffering=0) as opened:
             opened.seek(offset + start * itemsize)
-            view = array.view(np.uint8).data
-            while view:
-                taken = opened.readinto(view)
-                if not taken:
-                    raise PatchFormatError(f"{file}: it was cut off while it was read")
-                view = view[taken:]
+            unread = array.view(np.uint8).data
+            while unread:
+                count = opened.readinto(unread)
+                if not count:
+                    raise CheckpointFormatError("the file was truncated while it was read", source=str(file))
+                unread = unread[count:]
         return array
 
 
 class Checkpoints:
-    """Safetensors files, or directories of shards, in the order given.
+    """Checkpoints to study: safetensors files, or directories of shards, in training order.
 
-    They are numbered by the last number in their names (checkpoint-500) where all have one and these rise; otherwise
-    0, 1, 2, … Files of one name (checkpoint-500/model.safetensors) go by their directories'. Raises ValueError for
-    fewer than two, and for names that differ in this number alone where it does not rise, BaseMismatchError where
-    tensors differ, and what opening raises.
+    A checkpoint's version is the last number in its name (checkpoint-500) where every name has one and these rise;
+    otherwise versions are 0, 1, 2, … Files of one name (checkpoint-500/model.safetensors) are numbered by their
+    directories.
+
+    Args:
+        paths: At least two files or directories.
+
+    Raises:
+        ValueError: Fewer than two paths; or names that differ in their last number alone, which does not rise.
+        FileNotFoundError: No checkpoint at a path.
+        CheckpointFormatError: A file is no safetensors file, or a directory's index is broken.
+        BaseMismatchError: Tensors differ between checkpoints.
+
+    Attributes:
+        location: The paths, joined by spaces.
+        versions: The version of each checkpoint.
+        tensors: The dtype and shape of each tensor, by name.
+        notes: What a reader of the report should know.
     """
 
     kind: Literal["checkpoints", "store"] = "checkpoints"
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         if len(paths) < 2:
-            raise ValueError(f"expected two checkpoints at least, in training order, found {len(paths)}")
+            raise ValueError(f"expected at least two checkpoints, in training order, found {len(paths)}")
         self._paths = [Path(path) for path in paths]
         numbers = _numbers(_names(self._paths))
         self.location = " ".join(map(str, paths))
-        self._files = [Files(path) for path in self._paths]
-        self.tensors = self._files[0].tensors
-        for path, files in zip(self._paths, self._files, strict=True):
-            same_tensors(self.tensors, files.tensors, str(path))
-        self.notes = []
-        if numbers is None:
-            numbers = list(range(len(paths)))
-            self.notes.append("the names do not tell the training steps: taken to be one apart, the first after none")
+        self._readers = [CheckpointReader(path) for path in self._paths]
+        self.tensors = self._readers[0].tensors
+        for path, reader in zip(self._paths, self._readers, strict=True):
+            check_same_model(self.tensors, reader.tensors, str(path))
+        self.notes = [] if numbers else [UNNUMBERED]
         self.versions = tuple(
-            Version(number=number, name=path.name) for number, path in zip(numbers, self._paths, strict=True)
+            Version(number=number, name=path.name)
+            for number, path in zip(numbers or range(len(paths)), self._paths, strict=True)
         )
 
     def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
-        for files in self._files:
-            yield files.read(name, start, stop)
+        for reader in self._readers:
+            yield reader.read(name, start, stop)
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
         for old, new in pairwise(self._paths):
@@ -98,26 +107,26 @@ class Checkpoints:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """What tells the checkpoints apart: the names of files and directories, or of the directories that hold them."""
+    """The names by which the checkpoints differ: of files and directories, or of the directories that hold them."""
     names = [path.stem if path.is_file() else path.name for path in paths]
-    holders = [path.absolute().parent.name for path in paths]
-    return holders if len(set(names)) == 1 < len(set(holders)) else names
+    parents = [path.absolute().parent.name for path in paths]
+    return parents if len(set(names)) == 1 < len(set(parents)) else names
 
 
 def _numbers(names: Sequence[str]) -> list[int] | None:
-    """The last number in each name, if every name has one and they rise.
+    """The last number in each name; None unless every name has one and they rise.
 
-    Raises ValueError if they do not, and the names have nothing else in which they differ: a shell lists
-    checkpoint-1000 before checkpoint-500.
+    Raises ValueError if the names differ in this number alone and it does not rise: a shell lists checkpoint-1000
+    before checkpoint-500.
     """
-    found = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
-    parts = [one.groups() for one in found if one]
+    matches = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
+    parts = [match.groups() for match in matches if match]
     if len(parts) < len(names):
         return None
     numbers = [int(number) for _, number, _ in parts]
     if all(a < b for a, b in pairwise(numbers)):
         return numbers
     if len({(before, after) for before, _, after in parts}) == 1:
-        first, second = next(place for place in pairwise(range(len(names))) if numbers[place[0]] >= numbers[place[1]])
-        raise ValueError(f"expected checkpoints in training order, found {names[first]} before {names[second]}")
+        first = next(i for i, (a, b) in enumerate(pairwise(numbers)) if a >= b)
+        raise ValueError(f"expected checkpoints in training order, found {names[first]} before {names[first + 1]}")
     return None

@@ -1,7 +1,7 @@
-"""The versions of a history as a source of a study: its anchors and patches, walked segment by segment.
+"""The versions of a history as a source: its anchors and patches, walked segment by segment.
 
-What is fetched lies in files: the first anchor, or one after a gap, and every patch. A walk decodes the patches'
-pieces of one segment, one after the other, each with the bits that the one before has led to.
+The anchors and every patch are downloaded into files. A walk decodes one segment of one patch after the other, each
+onto the bits of the version before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,28 +14,44 @@ from pulse_rl.codecs.base import Piece
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.history.fetch import fetch
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
 from pulse_rl.history.trail import link_of, state_of
-from pulse_rl.kernels.cpu import elements as cpu
+from pulse_rl.kernels import cpu
 from pulse_rl.patch.format import Patch, Segment
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
-from pulse_rl.study.sources.base import Tensor, same_tensors
-from pulse_rl.study.sources.checkpoints import Files
+from pulse_rl.study.sources.base import Tensor, check_same_model
+from pulse_rl.study.sources.checkpoints import CheckpointReader
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
 
 
 class Stored:
-    """The versions of a history, as far as they can be come to from an anchor, over one patch after the other.
+    """The versions of a history to study: every one that an anchor, or the patch after another version, gives.
 
-    directory: an empty one for the files. progress: called with the versions fetched, and how many there are.
-    Every object is proved by its hash, anchors by their digests too, and patches must lead from digest to digest.
-    Raises VersionNotFoundError for fewer than two versions, IntegrityError or StoreError where the history is damaged,
-    BaseMismatchError where tensors differ.
+    Anchors and patches are downloaded into files. Every object is checked against its hash, an anchor against its
+    digest too, and every patch must lead from the digest of one version to that of the next.
+
+    Args:
+        history: The history.
+        directory: An empty directory, for the files; they are needed as long as the source is.
+        progress: Called with the number of versions fetched, and of all versions. Default: not called.
+
+    Raises:
+        VersionNotFoundError: Fewer than two versions can be had.
+        IntegrityError: The history is damaged.
+        StoreError: The store cannot be read, or an object is missing.
+        BaseMismatchError: Tensors differ between versions.
+
+    Attributes:
+        location: The store's URL.
+        versions: The versions.
+        tensors: The dtype and shape of each tensor, by name.
+        notes: Which versions were left out, and why.
     """
 
     kind: Literal["checkpoints", "store"] = "store"
@@ -45,31 +61,33 @@ class Stored:
     ) -> None:
         self.location = history.store.url
         self.notes: list[str] = []
-        self._states: list[_Anchor | _Decoded] = []
+        self._states: list[_Anchor | _Patched] = []
         found: list[Manifest] = []
         manifests = history.manifests()
         for done, manifest in enumerate(manifests):
             progress(done, len(manifests))
-            step = link_of(manifest)
-            if step is not None and found and step.base == found[-1].sequence:
+            link = link_of(manifest)
+            if link is not None and found and link.base == found[-1].sequence:
                 path = directory / f"{manifest.sequence}.patch"
-                path.write_bytes(history.fetch(step.ref))
-                self._states.append(_Decoded(unpack(map_file(path), step, state_of(found[-1]))))
+                path.write_bytes(fetch(history.store, link.ref))
+                self._states.append(_Patched(unpack(map_file(path), link, state_of(found[-1]))))
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
                 load_anchor(history, manifest, files, Effort())
                 self._states.append(_Anchor(files))
             else:
-                self.notes.append(f"version {manifest.version} is left out: nothing leads there from an anchor")
+                self.notes.append(f"version {manifest.version} is left out: no patch leads to it from an anchor")
                 continue
             found.append(manifest)
         if len(found) < 2:
-            raise VersionNotFoundError(f"{self.location}: expected two versions at least, found {len(found)}")
+            raise VersionNotFoundError(
+                f"{self.location}: expected at least two versions, found {len(found)}", url=self.location
+            )
         self.versions = tuple(Version(number=m.version, name=f"version {m.version}") for m in found)
         self.tensors: dict[str, Tensor] = self._states[0].tensors
         for state, version in zip(self._states, self.versions, strict=True):
-            same_tensors(self.tensors, state.tensors, f"{self.location}: {version.name}")
+            check_same_model(self.tensors, state.tensors, f"{self.location}: {version.name}")
 
     def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
         bits: UIntArray | None = None
@@ -96,19 +114,19 @@ class Stored:
         return open_checkpoint(state.directory, writable=True)
 
 
-class _Anchor(Files):
-    """A version that stands alone."""
+class _Anchor(CheckpointReader):
+    """A version that an anchor holds."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.directory = directory
 
 
-class _Decoded:
-    """A version behind a patch, of which each segment is decoded when it is asked for.
+class _Patched:
+    """A version that a patch leads to. Each segment is decoded when it is asked for.
 
-    What can only be decoded together is decoded at the first of its segments; what of it is not yet asked for is
-    kept. That is about 1 MB a patch at most: the codecs that do so close their blocks there.
+    Some codecs decode several segments at once. The first of these to be asked for decodes all; the others are kept
+    until they are asked for. That is at most about 1 MB per patch: these codecs close their blocks there.
     """
 
     def __init__(self, patch: Patch) -> None:
@@ -123,14 +141,14 @@ class _Decoded:
     def after(self, name: str, start: int, old: UIntArray | None) -> UIntArray:
         """The bits of a segment, a new array, from those of the version before. To be called once for each."""
         assert old is not None  # a history starts from an anchor
-        together, piece = self._pieces[name, start]
-        if len(together) == 1:
+        segments, piece = self._pieces[name, start]
+        if len(segments) == 1:
             changes = piece.decode([lambda: old])[0]
         else:
             with self._lock:
                 if (name, start) not in self._kept:
                     decoded = piece.decode([])  # these codecs ask for no old bits
-                    self._kept.update(zip(map(self._key, together), decoded, strict=True))
+                    self._kept.update(zip(map(self._key, segments), decoded, strict=True))
                 changes = self._kept.pop((name, start))
         new = old.copy()
         cpu.scatter(new, *changes)
