@@ -29,6 +29,7 @@ from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, translate
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.segments import SEGMENT
 
 FORMAT = "pulse-rl/patch"
@@ -41,7 +42,7 @@ MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writ
 TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
+class TensorInfo(TensorSpec, frozen=True):
     """One tensor of a patch.
 
     Attributes:
@@ -51,9 +52,6 @@ class TensorInfo(msgspec.Struct, frozen=True):
         changes: The number of its elements that change.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     changes: int = 0
 
 

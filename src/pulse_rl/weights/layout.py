@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pulse_rl.dtypes import DTYPES, UINTS
@@ -13,6 +14,20 @@ from pulse_rl.weights.casts import CASTS
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What a tensor is, without its bits.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: Its dtype as safetensors spells it, such as "BF16".
+        shape: Its shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Layout(dict[str, Bits]):
