@@ -19,7 +19,6 @@ from patch_tools import TORCH_DTYPES, raw_bytes
 from study_example import example
 
 import pulse_rl as pulse
-from pulse_rl.bench.bound import bounds
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.dtypes import DTYPES, field
 from pulse_rl.history.log import History
@@ -118,6 +117,8 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
     for step, (base, target) in zip(report.steps, steps, strict=True):
         changes, again, back, ups, distance, farthest, former_changes = 0, 0, 0, 0, 0, 0, 0
         length, floating = 0.0, 0
+        # By (tensor, exponent) and by (dtype, exponent): elements, changes and, with the move, moves.
+        tables: dict[str, Counter[tuple[Any, ...]]] = {"elements": Counter(), "changes": Counter(), "moves": Counter()}
         former = at.get(base - stride)
         for name in every:
             old, new = flat(at[base][name]).tolist(), flat(at[target][name]).tolist()
@@ -133,6 +134,7 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
             for x, y, z, gap in zip(old, new, before, gaps, strict=True):
                 exponent = (x & kind.mask) >> kind.shift
                 rows[dtype, exponent, "elements"] += 1
+                tables["elements"].update([("tensor", name, exponent), ("dtype", dtype, exponent)])
                 former_changes += x != z
                 if x == y:
                     continue
@@ -141,6 +143,9 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
                 changes, ups, distance = changes + 1, ups + (places > 0), distance + min(abs(places), FARTHEST)
                 again, back, farthest = again + (z != x), back + (z == y), max(farthest, abs(places))
                 rows[dtype, exponent, "changes"] += 1
+                for table in (("tensor", name, exponent), ("dtype", dtype, exponent)):
+                    tables["changes"][table] += 1
+                    tables["moves"][*table, places] += 1
                 rows[dtype, exponent, "ups"] += places > 0
                 rows[dtype, exponent, "flips"] += kind.floating and (x ^ y) >> width - 1
                 rows[dtype, exponent, math.ceil(math.log2(min(abs(places), FARTHEST)))] += 1
@@ -153,12 +158,12 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
         assert step.moved == pytest.approx(length / max(1, floating))
         assert step.again == (pytest.approx(again / former_changes) if former and former_changes else None)
         assert step.back == (pytest.approx(back / former_changes) if former and former_changes else None)
-        own, pooled, _ = bounds(layout(at[base]), layout(at[target]))
-        assert step.bounds.positions == pytest.approx(own.positions, abs=1e-6)
-        if farthest <= FARTHEST:  # else some moves are not told apart
-            assert step.bounds.moves == pytest.approx(own.moves, abs=1e-6)
-            assert step.bounds.moves_by_exponent == pytest.approx(pooled.moves, abs=1e-6)
-        assert step.bounds.positions_by_exponent == pytest.approx(pooled.positions, abs=1e-6)
+        positions, moves = _entropies(tables)
+        assert step.bounds.positions == pytest.approx(positions["tensor"], abs=1e-6)
+        assert step.bounds.positions_by_exponent == pytest.approx(positions["dtype"], abs=1e-6)
+        if farthest <= FARTHEST:  # else some moves are not distinguished
+            assert step.bounds.moves == pytest.approx(moves["tensor"], abs=1e-6)
+            assert step.bounds.moves_by_exponent == pytest.approx(moves["dtype"], abs=1e-6)
         assert step.bounds.positions_uniform == pytest.approx(_entropy(elements, changes), abs=1e-6)
         each = [_entropy(at[base][n].numel(), differing(base, target, [n])) for n in every]
         assert step.bounds.positions_by_tensor == pytest.approx(sum(each), abs=1e-6)
@@ -200,6 +205,16 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
     assert recurrence.steps == len(run) - 1
     assert list(recurrence.times) == np.bincount(times, minlength=len(run)).tolist()
     assert recurrence.returned == int(((times > 0) & (states_in_run[0] == states_in_run[-1])).sum())
+
+
+def _entropies(tables: Mapping[str, Counter[tuple[Any, ...]]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Bits of the positions and of the moves, with a table for each tensor and for each dtype."""
+    positions, moves = {"tensor": 0.0, "dtype": 0.0}, {"tensor": 0.0, "dtype": 0.0}
+    for table, elements in tables["elements"].items():
+        positions[table[0]] += _entropy(elements, tables["changes"][table])
+    for move, count in tables["moves"].items():
+        moves[move[0]] -= count * math.log2(count / tables["changes"][move[:-1]])
+    return positions, moves
 
 
 def _entropy(elements: int, changes: int) -> float:
