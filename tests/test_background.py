@@ -110,7 +110,7 @@ def test_a_failure_is_told_by_the_next_call_and_undone(
     gate.failing = ""
     # The version number is free again, and the patch starts from what subscribers have.
     report = publisher.publish(trainee.weights, version=1)
-    assert (report.base, report.trouble) == (0, None)
+    assert (report.base, report.warning) == (0, None)
     assert follow(gate, trainee) == (1, pulse.digest(cast(trainee.weights)))
     assert publisher.resume() == 1
 
@@ -166,12 +166,12 @@ def test_what_fails_after_the_commit_is_said_and_takes_nothing_from_the_version(
     gate.failing = "first.json"
     with caplog.at_level(logging.WARNING):
         report = publisher.publish(trainee.step(), version=4)
-    assert report.trouble is not None
-    assert "deleting old versions: cannot write first.json" in report.trouble
+    assert report.warning is not None
+    assert "deleting old versions: cannot write first.json" in report.warning
     assert "no more credit" in caplog.text
     assert publisher.version == 4
     gate.failing = ""
-    assert publisher.publish(trainee.step(), version=5).trouble is None
+    assert publisher.publish(trainee.step(), version=5).warning is None
     assert follow(gate, trainee) == (5, pulse.digest(cast(trainee.weights)))
 
 
@@ -190,7 +190,7 @@ def test_a_skip_patch_that_cannot_be_put_is_done_without(store: Store) -> None:
     for version in range(7):
         weights["w"][version] = 1.0
         report = publisher.publish(weights, version=version)
-        assert bool(report.trouble) == (version == 4)
+        assert bool(report.warning) == (version == 4)
         if version == 0:
             sleeper.sync(live)
     synced = sleeper.sync(live)

@@ -151,13 +151,13 @@ def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monk
     first = pulse.Publisher(store, cast="bfloat16")
     first.publish(trainee.step(), version=0)
     second = pulse.Publisher(store, cast="bfloat16")
-    put = first._delivery._put
+    put = first._delivery._put_objects
 
     def overtaken(*arguments: Any) -> Any:
         second.publish(trainee.weights, version=1)
         return put(*arguments)
 
-    monkeypatch.setattr(first._delivery, "_put", overtaken)
+    monkeypatch.setattr(first._delivery, "_put_objects", overtaken)
     with pytest.raises(pulse.StoreError, match="has committed version 1"):
         first.publish(trainee.step(), version=2)
     assert [m.version for m in pulse.History(store).manifests()] == [0, 1]
@@ -429,7 +429,7 @@ def test_interrupted_write_ends_in_the_new_version(
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     subscriber.sync(live)
     publisher.publish(trainee.step(), version=1)
-    write, calls = Application._write_block, []
+    write, calls = Application._write_unit, []
 
     def interrupted(self: Application, number: int) -> None:
         calls.append(number)
@@ -437,7 +437,7 @@ def test_interrupted_write_ends_in_the_new_version(
             raise KeyboardInterrupt
         write(self, number)
 
-    monkeypatch.setattr(Application, "_write_block", interrupted)
+    monkeypatch.setattr(Application, "_write_unit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync(live)
     assert same_bits(live, cast(trainee.weights))
@@ -530,11 +530,11 @@ def reseal(store: Store, sequence: int, change: dict[str, Any]) -> None:
         ({"format": "other"}, "expected pulse-rl/history version 2"),
         ({"format_version": 1}, "found pulse-rl/history version 1"),
         ({"sequence": 7}, "it says it is number 7"),
-        ({"digest": "xyz"}, "is no manifest"),
-        ({"version": -1}, "is no manifest"),
+        ({"digest": "xyz"}, "is not a manifest"),
+        ({"version": -1}, "is not a manifest"),
         ({"anchor_sequence": 5}, "it says it is number 0"),
         ({"anchor": []}, "contradict"),
-        ({"tied": {"ids": "nothing"}}, "ties 'ids' to 'nothing', which is no tensor of it"),
+        ({"tied": {"ids": "nothing"}}, "ties 'ids' to 'nothing'"),
         ({"anchor": [{"name": "anchors/../../etc/passwd", "nbytes": 1, "blake3": "0" * 64}]}, "impossible object"),
     ],
 )
@@ -551,5 +551,5 @@ def test_a_manifest_that_sends_its_reader_to_the_wrong_anchor(store: Store, trai
         publisher.publish(trainee.step(), version=version)
     reseal(store, 2, {"anchor_sequence": 1})
     live = trainee.empty()
-    assert pulse.Subscriber(store).sync(live).recovered == "version 1 has no anchor, as another manifest says it has"
+    assert pulse.Subscriber(store).sync(live).recovered == "version 1 has no anchor, although another manifest says so"
     assert same_bits(live, cast(trainee.weights))

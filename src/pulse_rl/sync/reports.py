@@ -1,61 +1,81 @@
-"""What a publish and a sync tell of themselves."""
+"""What a publish and a sync report."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.patch.encode import EncodedPatch
+from pulse_rl.history.restore import Effort
 from pulse_rl.sync.delivery import Delivered
+from pulse_rl.sync.encoding import Encoded
 
-Way: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do, over patches alone, or from an anchor
+Route: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do; patches only; from an anchor
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publish did. Seconds of cast and diff are work summed over threads; the others wall time."""
+    """What one publish did.
+
+    Attributes:
+        version: The version.
+        base: The version that its patch starts from; None without a patch, as for the first version.
+        digest: The digest of the version, 16 hex digits.
+        codec: The patch's codec; None without a patch.
+        codec_reason: Why this codec, in words: what each candidate took; None without a patch.
+        elements: Elements of the model; tied tensors count once.
+        changes: Elements whose bits differ from the base.
+        density: changes / elements.
+        full_nbytes: Bytes of the whole model's bits.
+        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch.
+        pending: Whether the version is still being put in the background. Then the fields about the store are 0, and
+            `flush` returns the full report.
+        anchor_nbytes: Bytes of the full checkpoint; 0 unless this version is an anchor too.
+        skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
+        sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
+        reduction: full_nbytes / patch_nbytes; 1 without a patch.
+        cast_s: Seconds of reading and casting the weights, summed over threads.
+        diff_s: Seconds of finding the changes, summed over threads.
+        encode_s: Seconds of encoding.
+        prove_s: Seconds of decoding each patch that was tried and proving it against the baseline.
+        put_s: Seconds from the first object until the commit.
+        skip_s: Seconds of making and putting skip patches, after the commit.
+        total_s: Seconds of the call; in the report that `flush` returns, from `publish` until then.
+        warning: What failed after the commit (skip patches, pruning); the version is published all the same.
+    """
 
     version: int
-    base: int | None  # version the patch starts from; None for a version that is an anchor only, as the first one
-    digest: str  # of the published version, 16 hex digits
-    codec: str | None  # None without a patch
-    choice: str | None  # why this codec: what each candidate took; None without a patch
+    base: int | None
+    digest: str
+    codec: str | None
+    codec_reason: str | None
     elements: int
-    changes: int  # elements whose bits differ from the base
-    density: float  # changes / elements
-    full_nbytes: int  # of the whole model's bits
-    patch_nbytes: int  # what a following subscriber reads; 0 without a patch
-    pending: bool  # on its way in the background: what follows is known, and told by `flush`, when it is committed
-    anchor_nbytes: int  # 0 unless this version is an anchor too
-    skip_nbytes: int  # of skip patches to it, for subscribers that slept
-    sent_nbytes: int  # patch, anchor, trail and skip patches together: what went into the store
-    reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
+    changes: int
+    density: float
+    full_nbytes: int
+    patch_nbytes: int
+    pending: bool
+    anchor_nbytes: int
+    skip_nbytes: int
+    sent_nbytes: int
+    reduction: float
     cast_s: float
     diff_s: float
     encode_s: float
-    prove_s: float  # decoding every patch again, and proving it against the baseline
-    put_s: float  # until the commit
-    skip_s: float  # making and putting skip patches, after the commit
-    total_s: float  # of the call
-    trouble: str | None  # what went wrong after the commit (skip patches, pruning): the version stands all the same
-
-
-class Coded(NamedTuple):
-    """A new version, coded."""
-
-    digest: str
-    patch: EncodedPatch | None
-    choice: str | None
-    cast_s: float
-    diff_s: float
     prove_s: float
+    put_s: float
+    skip_s: float
+    total_s: float
+    warning: str | None
 
 
-def publish_report(manifest: Manifest, coded: Coded, delivered: Delivered | None, start: float) -> PublishReport:
-    """The report of a version; delivered: None while it is on its way."""
-    patch = coded.patch
+def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, start: float) -> PublishReport:
+    """The report of a version.
+
+    delivered: None while the version is in flight. start: `time.perf_counter()` when publish was called.
+    """
+    patch = encoded.patch
     patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
     skip_nbytes = delivered.skip_nbytes if delivered else 0
     trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
@@ -64,7 +84,7 @@ def publish_report(manifest: Manifest, coded: Coded, delivered: Delivered | None
         base=patch.header.base if patch else None,
         digest=manifest.digest,
         codec=patch.header.codec if patch else None,
-        choice=coded.choice,
+        codec_reason=encoded.codec_reason,
         elements=manifest.elements,
         changes=changes,
         density=changes / manifest.elements if manifest.elements else 0.0,
@@ -75,34 +95,78 @@ def publish_report(manifest: Manifest, coded: Coded, delivered: Delivered | None
         skip_nbytes=skip_nbytes,
         sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
-        cast_s=coded.cast_s,
-        diff_s=coded.diff_s,
+        cast_s=encoded.cast_s,
+        diff_s=encoded.diff_s,
         encode_s=patch.encode_s if patch else 0.0,
-        prove_s=coded.prove_s,
+        prove_s=encoded.prove_s,
         put_s=delivered.put_s if delivered else 0.0,
         skip_s=delivered.skip_s if delivered else 0.0,
         total_s=time.perf_counter() - start,
-        trouble=delivered.trouble if delivered else None,
+        warning=delivered.warning if delivered else None,
     )
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did. Seconds of decode and prove are work summed over threads; the others wall time."""
+    """What one sync did.
 
-    version: int  # the weights' version now, proved
-    previous: int | None  # their version before; None if it was not known, or they were altered
-    digest: str  # of the version, 16 hex digits
-    route: Way
-    patches: int  # how many were applied, skip patches over several versions among them
-    changes: int  # elements they overwrote
-    density: float  # changes / elements of the model
-    full_nbytes: int  # of the whole model's bits
+    Attributes:
+        version: The version that the weights hold now, proved.
+        previous: The version that they held before; None if it was not known, or if they had been altered.
+        digest: The digest of the version, 16 hex digits.
+        route: "none" if there was nothing to do, "patches" if patches were applied to the weights, "anchor" if a full
+            checkpoint was loaded.
+        patches: How many patches were applied, also to the anchor; a skip patch counts as one.
+        changes: Elements that these patches overwrote.
+        density: changes / elements of the model.
+        full_nbytes: Bytes of the whole model's bits.
+        fetched_nbytes: Bytes of the patches and the anchor that were read.
+        reduction: full_nbytes / fetched_nbytes; infinite if nothing was fetched.
+        recovered: What was wrong with the weights or the history, and was repaired or avoided; None if nothing was.
+        fetch_s: Seconds spent waiting for the store.
+        decode_s: Seconds of decoding patches, summed over threads.
+        apply_s: Seconds of writing to the weights.
+        prove_s: Seconds of proving, summed over threads.
+        total_s: Seconds of the call.
+    """
+
+    version: int
+    previous: int | None
+    digest: str
+    route: Route
+    patches: int
+    changes: int
+    density: float
+    full_nbytes: int
     fetched_nbytes: int
-    reduction: float  # full_nbytes / fetched_nbytes; infinite if nothing was fetched
-    recovered: str | None  # what was wrong on the way and was got past: with the live weights, or with the history
+    reduction: float
+    recovered: str | None
     fetch_s: float
     decode_s: float
     apply_s: float
     prove_s: float
     total_s: float
+
+
+def sync_report(
+    target: Manifest, previous: int | None, route: Route, effort: Effort, recovered: str | None, start: float
+) -> SyncReport:
+    """The report of a sync to a version. start: `time.perf_counter()` when sync was called."""
+    return SyncReport(
+        version=target.version,
+        previous=previous,
+        digest=target.digest,
+        route=route,
+        patches=effort.patches,
+        changes=effort.changes,
+        density=effort.changes / target.elements if target.elements else 0.0,
+        full_nbytes=target.full_nbytes,
+        fetched_nbytes=effort.nbytes,
+        reduction=target.full_nbytes / effort.nbytes if effort.nbytes else float("inf"),
+        recovered=recovered,
+        fetch_s=effort.fetch_s,
+        decode_s=effort.decode_s,
+        apply_s=effort.apply_s,
+        prove_s=effort.prove_s,
+        total_s=time.perf_counter() - start,
+    )

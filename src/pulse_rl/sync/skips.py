@@ -1,7 +1,7 @@
-"""Skip patches: from the version 4, 16 or 64 commits ago to the newest, so that a worker that slept catches up fast.
+"""Skip patches: from the version 4, 16 or 64 commits ago to the newest, so that subscribers far behind catch up fast.
 
-The publisher makes them from what it knows: its baseline, and what its publishes overwrote in it. They are made after
-the version is committed, in no one's way; the trail of the next version tells of them.
+The publisher makes them from its baseline and from what its versions overwrote in it, after the newest version is
+committed. The trail of the next version lists them. Reading them is `history.trail`'s part.
 """
 
 from dataclasses import dataclass
@@ -15,38 +15,37 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay
 from pulse_rl.weights.layout import Layout
 
-LARGEST = (
-    1 / 2
-)  # of the model's bytes: an overlay beyond that is given up, and the span with it, until the next one begins
+MAX_OVERLAY = 1 / 2  # of the model's bytes; a larger overlay is dropped, and its window is empty until the next begins
 
 
 @dataclass
 class _Window:
-    """The versions since a multiple of a span."""
+    """The versions since a sequence number that the span divides."""
 
     span: int
-    base: State | None = None  # None while there is none to patch from
-    overlay: Overlay | None = None  # of the base; None before the first version after it
+    base: State | None = None  # where the window begins; None if what changed since is not known
+    overlay: Overlay | None = None  # what the base held; None before the first version after it
 
     def restart(self, base: State | None) -> None:
         self.base, self.overlay = base, None
 
 
 class Skips:
-    """Which skip patches are due, and what their bases held."""
+    """Keeps what each window's base held, and says which skip patches are due."""
 
     def __init__(self) -> None:
         self._windows = [_Window(span) for span in SPANS]
 
     def clear(self) -> None:
-        """Begin anew: what the last publish overwrote is not known."""
+        """Empty all windows, as what the last version overwrote is not known."""
         for window in self._windows:
             window.restart(None)
 
     def add(self, before: State, now: State, replaced: Overlay, full_nbytes: int) -> list[tuple[State, Overlay]]:
-        """Take in that one version followed another, and what that overwrote.
+        """Record a version.
 
-        Returns the bases of the skip patches that are due to the new version, the nearest first, with their overlays.
+        before, now: the version before, and this one. replaced: what this one overwrote. full_nbytes: of the model.
+        Returns the bases of the skip patches to this version that are due, nearest first, with their overlays.
         """
         due: list[tuple[State, Overlay]] = []
         for window in self._windows:
@@ -54,7 +53,7 @@ class Skips:
                 window.restart(before)
             if window.base is not None:
                 window.overlay = window.overlay.and_later(replaced) if window.overlay else replaced
-                if window.overlay.nbytes > full_nbytes * LARGEST:
+                if window.overlay.nbytes > full_nbytes * MAX_OVERLAY:
                     window.restart(None)
             if now.sequence % window.span:
                 return due
@@ -62,16 +61,19 @@ class Skips:
                 break
             due.append((window.base, window.overlay))
             before, replaced = window.base, window.overlay
-        # What the windows beyond hold lacks this one's changes.
+        # The longer windows lack these changes.
         for window in self._windows[len(due) + 1 :]:
             window.restart(None)
         return due
 
 
 def skip_patch(base: State, overlay: Overlay, newest: Layout, target: State, codec: Codec) -> encode.EncodedPatch:
-    """The patch from an older version to the newest, proved. Raises IntegrityError if it does not lead there."""
+    """The patch from an older version to the newest, proved. Raises IntegrityError if it does not lead there.
+
+    overlay: what the base held, over `newest`.
+    """
     older = overlay.over(newest)
-    (coded,) = encode.encode(
+    (encoded,) = encode.encode(
         older,
         newest,
         base=base.version,
@@ -80,11 +82,13 @@ def skip_patch(base: State, overlay: Overlay, newest: Layout, target: State, cod
         base_digest=int(base.digest, 16),
         tied=newest.tied,
     )
-    if coded.header.target_digest != target.digest:
+    if encoded.header.target_digest != target.digest:
         raise IntegrityError(
-            f"the patch from version {base.version} should lead to digest {target.digest}, it leads to "
-            f"{coded.header.target_digest}"
+            f"the patch from version {base.version} to {target.version}: expected that it leads to digest "
+            f"{target.digest}, found {encoded.header.target_digest}",
+            expected=target.digest,
+            found=encoded.header.target_digest,
         )
-    application = Application(patch_format.unpack(coded.data), {name: [bits] for name, bits in older.items()})
+    application = Application(patch_format.unpack(encoded.data), {name: [bits] for name, bits in older.items()})
     application.prove(int(base.digest, 16))
-    return coded
+    return encoded
