@@ -86,8 +86,8 @@ def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
     _check(summary, tmp_path / "run")
     for record in metrics.read(tmp_path / "run"):
         assert record["codec"] in ("context", "gap")
-        assert record["choice"].startswith(record["codec"])
-        assert re.search(r" over [\d.]+ [kMG]?B/s$", record["choice"])
+        assert record["codec_reason"].startswith(record["codec"])
+        assert re.search(r" over [\d.]+ [kMGT]?bit/s$", record["codec_reason"])
 
 
 def _alive(pid: int) -> bool:
