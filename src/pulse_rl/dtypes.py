@@ -1,4 +1,4 @@
-"""Which dtypes there are, by whose name, and the unsigned integers that stand for their bits."""
+"""The supported dtypes, their names in each library, and the unsigned integers that hold their bits."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,12 +34,15 @@ UINTS: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}
 
 
 class Field(NamedTuple):
-    """How a dtype's bits order its values, and where its exponent stands."""
+    """Where a dtype's exponent lies, and how its bit patterns are ordered by value.
 
-    sign: int  # the bit that is turned over (in a float: where it is set, all others are too) to order the values
-    mask: int  # of the magnitude: exponent and mantissa; 0 for whole numbers, which have one exponent
+    To order the values, `sign` is flipped; in a float with that bit set, all other bits are flipped too.
+    """
+
+    sign: int  # 0 for unsigned integers
+    mask: int  # the bits of exponent and mantissa; 0 for integers, which have one exponent
     shift: int  # bits below the exponent
-    exponents: int
+    exponents: int  # how many there are
     floating: bool
 
 
@@ -48,7 +51,7 @@ _MANTISSAS |= {"F16": 10, "BF16": 7, "F32": 23, "F64": 52}
 
 
 def field(dtype: str) -> Field:
-    """The field of a dtype, by its safetensors name. A pair of floats (C64) counts as a whole number."""
+    """The field of a dtype, by its safetensors name. A pair of floats (C64) is treated as an unsigned integer."""
     bits = 8 * ITEMSIZES[dtype]
     sign = 1 << bits - 1
     if dtype not in _MANTISSAS:

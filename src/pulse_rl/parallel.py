@@ -1,7 +1,7 @@
-"""Segments in parallel: an ordered map over a thread pool that never holds more than a few results.
+"""Segments in parallel: an ordered map over a thread pool that holds only a few results at a time.
 
-The work is in kernels that release the GIL, so threads are enough. PULSE_THREADS sets how many; the default
-is the number of processors this process may use.
+The work is in kernels that release the GIL, so threads are enough. PULSE_THREADS sets their number; the default is the
+number of processors that this process may use.
 """
 
 import os
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 @cache
 def threads() -> int:
-    """How many threads the kernels run on. Raises ValueError if PULSE_THREADS is no positive number."""
+    """The number of threads that kernels run on. Raises ValueError if PULSE_THREADS is not a positive number."""
     setting = os.environ.get("PULSE_THREADS")
     if setting is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -31,35 +31,35 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads(), thread_name_prefix="pulse")
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
+if hasattr(os, "register_at_fork"):  # not on Windows. A forked child has none of its parent's threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _first(pending: "deque[Future[R]]") -> R:
-    """The oldest result. It stays in the queue until it is there: an interruption while waiting must not lose it."""
+    """Wait for the oldest result, then remove it from the queue: an interrupted wait must not lose it."""
     result = pending[0].result()
     pending.popleft()
     return result
 
 
 def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *args: object) -> "Future[R]":
-    """Have a pool call a function. While the process ends no pool takes anything more: then it is called here, so
-    that a version on its way gets there."""
+    """Run a function in a pool. At interpreter shutdown pools refuse work: then run it inline, so that a version that
+    is being published is still committed."""
     try:
         return pool.submit(function, *args)
     except RuntimeError as error:
-        if "cannot schedule new futures after" not in str(error):  # no thread to be had
+        if "cannot schedule new futures after" not in str(error):  # another cause, such as "can't start new thread"
             raise
     future: Future[R] = Future()
     try:
         future.set_result(function(*args))
-    except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+    except Exception as error:  # noqa: BLE001 - raised by future.result()
         future.set_exception(error)
     return future
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield function(item) in the items' order, at most two results a thread ahead of the consumer."""
+    """Yield function(item) in the items' order, at most two results per thread ahead of the consumer."""
     if threads() == 1:
         yield from map(function, items)
         return
@@ -74,4 +74,4 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     finally:
         for future in pending:
             future.cancel()
-        wait(pending)  # whoever handles the exception can count on nothing going on any more
+        wait(pending)  # when an exception is handled, nothing runs any more

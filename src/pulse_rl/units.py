@@ -1,4 +1,4 @@
-"""Numbers for people, and from them."""
+"""Numbers with units: parsed from text, and written for people."""
 
 import math
 import re
@@ -13,7 +13,10 @@ _NUMBER = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(.*?)\s*", re.ASCII)
 
 
 def parse(text: str, units: Mapping[str, float], what: str) -> float:
-    """A number with one of these units: parse("200Mbit", BANDWIDTHS, …) is 2e8. Raises ValueError naming `what`."""
+    """Read a number with one of these units: parse("200Mbit", BANDWIDTHS, …) is 2e8.
+
+    units: unit → factor. what: the setting's name, which the error begins with. Raises ValueError for other text.
+    """
     found = _NUMBER.fullmatch(text)
     if found is None or found[2] not in units or math.isinf(float(found[1]) * units[found[2]]):
         known = ", ".join(unit or "none" for unit in units)
@@ -40,5 +43,5 @@ def bandwidth(bits: float) -> str:
 
 
 def seconds(time: float) -> str:
-    """Three digits: 4.32 s."""
+    """Seconds or milliseconds, three digits: 4.32 s."""
     return f"{time:,.0f} s" if time >= 100 else f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"

@@ -1,7 +1,7 @@
 """What weights are: tensors as bits, their names and shapes, which bits changed, and the digest of a whole state.
 
 `bits` views a tensor or an array as unsigned integers; `layout` views a whole model so; `segments` cuts a tensor into
-the units that are coded on their own; `changes` finds the elements whose bits differ; `digests` adds up the
-fingerprint; `casts` names the dtypes that weights can be cast to. Nothing here reads a
-file, codes a byte or knows of versions.
+the units that are coded independently; `changes` finds the elements whose bits differ; `digests` computes the
+fingerprint; `casts` names the dtypes that weights can be cast to. Nothing here reads a file, codes a byte or knows of
+versions.
 """

@@ -1,18 +1,18 @@
 """Tensors and arrays as unsigned integers: what the rest of the library works on.
 
-A `Bits` names one tensor's dtype (as safetensors spells it) and shape, and reads and writes its elements as
-unsigned integers of the same width, addressed by their flat row-major index. Nothing here ever looks at a
-float: −0 and +0 differ, and a NaN keeps its payload.
+A `Bits` has one tensor's dtype (as safetensors spells it) and shape, and reads and writes its elements as unsigned
+integers of the same width, addressed by flat row-major index. No float is ever compared: −0 and +0 differ, and a NaN
+keeps its payload.
 
-Host tensors (NumPy arrays, CPU torch tensors, memory-mapped files) are views: no copy is made, and a write
-goes to the live tensor. Tensors on other devices move through the host in the pieces that are asked for.
-torch is imported only when a torch tensor is met.
+Host tensors (NumPy arrays, CPU torch tensors, memory-mapped files) are viewed without a copy, and a write goes to the
+live tensor. Tensors on other devices are copied through the host, only the elements that are asked for. torch is
+imported only for torch tensors.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
+@runtime_checkable
 class Bits(Protocol):
     """One tensor as unsigned integers, addressed by flat row-major index."""
 
@@ -40,23 +41,23 @@ class Bits(Protocol):
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element: 1, 2, 4 or 8."""
+        """Bytes per element: 1, 2, 4 or 8."""
 
     def read(self, start: int, stop: int) -> UIntArray:
-        """The elements [start, stop), shape (stop − start,), contiguous; a view where that is possible."""
+        """The elements [start, stop), shape (stop − start,), contiguous; a view if possible."""
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         """The elements at start + indices, shape (k,), a copy."""
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        """Overwrite the elements at start + indices with values (k,); the indices are in range already."""
+        """Overwrite the elements at start + indices with values (k,). The caller has proved the indices in range."""
 
     def write(self, start: int, values: UIntArray) -> None:
         """Overwrite the elements [start, start + len(values))."""
 
     @property
     def writable(self) -> bool:
-        """Whether every element can be written, and on its own."""
+        """Whether every element can be written without changing another."""
 
     @property
     def storage(self) -> object:
@@ -64,7 +65,7 @@ class Bits(Protocol):
 
     @property
     def extent(self) -> tuple[object, int, int]:
-        """Where in memory it may reach: device, first address, address after the last."""
+        """The memory that it may touch: device, first address, address after the last."""
 
 
 class HostBits:
@@ -78,7 +79,7 @@ class HostBits:
         self.shape: tuple[int, ...] = array.shape
         self.size = int(array.size)
         self.itemsize = int(array.itemsize)
-        # None where the elements do not lie in row-major order: then they are reached one by one.
+        # None if the elements are not in row-major order: then they are indexed one by one.
         self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
 
     def read(self, start: int, stop: int) -> UIntArray:
@@ -121,8 +122,8 @@ class HostBits:
 class TorchBits:
     """Bits over a torch tensor that is not in host memory, or that is cast as it is read.
 
-    tensor: any device, any strides. cast: read the elements as this torch dtype instead (then it is not
-    writable); the cast is done piece by piece, so no second copy of the tensor exists.
+    tensor: on any device, of any strides. cast: a torch dtype to read the elements as; then nothing can be written.
+    Each read casts only what it returns, so no second copy of the tensor exists.
     """
 
     __slots__ = ("_cast", "_flat", "_tensor", "_uint", "dtype", "itemsize", "shape", "size")
@@ -135,13 +136,13 @@ class TorchBits:
         self._uint = getattr(torch, f"uint{8 * self.itemsize}")
         self._tensor = tensor.detach()
         if cast is None:
-            # As integers that torch can index on every device (it cannot index wider unsigned ones, nor some FP8).
+            # Integers that torch can index on every device: not the wider unsigned ones, nor some FP8 dtypes.
             name = "uint8" if self.itemsize == 1 else f"int{8 * self.itemsize}"
             self._tensor = self._tensor.view(getattr(torch, name))
         self.shape = tuple(tensor.shape)
         self.size = tensor.numel()
-        # None where the strides allow no flat view: then elements are reached by their coordinates, because a
-        # flat copy would be a second tensor, and writing it back would race with other threads' segments.
+        # None if the strides allow no flat view: then elements are indexed by coordinates. A flat copy would be a
+        # second tensor, and writing it back would race with other threads' segments.
         self._flat: torch.Tensor | None = self._tensor.view(-1) if self._tensor.is_contiguous() else None
 
     def _bits(self, piece: torch.Tensor) -> UIntArray:
@@ -189,8 +190,8 @@ class TorchBits:
         import torch
 
         if self._cast is not None:
-            raise TypeError("a tensor that is cast while it is read cannot be written")
-        # torch warns of arrays that it could write to and must not: decoded values are read-only, so copy them.
+            raise TypeError("a tensor that is cast on reading cannot be written")
+        # torch warns about read-only arrays, and decoded values are read-only: copy those.
         values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
         source = torch.from_numpy(values).view(self._tensor.dtype).to(self._tensor.device)
         with torch.no_grad():
@@ -216,7 +217,7 @@ class TorchBits:
 
 
 def _expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether one piece of memory serves several elements, as in torch's expand and NumPy's broadcast_to."""
+    """Whether several elements share one address, as in torch's expand and NumPy's broadcast_to."""
     return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
 
 
@@ -228,14 +229,12 @@ def _torch_dtype(dtype: torch.dtype) -> tuple[str, int]:
 
 
 def as_bits(tensor: Any, cast: str | None = None) -> Bits:
-    """View a torch tensor, a NumPy array or a Bits as Bits, without a copy where it lies in host memory.
+    """View a tensor or a NumPy array as Bits, without a copy if it is in host memory. A Bits is returned as it is.
 
-    cast: a torch dtype's name ("bfloat16"): floating-point tensors are read as if cast to it (round to
-    nearest even, as torch does), others as they are. Only torch tensors can be cast.
-    Raises TypeError for anything else, and for dtypes that safetensors gives no 1, 2, 4 or 8 bytes.
+    cast: a torch dtype's name ("bfloat16"): floating-point tensors are read as if cast to it (rounded to nearest even,
+    as torch does), others as they are. Only torch tensors can be cast.
+    Raises TypeError for anything else, and for dtypes that are not in `DTYPES`.
     """
-    if isinstance(tensor, HostBits | TorchBits):
-        return tensor
     if isinstance(tensor, np.ndarray | np.generic):
         array = np.asarray(tensor)
         name = array.dtype.name
@@ -246,10 +245,12 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
             raise TypeError(f"cast={cast!r} needs torch tensors, found a NumPy array of {name}")
         view = array.view(UINTS[itemsize])
         if isinstance(tensor, np.generic):
-            view.flags.writeable = False  # a scalar is a value: what is written would go to a copy and be lost
+            view.flags.writeable = False  # a scalar is a value: a write would change a copy
         return HostBits(dtype, view)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, Bits):
+            return tensor
         raise TypeError(f"expected a torch tensor or a NumPy array, found {type(tensor).__name__}")
     if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")

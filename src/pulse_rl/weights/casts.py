@@ -1,4 +1,4 @@
-"""Which floating-point dtypes weights can be cast to as they are published."""
+"""The floating-point dtypes that weights can be cast to while they are published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASTS = tuple(name for name in DTYPES if "float" in name)
 
 
 def cast_name(cast: str | torch.dtype) -> str:
-    """The name of a floating-point dtype, given as torch.bfloat16 or as "bfloat16". Raises ValueError for another."""
+    """The name of a floating-point dtype, given as torch.bfloat16 or "bfloat16". Raises ValueError for another one."""
     name = str(cast).removeprefix("torch.")
     if name not in CASTS:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""find_changes: which elements of a tensor have new bits, and what they are.
+"""find_changes: which elements of a tensor have new bits, and the new bits.
 
-The unit of work is a segment (`SEGMENT` elements of one tensor at most): small enough that indices
-fit 32 bits and that scratch memory is bounded, large enough that a thread is busy for a while.
+The unit of work is a segment (at most `SEGMENT` elements of one tensor): small enough that indices fit 32 bits and
+scratch memory is bounded, large enough to keep a thread busy for a while.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ def find_changes(old: UIntArray, new: UIntArray) -> Changes:
             f"expected two flat arrays of one shape and dtype, found {old.dtype}{list(old.shape)} "
             f"and {new.dtype}{list(new.shape)}"
         )
-    # For the worst case; the values in words, so that one buffer serves every width.
+    # Sized for the worst case, with 8 bytes per value, so that one buffer serves every width.
     capacity = len(old) + cpu.SLACK
     indices = cpu.buffer("changed", capacity, np.uint32)
     values = cpu.buffer("values", capacity, np.uint64).view(UINTS[old.itemsize])

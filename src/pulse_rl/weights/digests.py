@@ -3,9 +3,9 @@
     digest(state) = Σ over tensors, Σ over elements i:  mix(seed + i·C1 + bits_i·C2)   mod 2^64
 
 `seed` comes from the tensor's name, dtype and shape; `i` is the flat row-major index in the full tensor; an
-empty tensor adds mix(seed). Being a sum, it can be updated by the changed elements alone, and ranks that hold
-shards of one tensor can each sum their own elements and add up. It proves against corruption and drift, not
-against an adversary: payload hashes do that. `docs/format.md` gives the constants and test vectors.
+empty tensor adds mix(seed). Because it is a sum, the changed elements alone update it, and ranks that hold shards of
+one tensor can each sum their own elements and add the sums. It detects corruption and drift, not an adversary: payload
+hashes do that. `docs/format.md` gives the constants and test vectors.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def state_digest(tensors: dict[str, Bits]) -> int:
-    """The digest of a whole state as an integer; tensors in parallel."""
+    """The digest of a whole state as an integer; segments in parallel."""
     work = []
     total = 0
     for name, bits in tensors.items():
@@ -53,10 +53,18 @@ def to_hex(value: int) -> str:
 
 
 def digest(weights: Any) -> str:
-    """The fingerprint of all bits of the weights, as 16 hexadecimal digits.
+    """Compute the fingerprint of all bits of the weights, as 16 hexadecimal digits.
 
-    weights: a torch module or a mapping of name → tensor or array; tied tensors count once, under their
-    first name. Equal exactly when names, dtypes, shapes and bits are equal (but for a chance of about 2^−64).
-    Reads every element once: memory-bound up to a few GB/s a core.
+    Two digests are equal exactly when names, dtypes, shapes and bits are equal (but for a chance of about 2^−64).
+    Every element is read once: memory-bound up to a few GB/s per core.
+
+    Args:
+        weights: A torch module, or a mapping of name → tensor or array. Tied tensors count once, under the first name.
+
+    Returns:
+        The digest, such as "0123456789abcdef".
+
+    Raises:
+        TypeError: Something is not a tensor or an array, or has a dtype that is not supported.
     """
     return to_hex(state_digest(layout(weights)))

@@ -1,4 +1,4 @@
-"""All tensors of a model as one ordered mapping, each piece of memory once."""
+"""All tensors of a model as one ordered mapping in which each piece of memory appears once."""
 
 import sys
 from collections.abc import Iterable, Mapping, Set
@@ -33,9 +33,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class Layout(dict[str, Bits]):
     """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
 
-    tensors: the tensors, in canonical order.
-    tied: further names of a tensor that is already there → the name that stands for it. The first name in
-    the mapping's own order stands, as Transformers keeps `model.embed_tokens.weight` for a tied `lm_head`.
+    tensors: in that order. tied: further names of a tensor → the name that stands for it, which is the first one in the
+    model's own order: Transformers keeps `model.embed_tokens.weight` for a tied `lm_head.weight`, too.
     """
 
     def __init__(
@@ -46,12 +45,12 @@ class Layout(dict[str, Bits]):
 
     @property
     def elements(self) -> int:
-        """Of all tensors, tied ones once."""
+        """The number of elements of all tensors; tied ones count once."""
         return sum(bits.size for bits in self.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those elements."""
+        """The bytes of those elements."""
         return sum(bits.size * bits.itemsize for bits in self.values())
 
     def clone(self) -> "Layout":
@@ -71,8 +70,8 @@ class Layout(dict[str, Bits]):
 def layout(weights: Any, cast: str | None = None) -> Layout:
     """View all weights as Bits.
 
-    weights: a torch module (its parameters and persistent buffers) or a mapping of name → tensor or array.
-    Raises TypeError for anything else.
+    weights: a torch module (its parameters and persistent buffers) or a mapping of name → tensor or array. cast: as for
+    `as_bits`. Raises TypeError for anything else.
     """
     if isinstance(weights, Layout) and cast is None:
         return weights
@@ -102,36 +101,49 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
 
 
 def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
-    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped, tied ones once.
+    """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped; tied ones once.
 
-    expected, found: anything with .dtype and .shape by tensor name. what: what is compared, for the message.
+    expected, found: anything with .dtype and .shape, by tensor name. what: what is compared, for the message.
     """
-    reshaped: list[str] = []
-    retyped: dict[tuple[str, str], list[str]] = {}
-    for name in _once(expected.keys() & found.keys(), expected, found):
-        one, other = expected[name], found[name]
-        if tuple(one.shape) != tuple(other.shape):
-            reshaped.append(f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})")
-        elif one.dtype != other.dtype:
-            retyped.setdefault((one.dtype, other.dtype), []).append(name)
-    kinds = [
-        ("missing", _once(expected.keys() - found.keys(), expected)),
-        ("unexpected", _once(found.keys() - expected.keys(), found)),
-        ("reshaped or retyped", reshaped),
-        *((f"{other} instead of {one}", names) for (one, other), names in retyped.items()),
+    common = _once(expected.keys() & found.keys(), expected, found)
+    missing = _once(expected.keys() - found.keys(), expected)
+    unexpected = _once(found.keys() - expected.keys(), found)
+    reshaped = [name for name in common if tuple(expected[name].shape) != tuple(found[name].shape)]
+    retyped = [name for name in common if expected[name].dtype != found[name].dtype]
+    if not (missing or unexpected or reshaped or retyped):
+        return
+    by_dtypes: dict[tuple[str, str], list[str]] = {}  # retyped only, by expected and found dtype
+    for name in sorted(set(retyped) - set(reshaped)):
+        by_dtypes.setdefault((expected[name].dtype, found[name].dtype), []).append(name)
+    differences = [
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("reshaped or retyped", [_difference(name, expected[name], found[name]) for name in reshaped]),
+        *((f"{other} instead of {one}", names) for (one, other), names in by_dtypes.items()),
     ]
     parts = [
-        f"{len(names)} {verb}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" for verb, names in kinds if names
+        f"{len(names)} {label}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+        for label, names in differences
+        if names
     ]
-    if len(retyped) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(retyped))):
-        wanted = _TORCH[next(iter(retyped))[0]]
+    if len(by_dtypes) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(by_dtypes))):
+        wanted = _TORCH[next(iter(by_dtypes))[0]]
         parts.append(f"convert them by model.to(torch.{wanted}), or publish them with cast={wanted!r}")
-    if parts:
-        raise BaseMismatchError(f"{what}: the tensors differ: {'; '.join(parts)}")
+    raise BaseMismatchError(
+        f"{what}: the tensors differ: {'; '.join(parts)}",
+        missing=missing,
+        unexpected=unexpected,
+        reshaped=reshaped,
+        retyped=retyped,
+    )
+
+
+def _difference(name: str, one: Any, other: Any) -> str:
+    return f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})"
 
 
 def _once(names: Set[str], *sides: Mapping[str, Any]) -> list[str]:
-    """Names, sorted; of tied ones, which are one object on every side, only the one that stands for them."""
+    """These names, sorted; of tied names, whose tensor is one object on every side, only the first."""
     first: dict[tuple[int, ...], str] = {}
     for name in sides[0]:
         if name in names:

@@ -1,0 +1,93 @@
+"""Weights as bits: layouts, their copies and comparison, and Bits that are not ours."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.weights.bits import Bits, HostBits, as_bits
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
+
+
+class Remote:
+    """Bits of somebody else's making: an adapter's, that keeps its elements where no tensor is."""
+
+    dtype, shape, size, itemsize, writable = "BF16", (2, 3), 6, 2, True
+
+    def __init__(self) -> None:
+        self.elements = np.arange(6, dtype=np.uint16)
+        self.storage = self
+        self.extent = (self, 0, 12)
+
+    def read(self, start: int, stop: int) -> Any:
+        return self.elements[start:stop].copy()
+
+    def gather(self, start: int, indices: Any) -> Any:
+        return self.elements[start + indices]
+
+    def scatter(self, start: int, indices: Any, values: Any) -> None:
+        self.elements[start + indices] = values
+
+    def write(self, start: int, values: Any) -> None:
+        self.elements[start : start + len(values)] = values
+
+
+def test_any_bits_are_weights() -> None:
+    """What fulfils the protocol is read, digested and patched like a tensor of the same bits."""
+    remote: Bits = Remote()
+    assert as_bits(remote) is remote
+    old = torch.arange(6, dtype=torch.int16).view(torch.bfloat16).reshape(2, 3)
+    assert pulse.digest({"w": remote}) == pulse.digest({"w": old})
+    new = old.clone()
+    new.view(torch.int16)[1, 2] = 77
+    pulse.apply({"w": remote}, pulse.diff({"w": old}, {"w": new}))
+    assert pulse.digest({"w": remote}) == pulse.digest({"w": new})
+
+
+@pytest.mark.parametrize("other", [object(), b"bits", 1.5, "w", [1, 2]])
+def test_other_objects_are_not_weights(other: Any) -> None:
+    with pytest.raises(TypeError, match="expected a torch tensor or a NumPy array"):
+        as_bits(other)
+
+
+def test_a_clone_has_the_same_bits_and_ties_in_other_memory() -> None:
+    shared = torch.arange(12, dtype=torch.int16).view(torch.bfloat16)
+    live = layout({"b": shared[::2], "a": shared, "tied": shared, "c": torch.tensor(1.5), "e": torch.zeros(0, 3)})
+    copy = live.clone()
+    assert list(copy) == list(live) == ["a", "b", "c", "e"]
+    assert copy.tied == live.tied == {"tied": "a"}
+    assert (copy.elements, copy.nbytes) == (live.elements, live.nbytes)
+    assert pulse.digest(copy) == pulse.digest(live)
+    shared.view(torch.int16)[3] = 99
+    assert pulse.digest(copy) != pulse.digest(live)
+    assert all(bits.writable and bits.shape == live[name].shape for name, bits in copy.items())
+
+
+def test_a_layout_without_ties() -> None:
+    assert Layout().tied == {}
+    assert Layout({"a": HostBits("U8", np.zeros(3, np.uint8))}).all_names().keys() == {"a"}
+
+
+def test_a_mismatch_names_the_tensors() -> None:
+    expected = layout({name: np.zeros(4, np.float16) for name in ("gone", "shape", "dtype", "both", "same")})
+    found = layout(
+        {
+            "new": np.zeros(4, np.float16),
+            "shape": np.zeros((2, 2), np.float16),
+            "dtype": np.zeros(4, np.int16),
+            "both": np.zeros(3, np.int16),
+            "same": np.zeros(4, np.float16),
+        }
+    )
+    with pytest.raises(pulse.BaseMismatchError) as raised:
+        compare_layouts(expected, found, "these weights")
+    error = raised.value
+    assert (error.missing, error.unexpected) == (("gone",), ("new",))
+    assert (error.reshaped, error.retyped) == (("both", "shape"), ("both", "dtype"))
+    assert str(error) == (
+        "these weights: the tensors differ: 1 missing: gone; 1 unexpected: new; 2 reshaped or retyped: "
+        "both (F16 [4] → I16 [3]), shape (F16 [4] → F16 [2, 2]); 1 I16 instead of F16: dtype"
+    )
+    compare_layouts(expected, expected, "these weights")
