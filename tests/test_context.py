@@ -393,7 +393,7 @@ def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest
         pulse.apply(view(live), contradicts)
         assert pulse.digest(view(live)) == pulse.digest(wrong)
         return
-    with pytest.raises(pulse.BaseMismatchError, match="overlap in these weights' memory"):
+    with pytest.raises(pulse.BaseMismatchError, match="overlap"):
         pulse.apply(view(live), contradicts)
     assert live.tobytes() == before.tobytes()
 

@@ -114,9 +114,7 @@ def test_no_tensors_and_only_empty_tensors() -> None:
     st.sampled_from(CODECS),
     st.integers(0, 2**32),
 )
-def test_models_of_mixed_dtypes_and_odd_sizes(
-    tensors: list[tuple[str, int, float]], codec: str, seed: int
-) -> None:
+def test_models_of_mixed_dtypes_and_odd_sizes(tensors: list[tuple[str, int, float]], codec: str, seed: int) -> None:
     """One block holds elements of several widths, none of them aligned to its neighbours."""
     rng = np.random.default_rng(seed)
     old = {f"t{i}": random_tensor("torch", dtype, (n,), rng) for i, (dtype, n, _) in enumerate(tensors)}
@@ -346,7 +344,7 @@ def test_tied_copies_that_differ_are_no_base() -> None:
     live = model_of(first, tie=False)
     with torch.no_grad():
         live.head.weight[30, 7] = 99  # nothing that the patch changes
-    expect_refusal(live.state_dict(), patch, pulse.BaseMismatchError, "tied to 'embed.weight' differs from it")
+    expect_refusal(live.state_dict(), patch, pulse.BaseMismatchError, "tied to 'embed.weight'")
 
 
 def test_weights_that_share_memory_do_not_take_a_patch_that_untied_them() -> None:
@@ -356,7 +354,7 @@ def test_weights_that_share_memory_do_not_take_a_patch_that_untied_them() -> Non
     with torch.no_grad():
         untied.head.weight[5, 5] = 42
     patch = pulse.diff(first, untied)
-    expect_refusal(first.state_dict(), patch, pulse.BaseMismatchError, "share memory in these weights")
+    expect_refusal(first.state_dict(), patch, pulse.BaseMismatchError, "share memory")
     apart = model_of(first, tie=False)
     pulse.apply(apart, patch)
     assert snapshot(apart.state_dict()) == snapshot(untied.state_dict())
@@ -365,10 +363,13 @@ def test_weights_that_share_memory_do_not_take_a_patch_that_untied_them() -> Non
 # Refusals: the right class, a message with both sides, and weights that are as they were
 
 
-def expect_refusal(weights: Mapping[str, Any], patch: bytes, error: type[Exception], message: str) -> None:
+def expect_refusal(
+    weights: Mapping[str, Any], patch: bytes, kind: type[Exception], match: str | None = None, **fields: Any
+) -> None:
     before = snapshot(weights)
-    with pytest.raises(error, match=message):
+    with pytest.raises(kind, match=match) as raised:
         pulse.apply(weights, patch)
+    assert {name: getattr(raised.value, name) for name in fields} == fields
     assert snapshot(weights) == before
 
 
@@ -389,20 +390,16 @@ def small_patch(codec: str = "auto") -> bytes:
 def test_other_bits_than_the_base() -> None:
     weights = small()
     weights["b"].view(torch.int32)[3] ^= 1
-    digests = pulse.inspect(small_patch()).digests["base"], pulse.digest(weights)
-    expect_refusal(
-        weights,
-        small_patch(),
-        pulse.BaseMismatchError,
-        rf"from version 7 \(digest {digests[0]}\) to 9; these weights have digest {digests[1]}",
-    )
-    expect_refusal(weights, small_patch(), ValueError, "from version 7")  # a ValueError too
+    expected, found = pulse.inspect(small_patch()).digests["base"], pulse.digest(weights)
+    for kind in (pulse.BaseMismatchError, ValueError):
+        expect_refusal(weights, small_patch(), kind, f"version 7 .*{expected}.*{found}", expected=expected, found=found)
 
 
 def test_a_patch_applied_twice() -> None:
     weights = small()
     pulse.apply(weights, small_patch())
-    expect_refusal(weights, small_patch(), pulse.BaseMismatchError, "from version 7")
+    target = pulse.inspect(small_patch()).digests["target"]
+    expect_refusal(weights, small_patch(), pulse.BaseMismatchError, "version 7", found=target)
 
 
 @pytest.mark.parametrize(
@@ -467,7 +464,7 @@ def test_read_only_and_shared_elements_and_scalars() -> None:
     patch = pulse.diff(old, new)
     frozen = np.zeros(4, np.uint16)
     frozen.flags.writeable = False
-    message = "tensor 'w' is read-only, or its elements share memory"
+    message = "'w' is read-only"
     expect_refusal({"a": np.zeros(4, np.uint16), "w": frozen}, patch, ValueError, message)
     expanded = torch.zeros(1, dtype=torch.uint16).expand(4)
     expect_refusal({"a": np.zeros(4, np.uint16), "w": expanded}, patch, ValueError, message)
@@ -496,16 +493,15 @@ def test_corrupt_patches(codec: str) -> None:
 def test_the_hash_is_checked_by_inspect() -> None:
     patch = bytearray(small_patch())
     patch[-1] ^= 1
-    with pytest.raises(pulse.PatchFormatError, match="the patch is corrupt: its BLAKE3 hash does not match"):
+    with pytest.raises(pulse.PatchFormatError, match="corrupt"):
         pulse.inspect(patch)
 
 
 def test_a_target_digest_that_the_changes_do_not_give() -> None:
     metadata, streams = take_apart(small_patch())
     metadata["target_digest"] = "0" * 16
-    expect_refusal(
-        small(), seal(metadata, streams), pulse.IntegrityError, "should have digest 0{16}.*nothing was written"
-    )
+    reached = pulse.inspect(small_patch()).digests["target"]
+    expect_refusal(small(), seal(metadata, streams), pulse.IntegrityError, expected="0" * 16, found=reached)
 
 
 def test_a_base_digest_that_was_forged_is_found_by_the_target() -> None:
@@ -514,7 +510,8 @@ def test_a_base_digest_that_was_forged_is_found_by_the_target() -> None:
     weights["a.weight"].view(torch.int16)[0, 0] ^= 1  # an element that the patch leaves alone
     metadata, streams = take_apart(small_patch())
     metadata["base_digest"] = pulse.digest(weights)
-    expect_refusal(weights, seal(metadata, streams), pulse.IntegrityError, "applying the patch would give")
+    promised = pulse.inspect(small_patch()).digests["target"]
+    expect_refusal(weights, seal(metadata, streams), pulse.IntegrityError, "nothing was written", expected=promised)
 
 
 @pytest.mark.parametrize("version", [-1, 1 << 63, 1.0, "1", True, None])
@@ -579,7 +576,7 @@ def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeyp
     new = {name: changed(tensor, 200_000, rng) for name, tensor in old.items()}
     patch = diff(old, new, codec=codec)
     assert int(take_apart(patch)[0]["blocks"]) > 2
-    owner, name = (Application, "_write_block") if where == "block" else (cpu, "scatter")
+    owner, name = (Application, "_write_unit") if where == "block" else (cpu, "scatter")
     genuine = getattr(owner, name)
     calls = 0
 
@@ -601,8 +598,9 @@ def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeyp
 def test_bits_that_do_not_read_back_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faulty memory, played by a write that does nothing: an error, and no success."""
     monkeypatch.setattr(HostBits, "scatter", lambda *args: None)
-    with pytest.raises(pulse.IntegrityError, match="does not hold the bits that were just written"):
+    with pytest.raises(pulse.IntegrityError) as raised:
         pulse.apply(small(), small_patch())
+    assert raised.value.name in small()
 
 
 # Memory

@@ -1,86 +1,38 @@
 """From a patch to changed weights: everything is checked before the first element is written.
 
-`Application.prove` decodes every block against the live weights and computes what the digest will be; only
-if that is the target's digest may `write` run. Between the two, decoded changes are kept up to a fixed budget
-and the rest is decoded again, so that a receiver holds the patch and little more. A write that is interrupted
-is carried through before the interruption is let out: an overwrite can be repeated without harm.
+`Application.prove` decodes every segment against the live weights and computes the digest that they will have; only if
+it is the target's may `write` run. Between the two, decoded changes are kept up to a fixed budget and the rest is
+decoded again, so a receiver holds the patch and little more. A write that is interrupted is finished before the
+interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `targets`.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import starmap
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple
 
 from pulse_rl.codecs.base import Piece
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, Segment, decoded_nbytes
+from pulse_rl.patch.targets import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import Layout, compare_layouts
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
-BATCH = 1 << 15  # changes that are worth the way to another thread: written and read back in about 0.3 ms
+BATCH = 1 << 15  # fewest changes worth a task of their own: about 0.3 ms to write and to read back
 
 
-class HasLayout(Protocol):
-    """Anything that says a tensor's dtype and shape."""
+def finish_despite_interrupt(write: Callable[[], object]) -> None:
+    """Run a write that does no harm if repeated; if it is interrupted, run it to completion, then re-raise.
 
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def resolve(
-    tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout, *, written: bool = True
-) -> dict[str, list[Bits]]:
-    """Find the live tensors behind each name: the first stands for the name, the others are tied copies.
-
-    tensors: what is expected, by name. tied: further names → the name that stands for them. written: whether they are
-    to be written.
-    Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
-    live tensor that cannot be written.
-    """
-    live = weights.all_names()
-    # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
-    expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
-    compare_layouts(expected, live, "these weights are not what was expected")
-    targets: dict[str, list[Bits]] = {name: [live[name]] for name in tensors}
-    for alias, owner in tied.items():
-        if alias in live and live[alias].storage != live[owner].storage:
-            targets[owner].append(live[alias])
-    for name, copies in targets.items():
-        if written and not all(bits.writable for bits in copies):
-            raise ValueError(
-                f"tensor {name!r} is read-only, or its elements share memory (an expanded view): "
-                "expected weights that can be written"
-            )
-    return targets
-
-
-def live_digest(targets: Mapping[str, Sequence[Bits]]) -> int:
-    """Digest the live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
-    total = digests.state_digest({name: live[0] for name, live in targets.items() if len(live) == 1})
-    for name, live in targets.items():
-        if len(live) > 1:
-            counted = {digests.state_digest({name: copy}) for copy in live}
-            if len(counted) > 1:
-                raise BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
-            total += counted.pop()
-    return total & digests.MASK
-
-
-def carry_through(write: Callable[[], object]) -> None:
-    """Run a write that does no harm if repeated; if it is interrupted, run it once more before that is let out.
-
-    So a KeyboardInterrupt in the middle leaves the target version, not something in between.
+    So a KeyboardInterrupt in the middle leaves the target version, not a mixture of two.
     """
     try:
         write()
@@ -89,97 +41,139 @@ def carry_through(write: Callable[[], object]) -> None:
         raise
 
 
-class Application:
-    """A patch, proved applicable to these live weights. See `prove`."""
+class _Tensor(NamedTuple):
+    """A tensor of the patch and the live memory behind it."""
 
-    def __init__(self, patch: Patch, targets: Mapping[str, Sequence[Bits]]) -> None:
+    name: str
+    seed: int  # of its digest
+    live: Copies
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
+
+    segments: Sequence[Segment]
+    piece: Piece
+    keep: bool  # whether the changes stay in memory from proof to write
+    changes: list[Changes] | None = None  # of each segment, while they are in memory
+    written: bool = False
+    lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
+
+
+class _Checked(NamedTuple):
+    """What checking one unit gave."""
+
+    delta: int  # what the digest of the weights gains by its changes
+    decode_s: float
+    prove_s: float
+
+
+class Application:
+    """A patch, to be proved against live weights by `prove` and then written to them by `write`.
+
+    patch: what to apply. targets: the live tensors behind each of its tensors, as `resolve` finds them.
+    Between `prove` and `write` the weights must not change; the two may run on different threads.
+    """
+
+    def __init__(self, patch: Patch, targets: Mapping[str, Copies]) -> None:
         self._patch = patch
-        self._live = [targets[tensor.name] for tensor in patch.tensors]
-        self._pieces: list[tuple[Sequence[Segment], Piece]] = []
-        self._locks: list[Lock] = []
-        self._kept: dict[int, list[Changes]] = {}
-        self._written: set[int] = set()
-        self._shared = _shared_memory(self._live)
-        self._overlapping = _overlapping(self._live)
+        self._tensors = [
+            _Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), targets[t.name]) for t in patch.tensors
+        ]
+        self._shared = _SharedMemory([tensor.live for tensor in self._tensors])
+        self._overlapping = overlapping(tensor.live for tensor in self._tensors)
+        self._units: list[_Unit] = []  # empty until `prove`
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, likewise
+
+    @property
+    def changed_nbytes(self) -> int:
+        """Memory that all decoded changes would take together."""
+        return sum(decoded_nbytes(block.segments) for block in self._patch.blocks)
 
     def prove(self, base_digest: int) -> None:
         """Check that base_digest is the patch's base and that writing it will give the target's digest.
 
-        Raises BaseMismatchError or IntegrityError; nothing is written.
+        base_digest: of the live weights. Raises BaseMismatchError or IntegrityError; nothing is written.
         """
-        header = self._patch.header
-        if digests.to_hex(base_digest) != header.base_digest:
+        header, found = self._patch.header, digests.to_hex(base_digest)
+        if found != header.base_digest:
             raise BaseMismatchError(
-                f"the patch goes from version {header.base} (digest {header.base_digest}) to {header.target}; "
-                f"these weights have digest {digests.to_hex(base_digest)}: apply it to those of version {header.base}"
+                f"the patch leads from version {header.base} (digest {header.base_digest}) to {header.target}, but "
+                f"these weights have digest {found}: apply it to those of version {header.base}",
+                expected=header.base_digest,
+                found=found,
             )
-        self._pieces = list(self._patch.pieces())
-        self._locks = [Lock() for _ in self._pieces]
-        seeds = [digests.seed(t.name, t.dtype, t.shape) for t in self._patch.tensors]
-        # Where tensors share memory, the old bits of the second are gone once the first is written.
-        entangled = self._shared or self._overlapping
-        budget = float("inf") if entangled and self._patch.codec.conditional else KEEP_NBYTES
-        keep = []
-        for number, (segments, _) in enumerate(self._pieces):
-            budget -= decoded_nbytes(segments)
-            if budget >= 0:
-                keep.append(number)
-        kept = frozenset(keep)
-        # What the patch does to each tensor that shares its memory with another, as one number.
-        sums = {tensor: 0 for pair in self._shared for tensor in pair}
-
-        def check(number: int) -> tuple[int, dict[int, int], float, float]:
-            segments, _ = self._pieces[number]
-            parts: dict[int, int] = {}
-            start_s = time.perf_counter()
-            changes = self._decode(number)
-            decoded_s = time.perf_counter()
-            if number in kept:
-                self._kept[number] = changes
-            delta = 0
-            for segment, (indices, values) in zip(segments, changes, strict=True):
-                if not len(indices):
-                    continue
-                seed, start = seeds[segment.tensor], segment.start
-                first, *copies = self._live[segment.tensor]
-                before = first.gather(start, indices)
-                for copy in copies:
-                    if (copy.gather(start, indices) != before).any():
-                        name = self._patch.tensors[segment.tensor].name
-                        raise BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
-                delta += cpu.digest_delta(seed, start, indices, before, values)
-                if segment.tensor in sums:
-                    share = cpu.digest_delta(0, start, indices, before, values)
-                    parts[segment.tensor] = parts.get(segment.tensor, 0) + share
-            return delta, parts, decoded_s - start_s, time.perf_counter() - decoded_s
-
-        total = base_digest
-        for delta, parts, decode_s, prove_s in ordered_map(check, range(len(self._pieces))):
-            total += delta
-            for tensor, share in parts.items():
-                sums[tensor] += share
-            self.decode_s += decode_s
-            self.prove_s += prove_s
-        reached = digests.to_hex(total)
+        reached = digests.to_hex(base_digest + self._digest_delta())
         if reached != header.target_digest:
             raise IntegrityError(
                 f"version {header.target} should have digest {header.target_digest}, applying the patch would "
-                f"give {reached}: the live weights are not those of version {header.base}; nothing was written"
+                f"give {reached}: the live weights are not those of version {header.base}; nothing was written",
+                expected=header.target_digest,
+                found=reached,
             )
-        for pair in self._shared:
-            if (sums[pair[0]] - sums[pair[1]]) & digests.MASK:
-                names = [self._patch.tensors[tensor].name for tensor in pair]
-                raise BaseMismatchError(
-                    f"tensors {names[0]!r} and {names[1]!r} share memory in these weights, but the patch gives "
-                    "them different bits: expected weights in which they are not tied"
-                )
+        for one, other in self._shared.differing():
+            raise BaseMismatchError(
+                f"tensors {self._tensors[one].name!r} and {self._tensors[other].name!r} share memory in these weights, "
+                "but the patch gives them different bits: expected weights in which they are not tied"
+            )
 
-    @property
-    def changed_nbytes(self) -> int:
-        """Memory that all decoded changes take together."""
-        return sum(decoded_nbytes(block.segments) for block in self._patch.blocks)
+    def _digest_delta(self) -> int:
+        """Decode the whole patch and check it: returns what the digest of the weights gains, mod 2^64."""
+        self._units = list(self._plan_units())
+        delta = 0
+        for checked in ordered_map(self._check, self._units):
+            delta += checked.delta
+            self.decode_s += checked.decode_s
+            self.prove_s += checked.prove_s
+        return delta
+
+    def _plan_units(self) -> Iterator[_Unit]:
+        """The patch's units in order; those whose changes fit into the budget are kept."""
+        # A unit decodes against old bits that are gone once another name of the same memory is written: keep them all.
+        keep_all = self._patch.codec.conditional and (self._shared or self._overlapping)
+        budget = float("inf") if keep_all else KEEP_NBYTES
+        for segments, piece in self._patch.pieces():
+            budget -= decoded_nbytes(segments)
+            yield _Unit(segments, piece, keep=budget >= 0)
+
+    def _check(self, unit: _Unit) -> _Checked:
+        start_s = time.perf_counter()
+        changes = self._decode(unit)
+        decoded_s = time.perf_counter()
+        if unit.keep:
+            unit.changes = changes
+        delta = sum(starmap(self._check_segment, zip(unit.segments, changes, strict=True)))
+        return _Checked(delta, decoded_s - start_s, time.perf_counter() - decoded_s)
+
+    def _check_segment(self, segment: Segment, changes: Changes) -> int:
+        """Check a segment's tied copies; returns what the digest gains by its changes."""
+        indices, after = changes
+        if not len(indices):
+            return 0
+        tensor = self._tensors[segment.tensor]
+        original, *copies = tensor.live
+        before = original.gather(segment.start, indices)
+        if any((copy.gather(segment.start, indices) != before).any() for copy in copies):
+            raise tied_differ(tensor.name)
+        if self._shared:
+            self._shared.add(segment.tensor, cpu.digest_delta(0, segment.start, indices, before, after))
+        return cpu.digest_delta(tensor.seed, segment.start, indices, before, after)
+
+    def _decode(self, unit: _Unit) -> list[Changes]:
+        return unit.piece.decode(
+            [partial(self._tensors[s.tensor].live[0].read, s.start, s.stop) for s in unit.segments]
+        )
+
+    def replaced(self) -> Iterator[tuple[str, Bits, int, Changes]]:
+        """What `write` will overwrite, after `prove`: for each segment of each live tensor that changes, its name, the
+        live tensor, the segment's start, and the indices from there with the bits that they hold now."""
+        for unit in self._units:
+            for segment, (indices, _) in zip(unit.segments, unit.changes or self._decode(unit), strict=True):
+                tensor = self._tensors[segment.tensor]
+                for bits in tensor.live if len(indices) else ():
+                    yield tensor.name, bits, segment.start, Changes(indices, bits.gather(segment.start, indices))
 
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
@@ -188,92 +182,80 @@ class Application:
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
         before = list(self.replaced()) if self._overlapping else []
-        carry_through(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
+        finish_despite_interrupt(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
         if self._overlapping:
             self._check_overlaps(before)
 
-    def replaced(self) -> Iterator[tuple[str, Bits, int, Changes]]:
-        """What a write will replace: name and live tensor, a segment's start, indices from there and their bits now."""
-        for number, (segments, _) in enumerate(self._pieces):
-            for segment, (indices, _) in zip(segments, self._changes(number), strict=True):
-                for bits in self._live[segment.tensor] if len(indices) else []:
-                    old = Changes(indices, bits.gather(segment.start, indices))
-                    yield self._patch.tensors[segment.tensor].name, bits, segment.start, old
-
-    def _check_overlaps(self, before: list[tuple[str, Bits, int, Changes]]) -> None:
-        """Where tensors overlap in part, only the result can show that what they share was given the same bits."""
-        names = [tensor.name for tensor in self._patch.tensors]
-        live = {name: copies[0] for name, copies in zip(names, self._live, strict=True)}
-        if digests.to_hex(digests.state_digest(live)) == self._patch.header.target_digest:
-            return
-        for _, bits, start, (indices, values) in reversed(before):
-            bits.scatter(start, indices, values)
-        raise BaseMismatchError(
-            "tensors overlap in these weights' memory, but the patch gives what they share different bits: expected "
-            "weights in which each has its own; they are as they were"
-        )
-
-    def _decode(self, number: int) -> list[Changes]:
-        segments, piece = self._pieces[number]
-        return piece.decode([partial(self._live[s.tensor][0].read, s.start, s.stop) for s in segments])
-
-    def _changes(self, number: int) -> list[Changes]:
-        """A piece's changes, decoded again if they were not kept."""
-        return self._kept.get(number) or self._decode(number)
-
-    def _batches(self) -> Iterator[list[int]]:
-        """Runs of pieces of BATCH changes or more each, but for the last."""
-        batch, changes = list[int](), 0
-        for number, (segments, _) in enumerate(self._pieces):
-            batch.append(number)
-            changes += sum(segment.spec.changed for segment in segments)
+    def _batches(self) -> Iterator[list[_Unit]]:
+        """Runs of units of BATCH changes or more each, but for the last."""
+        batch, changes = list[_Unit](), 0
+        for unit in self._units:
+            batch.append(unit)
+            changes += sum(segment.spec.changed for segment in unit.segments)
             if changes >= BATCH:
                 yield batch
                 batch, changes = [], 0
         yield batch
 
-    def _write_batch(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self._write_block(number)
+    def _write_batch(self, units: list[_Unit]) -> None:
+        for unit in units:
+            self._write_unit(unit)
 
-    def _write_block(self, number: int) -> None:
-        with self._locks[number]:  # a write that is repeated waits for what is still going on of the first
-            if number not in self._written:
-                self._write_piece(number)
+    def _write_unit(self, unit: _Unit) -> None:
+        with unit.lock:
+            if unit.written:
+                return
+            # Held until all of it is written, as a repeated write could no longer decode against the old bits.
+            unit.changes = unit.changes or self._decode(unit)
+            for segment, (indices, values) in zip(unit.segments, unit.changes, strict=True):
+                tensor = self._tensors[segment.tensor]
+                for bits in tensor.live if len(indices) else ():
+                    bits.scatter(segment.start, indices, values)
+                    if (bits.gather(segment.start, indices) != values).any():
+                        raise IntegrityError(
+                            f"tensor {tensor.name!r} does not hold the bits that were just written", name=tensor.name
+                        )
+            unit.written, unit.changes = True, None
 
-    def _write_piece(self, number: int) -> None:
-        segments, _ = self._pieces[number]
-        # Kept until all of it is written: a repeated write could no longer decode against the old bits.
-        changes = self._kept[number] = self._changes(number)
-        for segment, (indices, values) in zip(segments, changes, strict=True):
-            if not len(indices):
-                continue
-            for bits in self._live[segment.tensor]:
-                bits.scatter(segment.start, indices, values)
-                if (bits.gather(segment.start, indices) != values).any():
-                    name = self._patch.tensors[segment.tensor].name
-                    raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written")
-        self._written.add(number)
-        del self._kept[number]
+    def _check_overlaps(self, before: list[tuple[str, Bits, int, Changes]]) -> None:
+        """Where tensors overlap in part, only the result shows whether the patch gave common memory the same bits.
+
+        before: what was overwritten, to be put back if it did not.
+        """
+        live = {tensor.name: tensor.live[0] for tensor in self._tensors}
+        if digests.to_hex(digests.state_digest(live)) == self._patch.header.target_digest:
+            return
+        for _, bits, start, (indices, values) in reversed(before):
+            bits.scatter(start, indices, values)
+        raise BaseMismatchError(
+            "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
+            "expected weights that do not overlap; they are as they were"
+        )
 
 
-def _overlapping(live: Sequence[Sequence[Bits]]) -> bool:
-    """Whether tensors reach into each other's memory without being the same (slices of a fused weight beside it)."""
-    distinct = {bits.storage: bits.extent for copies in live for bits in copies if bits.size}
-    extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
+class _SharedMemory:
+    """Tensors of a patch that are the same memory in the live weights: the patch must change both alike.
 
-
-def _shared_memory(live: Sequence[Sequence[Bits]]) -> list[tuple[int, int]]:
-    """Pairs of a patch's tensors that are one piece of memory in the live weights, though it holds them apart.
-
-    live: the live tensors behind each tensor of the patch. Empty in the ordinary case.
+    What a patch does to a tensor is summed up as one number, the digest's gain under a common seed. False if there are
+    none, which is the ordinary case.
     """
-    first: dict[object, int] = {}
-    pairs = []
-    for tensor, copies in enumerate(live):
-        for bits in copies:
-            owner = first.setdefault(bits.storage, tensor) if bits.size else tensor
-            if owner != tensor:
-                pairs.append((owner, tensor))
-    return pairs
+
+    def __init__(self, live: Sequence[Copies]) -> None:
+        self._pairs = shared_memory(live)
+        self._sums = {tensor: 0 for pair in self._pairs for tensor in pair}
+        self._lock = Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, tensor: int, delta: int) -> None:
+        """Count a change of a tensor. May be called on any thread."""
+        if tensor in self._sums:
+            with self._lock:
+                self._sums[tensor] += delta
+
+    def differing(self) -> Iterator[tuple[int, int]]:
+        """The pairs that were changed differently."""
+        for one, other in self._pairs:
+            if (self._sums[one] - self._sums[other]) & digests.MASK:
+                yield one, other

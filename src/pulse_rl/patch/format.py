@@ -315,7 +315,8 @@ class _Grid(NamedTuple):
     def per_tensor(self, counts: NDArray[np.uint32]) -> NDArray[np.int64]:
         """The sum over each tensor's segments, (tensors,)."""
         sums = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        return sums[self.starts[1:]] - sums[self.starts[:-1]]
+        changes: NDArray[np.int64] = sums[self.starts[1:]] - sums[self.starts[:-1]]
+        return changes
 
 
 def _grid(table: _Table) -> _Grid:

@@ -12,8 +12,9 @@ import msgspec
 from pulse_rl.codecs.choose import CodecName, candidates
 from pulse_rl.patch import encode
 from pulse_rl.patch import format as patch_format
-from pulse_rl.patch.apply import Application, live_digest, resolve
+from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import TensorInfo
+from pulse_rl.patch.targets import live_digest, resolve
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, compare_layouts, layout
 

@@ -1,0 +1,89 @@
+"""Which live memory stands behind the tensors of a patch or a version, and what of it is shared.
+
+A tensor is written to every live tensor that is tied to it. Live weights may also be tied where the patch is not, or
+overlap in part, as slices of a fused weight do: `shared_memory` and `overlapping` find out. Nothing here writes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from pulse_rl.errors import BaseMismatchError
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.layout import Layout, compare_layouts
+
+Copies = Sequence[Bits]  # the live tensors behind one name: the first stands for it, the others are tied copies
+
+
+class HasLayout(Protocol):
+    """Anything with a tensor's dtype and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def resolve(
+    tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout, *, written: bool = True
+) -> dict[str, list[Bits]]:
+    """Find the live tensors behind each name.
+
+    tensors: what is expected, by name. tied: further names → the name that stands for them. written: whether they are
+    to be written.
+    Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
+    live tensor that cannot be written.
+    """
+    live = weights.all_names()
+    # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
+    expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
+    compare_layouts(expected, live, "these weights are not what was expected")
+    targets: dict[str, list[Bits]] = {name: [live[name]] for name in tensors}
+    for alias, owner in tied.items():
+        if alias in live and live[alias].storage != live[owner].storage:
+            targets[owner].append(live[alias])
+    for name, copies in targets.items():
+        if written and not all(bits.writable for bits in copies):
+            raise ValueError(
+                f"tensor {name!r} is read-only, or its elements share memory (an expanded view): "
+                "expected weights that can be written"
+            )
+    return targets
+
+
+def live_digest(targets: Mapping[str, Copies]) -> int:
+    """Digest the live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
+    total = digests.state_digest({name: copies[0] for name, copies in targets.items() if len(copies) == 1})
+    for name, copies in targets.items():
+        if len(copies) > 1:
+            found = {digests.state_digest({name: bits}) for bits in copies}
+            if len(found) > 1:
+                raise tied_differ(name)
+            total += found.pop()
+    return total & digests.MASK
+
+
+def tied_differ(name: str) -> BaseMismatchError:
+    """The error for a tied copy that has other bits than the tensor that it is tied to."""
+    return BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
+
+
+def shared_memory(targets: Iterable[Copies]) -> list[tuple[int, int]]:
+    """Pairs of tensors (by position) that are the same memory in the live weights; empty in the ordinary case."""
+    owners: dict[object, int] = {}
+    pairs = []
+    for tensor, copies in enumerate(targets):
+        for bits in copies:
+            owner = owners.setdefault(bits.storage, tensor) if bits.size else tensor
+            if owner != tensor:
+                pairs.append((owner, tensor))
+    return pairs
+
+
+def overlapping(targets: Iterable[Copies]) -> bool:
+    """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
+    distinct = {bits.storage: bits.extent for copies in targets for bits in copies if bits.size}
+    extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
