@@ -1,4 +1,4 @@
-"""The reference run: its parts against naive twins."""
+"""The reference run: its parts, some against naive twins."""
 
 import itertools
 import subprocess
@@ -120,7 +120,7 @@ def _chunk(number: int, worker: str, version: int) -> Chunk:
     return Chunk(number, worker, None, None, None, None, None, np.full((2, 3), version), None)
 
 
-def test_deterministic_work_is_of_one_version_and_comes_in_order() -> None:
+def test_deterministic_assignments_name_one_version_and_are_pulled_in_order() -> None:
     buffer = DataBuffer(chunks=2, max_staleness=5, deterministic=True)
     assert buffer.take("a") is None
     buffer.begin_step(0, 10)
@@ -136,7 +136,7 @@ def test_deterministic_work_is_of_one_version_and_comes_in_order() -> None:
     assert buffer.take("a") == (2, 11)
 
 
-def test_what_a_dead_worker_held_is_handed_out_anew_and_late_deliveries_are_ignored() -> None:
+def test_a_dead_workers_chunks_are_assigned_again_and_late_deliveries_are_ignored() -> None:
     buffer = DataBuffer(chunks=2, max_staleness=0, deterministic=True)
     buffer.begin_step(0, 0)
     assert buffer.take("a") == (0, 0)
@@ -149,7 +149,7 @@ def test_what_a_dead_worker_held_is_handed_out_anew_and_late_deliveries_are_igno
     assert [c.worker for c in buffer.pull() or []] == ["b", "b"]
 
 
-def test_asynchronous_work_is_bounded_and_stale_chunks_are_dropped() -> None:
+def test_asynchronous_assignments_are_bounded_and_stale_chunks_are_dropped() -> None:
     buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
     buffer.begin_step(0, 0)
     assert [buffer.take("a") for _ in range(3)] == [(0, None), (1, None), None]
@@ -164,7 +164,7 @@ def test_asynchronous_work_is_bounded_and_stale_chunks_are_dropped() -> None:
     assert taken == [(2, None), (3, None), (4, None), None]
 
 
-def test_stopping_hands_out_nothing() -> None:
+def test_a_stopping_buffer_assigns_nothing() -> None:
     buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
     buffer.begin_step(0, 0)
     buffer.stop()
@@ -193,11 +193,11 @@ def test_other_tasks_and_bad_ones() -> None:
     problem = task.problem(0)
     assert problem.prompt.endswith("Answer:")
     assert task.reward(problem, " " + problem.entry["answer"]) == 1
-    with pytest.raises(ValueError, match="datasets, found 'chainsum'; did you mean chain_sum or .* are listed by"):
+    with pytest.raises(ValueError, match="did you mean chain_sum or"):
         Task("chainsum", seed=0)
     listed = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
     assert {"chain_sum", "spell_backward"} < set(listed.stdout.split())
-    with pytest.raises(ValueError, match="chain_sum has no setting 'colour'; it has min_terms, max_terms, min_digits"):
+    with pytest.raises(ValueError, match="'colour'; it has min_terms, max_terms, min_digits"):
         Task("chain_sum:colour=3", seed=0)
     with pytest.raises(ValueError, match="'chain_sum:min_terms=9': max_terms must be"):
         Task("chain_sum:min_terms=9", seed=0)
@@ -219,7 +219,7 @@ def test_other_tasks_and_bad_ones() -> None:
         ({"sync": "carrier pigeon"}, "sync: expected patch or full"),
     ],
 )
-def test_senseless_settings(change: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings.check(RunConfig(**change))
 
@@ -250,11 +250,11 @@ def test_dither_spreads_within_half_a_step() -> None:
     assert noise.abs().max() > 0.0045
     assert abs(float(noise.mean())) < 0.001
     assert torch.equal(((weight + noise + 0.07) / 0.01).round().long(), levels)
-    with pytest.raises(ValueError, match="dither: expected with the model smollm2"):
+    with pytest.raises(ValueError, match="dither"):
         model.load("tiny", seed=0, dither=1)
 
 
-def test_a_name_that_can_be_no_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+def test_a_bad_model_name_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     for name in ("smollm2", "tiny", "someone/some-model", "gpt2"):
         model.check(name, dither=None)
     (tmp_path / "model").mkdir()

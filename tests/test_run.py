@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model through the command line: processes that are killed, stopped and taken up again."""
+"""Whole runs of a tiny model from the command line: processes that are killed, stopped and resumed."""
 
 import json
 import os
@@ -32,8 +32,7 @@ def _check(summary: dict[str, Any], out: Path) -> None:
 
 
 def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
-    """Bit-identical training dynamics: the same digests and rewards, whatever way the weights take, and with
-    another number of workers."""
+    """Bit-identical training: the same digests and rewards, with other weights on the wire and other workers."""
     patch = run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
     full = run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
     _check(patch, tmp_path / "patch")
@@ -54,7 +53,7 @@ def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
 
 
-def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
+def test_resume_continues_where_the_run_stopped(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
     run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
     parts = resume(tmp_path / "parts", "--steps", "6")
@@ -65,14 +64,14 @@ def test_resume_goes_on_where_the_run_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
-    """The same bits as of a run whose history is whole: the trainer needs its own checkpoint only."""
+    """The bits are those of a run with an intact history: the trainer needs only its checkpoint."""
     run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
     next((tmp_path / "elsewhere" / "patches").glob("000000000002-*")).unlink()
     command = [*COMMAND, "train", "--resume", str(tmp_path / "run"), "--steps", "5", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "the history is damaged: " in done.stderr
-    assert "version 4 is a full checkpoint that gets past it" in done.stderr
+    assert "version 4 is a full checkpoint" in done.stderr
     summary = json.loads(done.stdout)
     assert all(worker["verified"] for worker in summary["workers"])
     assert verify(tmp_path / "elsewhere").bad_versions == (2, 3)
@@ -115,7 +114,7 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
         second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
         assert second.returncode == 1
         assert "is going on: stop it first" in second.stderr
-        # The refused one has left the run as it was: it can still be reached.
+        # The refused command left the run as it was: requests still reach it.
         subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
         wait_for(lambda: "worker-1" in metrics.read(out)[-1]["workers"])
         process.send_signal(signal.SIGINT)
@@ -129,18 +128,20 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
     lines = stderr.splitlines()
     assert f"worker-0 (pid {victims[0]}) died; starting again" in lines
     assert "worker-1 joins" in lines
-    # The engine's own account of the death is kept, and is not on the terminal.
+    # Ray's own messages about the death are in the log and not on the terminal.
     assert "raylet" not in stderr
     assert f"Worker PID: {victims[0]}" in (out / "ray.log").read_text()
-    # What was done before the stop is shown before it; after it, at most the step that was under way.
-    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping: no new step")) + 1 :]
+    # Steps that ended before the stop are shown before it; after it, at most the current step.
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
     assert sum(line.startswith("step ") for line in after) <= 1
-    assert after[-1].startswith(f"stopped at step {summary['steps']} of 100000; go on from step {summary['steps']} by")
+    assert after[-1].startswith(
+        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} by"
+    )
     records = metrics.read(out)
     assert summary["seconds"] == sum(record["total_s"] for record in records)
 
 
-def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) -> None:
+def test_killed_trainer_is_one_line_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "50")
     try:
@@ -152,28 +153,28 @@ def test_killed_trainer_is_one_sentence_and_the_run_can_go_on(tmp_path: Path) ->
         process.kill()
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-1].startswith("error: the trainer's process died")
-    assert "go on from step 50 by pulse-rl train --resume" in stderr.splitlines()[-1]
+    assert "from step 50 with pulse-rl train --resume" in stderr.splitlines()[-1]
     done = len(metrics.read(out))
     command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
     resumed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     summary = json.loads(resumed.stdout)
     _check(summary, out)
     assert summary["steps"] == done + 3
-    # Every step stands once, though some were done twice; the new number of steps is the run's from now on.
+    # Every step has one line, though some were repeated; the run keeps the new number of steps.
     records = metrics.read(out)
     assert [record["step"] for record in records] == list(range(1, done + 4))
     assert summary["seconds"] == sum(record["total_s"] for record in records)
     assert settings.load(out).steps == done + 3
-    assert resumed.stderr.startswith(f"going on from the checkpoint of step 50; steps 51 to {done} are done again")
+    assert resumed.stderr.startswith(f"continuing from the checkpoint of step 50; steps 51 to {done} are repeated")
     command = [*COMMAND, "train", "--resume", str(out)]
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
     assert again.returncode == 2
     assert f"already at step {done + 3} of {done + 3}: give --steps more" in again.stderr
     assert "starting" not in again.stderr
-    assert summary["trainer_version"] > done + 3  # steps after the last checkpoint were done again, as new versions
+    assert summary["trainer_version"] > done + 3  # steps after the last checkpoint were repeated under new versions
 
 
-def test_killed_driver_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
+def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
     wait_for(lambda: len(metrics.read(out)) > 7 or process.poll() is not None)
@@ -187,7 +188,7 @@ def test_killed_driver_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics.read(out)] == list(range(1, done + 4))
 
 
-def test_a_worker_that_only_dies_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--steps", "100000", "--workers", "1")
     try:
         while process.poll() is None:  # before it has proved a version
@@ -204,7 +205,7 @@ def test_a_worker_that_only_dies_ends_the_run_with_a_sentence(tmp_path: Path) ->
 
 
 def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> None:
-    """A model that only its trainer finds to be none; then Ctrl-C while it starts; then the run itself."""
+    """First a model that only the trainer finds broken, then Ctrl-C while starting, then the run itself."""
     out, broken = tmp_path / "run", tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_text("{")
@@ -219,7 +220,7 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-2] == "stopping …"
-    assert "nothing was published yet, so there is nothing to resume" in stderr.splitlines()[-1]
+    assert "nothing to resume" in stderr.splitlines()[-1]
 
     summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--warmup", "4", "--lr", "1e-5")
     assert (summary["steps"], summary["trainer_version"]) == (2, 2)
@@ -228,7 +229,7 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     assert (config.betas, config.warmup) == ((0.5, 0.75), 4)
 
 
-def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
+def test_bad_calls_are_answered_with_what_to_do(tmp_path: Path) -> None:
     def failing(*options: str, code: int = 2) -> str:
         done = subprocess.run([*COMMAND, "train", *options], capture_output=True, text=True, timeout=120, env=WIDE)
         assert done.returncode == code, done.stderr
@@ -240,7 +241,7 @@ def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.toml").write_text("steps = 3")
     assert "--resume" in failing("--out", str(tmp_path / "taken"), "--model", "tiny", code=1)
-    assert "expected only" in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
+    assert "found --lr" in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
     assert "steps: expected at least 1" in failing("--out", str(tmp_path / "a"), "--steps", "0")
     assert "datasets, found 'no_task'" in failing("--out", str(tmp_path / "b"), "--task", "no_task", "--model", "tiny")
     assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")

@@ -1,4 +1,4 @@
-"""Runs with several trainers through the command line: what they share, what they exchange, and when one is lost."""
+"""Runs with several trainers, from the command line: what they share, what they exchange, and when one is lost."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from pulse_rl.rl.config import RunConfig
 
 
 def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
-    """All trainers held the same after every round, the workers and the history hold what that led to."""
+    """All trainers held the same weights after every round; the workers and the history hold the last of them."""
     sync: dict[str, Any] = summary["trainer_sync"]
     assert sync["digests_equal"]
     assert summary["steps"] == sync["rounds"] * sync["sync_every"]
@@ -60,7 +60,7 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
     finally:
         process.kill()
     assert process.returncode == 0, stderr
-    assert "stopping: no new round" in stderr
+    assert "stopping after the current round" in stderr
     summary = json.loads(stdout)
     sync = _check(summary, out)
     assert (sync["mode"], sync["reduction_vs_diloco"], sync["reduction_vs_ddp"]) == ("diloco", 1, 3)
@@ -76,7 +76,7 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
     assert not torch.equal(moments[0], moments[1])  # other prompts, other gradients
 
 
-def test_a_killed_trainer_is_one_sentence_and_what_is_done_again_is_the_same(tmp_path: Path) -> None:
+def test_a_killed_trainer_is_one_line_and_repeated_steps_give_the_same_bits(tmp_path: Path) -> None:
     """Against the same run's rounds before it was killed: PULSELoCo's residuals and Adam's moments are all there."""
     out = tmp_path / "run"
     several = ("--trainers", "2", "--sync-every", "2")
@@ -93,9 +93,9 @@ def test_a_killed_trainer_is_one_sentence_and_what_is_done_again_is_the_same(tmp
     last = stderr.splitlines()[-1]
     assert last.startswith("error: trainer-")
     assert "'s process died (killed, or out of memory)" in last
-    assert "go on from step 20 by pulse-rl train --resume" in last
+    assert "from step 20 with pulse-rl train --resume" in last
     before = [record for record in metrics.read(out) if record["step"] > 20]
-    with pytest.raises(ValueError, match="found trainers: the run in .* has settings of its own"):
+    with pytest.raises(ValueError, match="--trainers"):
         settings.resumed(out, {"trainers": 4})
 
     summary = resume(out, "--steps", str(before[-1]["step"] + 2))
@@ -103,11 +103,13 @@ def test_a_killed_trainer_is_one_sentence_and_what_is_done_again_is_the_same(tmp
     assert (sync["mode"], sync["trainers"]) == ("pulse", 2)
     again = [record for record in metrics.read(out) if 20 < record["step"] <= before[-1]["step"]]
     for name in ("step", "reward", "loss", "trainer_sync"):
-        assert [_lasting(record[name]) for record in again] == [_lasting(record[name]) for record in before]
+        assert [_without_seconds(record[name]) for record in again] == [
+            _without_seconds(record[name]) for record in before
+        ]
 
 
-def _lasting(value: Any) -> Any:
-    """Without seconds, which are never the same."""
+def _without_seconds(value: Any) -> Any:
+    """Without seconds, which always differ."""
     return {k: v for k, v in value.items() if k != "exchange_s"} if isinstance(value, dict) else value
 
 
@@ -118,7 +120,7 @@ def _chunk(number: int, version: int) -> Chunk:
 def test_batches_between_two_versions_are_of_different_chunks_and_staleness_is_counted_in_versions() -> None:
     buffer = DataBuffer(chunks=2, max_staleness=1, deterministic=False, batches=3)
     buffer.begin_step(0, 0)
-    assert [work.number for _ in range(13) if (work := buffer.take("a"))] == list(range(12))  # two versions' worth
+    assert [given.number for _ in range(13) if (given := buffer.take("a"))] == list(range(12))  # of two versions
     for number in range(12):
         buffer.push(_chunk(number, 0))
     pulled = [buffer.pull(batch) or [] for batch in range(3)]
@@ -133,12 +135,12 @@ def test_batches_between_two_versions_are_of_different_chunks_and_staleness_is_c
 def test_deterministic_batches_do_not_depend_on_who_pulls_first() -> None:
     buffer = DataBuffer(chunks=2, max_staleness=1, deterministic=True, batches=2)
     buffer.begin_step(3, 7)
-    while work := buffer.take("a"):
-        buffer.push(_chunk(work.number, 7))
+    while assignment := buffer.take("a"):
+        buffer.push(_chunk(assignment.number, 7))
     assert [[chunk.number for chunk in buffer.pull(batch) or []] for batch in (1, 0)] == [[14, 15], [12, 13]]
 
 
-def test_a_stop_lets_a_round_that_has_begun_be_finished_and_no_other_begin() -> None:
+def test_after_a_stop_the_current_round_is_finished_and_no_other_begins() -> None:
     buffer = DataBuffer(chunks=1, max_staleness=0, deterministic=False, batches=3)
     buffer.begin_step(0, 0)
     assert buffer.take("a") == (0, None)
@@ -166,11 +168,11 @@ def test_a_stop_lets_a_round_that_has_begun_be_finished_and_no_other_begin() -> 
     [
         ({"trainers": 0}, "trainers: expected at least 1, found 0"),
         ({"trainer_sync": "pigeon", "trainers": 2}, "trainer_sync: expected pulse, diloco or ddp, found 'pigeon'"),
-        ({"sync_every": 4}, "sync_every: expected with --trainers 2 or more"),
-        ({"trainer_sync": "ddp"}, "trainer_sync: expected with --trainers 2 or more"),
+        ({"sync_every": 4}, "--sync-every needs --trainers 2 or more, found 1"),
+        ({"trainer_sync": "ddp"}, "--trainer-sync needs --trainers 2 or more, found 1"),
         ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* sync_every \(8\), found 10"),
     ],
 )
-def test_senseless_settings(change: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings.check(RunConfig(**change))

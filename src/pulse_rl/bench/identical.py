@@ -1,7 +1,7 @@
-"""Bit-identical training dynamics: one run over patches, one over full weights, everything else the same.
+"""Compare a run whose workers read patches with one whose workers read full checkpoints: the results must be equal.
 
-Both are deterministic runs of the same settings; the one over patches has two rollout workers, the one over
-full checkpoints has one. They must end in the same trainer digest, with the same rewards on the way.
+Both runs are deterministic and have the same settings; the first has two rollout workers, the second one. Their final
+digests and all their rewards must be the same.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pulse_rl.rl.display import Display
 
 
 def compare(directory: Path, *, model: str, steps: int, lr: float, seed: int) -> dict[str, Any]:
-    """Do both runs below an empty directory; return what they came to and whether it is the same.
+    """Do both runs below an empty directory; return their results, and whether they are the same.
 
-    Raises FileExistsError if the runs are there already.
+    Raises FileExistsError if the directory holds such runs already.
     """
     summaries = {}
     for sync, workers in (("patch", 2), ("full", 1)):

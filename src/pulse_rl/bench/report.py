@@ -1,16 +1,16 @@
-"""What the measurements share: a clock, medians, numbers for people."""
+"""What the benchmarks share: a clock, medians, and numbers as text."""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-Progress: TypeAlias = Callable[[int, int, str], None]  # (steps done, steps in all, what comes next)
+Progress: TypeAlias = Callable[[int, int, str], None]  # (steps done, all steps, the next step)
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]  # columns, rows
 
 
 class Rounds:
-    """Times of several things, measured in turns, so that a disturbance hits all of them alike."""
+    """Times of several functions, measured in turn, so that a disturbance affects all of them."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}

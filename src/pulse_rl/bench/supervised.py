@@ -1,4 +1,4 @@
-"""The supervised loss that benches train by where RL is not what they measure."""
+"""A supervised loss, for benchmarks that do not need RL."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from pulse_rl.rl import model, tasks
 
 
 def loss(loaded: model.Loaded, problems: Sequence[tasks.Problem]) -> torch.Tensor:
-    """Of the answers' tokens alone, under BF16 autocast."""
+    """The mean loss of the answers' tokens, under BF16 autocast."""
     texts = [f"{problem.prompt} {problem.entry['answer']}\n" for problem in problems]
     batch = loaded.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    # Padding is on the left, so that answers are at the end: a space and digits, and the line's end.
+    # Padding is on the left, so an answer is at the end: a space, digits and a line break.
     labels = batch["input_ids"].clone()
     for row, problem in enumerate(problems):
         answer = loaded.tokenizer(f" {problem.entry['answer']}\n", add_special_tokens=False)["input_ids"]

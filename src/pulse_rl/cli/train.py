@@ -173,10 +173,10 @@ def rollout(
     add: Annotated[int, typer.Option(min=1, help="How many rollout workers to add.")] = 1,
 ) -> None:
     """Add rollout workers to a run while it goes on, as in: pulse-rl rollout runs/main --add 2"""
-    from pulse_rl.rl.directory import ask_for_workers
+    from pulse_rl.rl.directory import request_workers
 
     with output.checking():
-        ask_for_workers(directory, add)
+        request_workers(directory, add)
     typer.echo(
         f"asked the run in {directory} for {add} more rollout worker{'s' if add > 1 else ''}: the terminal of its "
         "`pulse-rl train` says which join, and shows them at work within about 10 s",

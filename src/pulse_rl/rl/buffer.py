@@ -1,17 +1,17 @@
-"""The data buffer: hands out work, decides what is fresh enough, and what each trainer sees next.
+"""The data buffer: it assigns chunks to rollout workers, drops stale ones, and gives trainers their batches.
 
-A piece of work is a chunk of prompts that one worker samples at one version of the weights. Work is leased:
-when a worker dies, what it held is handed out anew.
+A chunk is a number of prompts that one worker samples at one version of the weights. An assignment is a lease: when its
+worker dies, the buffer assigns the chunk again.
 
-Work is handed out as long as it can still be fresh when its turn comes; chunks that are older than `max_staleness`
-versions all the same when they are pulled (a slow worker's) are dropped, and counted. With a staleness of 0 a step's
-work is handed out when the trainer has published the version that the step starts from. Deterministic: so too, and
-it is sampled at exactly that version and pulled in order, so neither timing nor the number of workers matters.
+The buffer assigns a chunk only if it can still be fresh when its turn comes. A chunk that is older than `max_staleness`
+versions when a trainer pulls (a slow worker's) is dropped and counted. With a staleness of 0, a step's chunks are
+assigned once the version is published with which the step starts. Deterministic runs do the same; their chunks are
+sampled at exactly that version and pulled in order, so neither timing nor the number of workers changes the result.
 
-Several trainers pull several batches between two versions, and no chunk goes to two of them. Staleness is counted from
-the version that their round started from, and a step of the buffer is then a whole round.
+Several trainers pull several batches between two versions, and no chunk goes to two of them. A step of the buffer is
+then a whole round, and staleness is counted from the version with which the round started.
 
-A plain object without an engine; `run` makes an actor of it.
+This is a plain object; `engine` makes an actor of it.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Work(NamedTuple):
-    """A chunk of prompts to sample."""
+class Assignment(NamedTuple):
+    """A chunk of prompts for one worker to sample."""
 
-    number: int  # of the chunk, from 0, for ever ascending: with the run's seed it fixes prompts and sampling
-    version: int | None  # to be sampled at exactly this version; None: at the newest
+    number: int  # of the chunk, from 0, always increasing; with the run's seed it fixes the prompts and the sampling
+    version: int | None  # the exact version to sample at; None: the newest
 
 
 class Chunk(NamedTuple):
@@ -47,11 +47,15 @@ class Chunk(NamedTuple):
 
 
 class DataBuffer:
-    """Work out, trajectories in, batches out; and the board on which workers and trainer report."""
+    """Assignments out, chunks in, batches out; and the board on which workers and trainers report.
+
+    chunks: per batch. max_staleness: in versions. deterministic: see the module.
+    batches: of all trainers together, from one version to the next.
+    """
 
     def __init__(self, *, chunks: int, max_staleness: int, deterministic: bool, batches: int = 1) -> None:
-        self._chunks = chunks  # a batch
-        self._batches = batches  # from one version to the next, of all trainers together
+        self._chunks = chunks
+        self._batches = batches
         self._staleness = 0 if deterministic else max_staleness
         self._deterministic = deterministic
         self._step = 0
@@ -59,7 +63,7 @@ class DataBuffer:
         self._version: int | None = None  # newest version of the trainer
         self._next = 0
         self._leases: dict[int, str] = {}
-        self._returned: list[int] = []  # numbers whose worker went away
+        self._returned: list[int] = []  # chunks whose worker died
         self._ready: dict[int, Chunk] = {}
         self._stopping = False
         self._board: dict[str, dict[str, Any]] = {}
@@ -68,20 +72,20 @@ class DataBuffer:
         self.dropped = 0
 
     def begin_step(self, step: int, version: int) -> None:
-        """The trainers are about to do this step (from 0) with weights of this version."""
+        """The trainers start this step (from 0) with the weights of this version."""
         self._step, self._version, self._pulled = step, version, 0
-        # A resumed run goes on with the prompts where it stopped.
+        # A resumed run continues with the prompts at which it stopped.
         self._next = max(self._next, step * self._chunks * self._batches)
 
     def release(self, worker: str) -> None:
-        """A worker died: whatever it held is handed out anew."""
+        """A worker died: assign its chunks again."""
         lost = sorted(number for number, holder in self._leases.items() if holder == worker)
         for number in lost:
             del self._leases[number]
         self._returned += lost
 
-    def take(self, worker: str) -> Work | None:
-        """The next work for a worker, or None if there is nothing to do just now."""
+    def take(self, worker: str) -> Assignment | None:
+        """The next assignment for a worker; None if there is nothing to do now."""
         if self._version is None or (self._stopping and not self._lacking()):
             return None
         # A chunk of step b that is sampled during step s will be b − s versions old when it is pulled.
@@ -94,18 +98,18 @@ class DataBuffer:
         else:
             return None
         self._leases[number] = worker
-        return Work(number, self._version if self._deterministic else None)
+        return Assignment(number, self._version if self._deterministic else None)
 
     def push(self, chunk: Chunk) -> None:
-        """A worker delivers; a chunk that it no longer holds the lease of is ignored."""
+        """A worker delivers a chunk. It is ignored if the worker no longer holds the lease."""
         if self._leases.get(chunk.number) == chunk.worker:
             del self._leases[chunk.number]
             self._ready[chunk.number] = chunk
 
     def pull(self, batch: int = 0) -> list[Chunk] | None:
-        """The chunks of the next batch, in order, or None while they are not there.
+        """The chunks of the next batch, in order; None until they are complete.
 
-        batch: which of this step's; deterministic, each is made of chunks of its own.
+        batch: its number in this step; a deterministic run fixes which chunks it has.
         """
         assert self._version is not None
         if self.stopping():
@@ -124,16 +128,16 @@ class DataBuffer:
         return [self._ready.pop(number) for number in numbers[: self._chunks]]
 
     def _lacking(self) -> bool:
-        """Whether the step under way needs more chunks than are there or being sampled."""
+        """Whether the current step needs more chunks than are ready or assigned."""
         needed = (self._batches - self._pulled) * self._chunks if self._pulled else 0
         return needed > len(self._ready) + len(self._leases)
 
     def stop(self) -> None:
-        """No new step: one of which a batch has been pulled is finished, on all trainers, and then they end."""
+        """Start no new step. A step of which a batch was pulled is finished on all trainers."""
         self._stopping = True
 
     def end(self) -> None:
-        """The trainers have ended: workers catch up with the last version and leave."""
+        """The trainers have ended: workers catch up with the last version and end too."""
         self._stopping, self._pulled = True, 0
 
     def stopping(self) -> bool:
@@ -148,18 +152,18 @@ class DataBuffer:
         return {who: dict(facts) for who, facts in self._board.items()}
 
     def offer_assets(self, files: dict[str, bytes]) -> None:
-        """What workers need to build the model: its configuration and tokenizer, not its weights."""
+        """Give workers the files from which they build the model: its configuration and tokenizer, not its weights."""
         self._assets = files
 
     def assets(self) -> dict[str, bytes] | None:
         return self._assets
 
     def log(self, record: dict[str, Any]) -> None:
-        """The trainers' account of one step."""
+        """Keep the record of one step (or round) for the driver."""
         self._records.append(record)
 
     def records(self, start: int) -> list[dict[str, Any]]:
-        """All accounts from number `start` on."""
+        """All records from number `start` on."""
         return self._records[start:]
 
     def dropped_chunks(self) -> int:

@@ -1,6 +1,7 @@
 """The settings of a run: one flat record, written to `config.toml` in the run's directory."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -12,36 +13,36 @@ FILE = "config.toml"
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything that decides what a run does. The defaults are the main job."""
+    """Every setting of a run. The defaults are those of `make train`."""
 
     out: str = "runs/main"  # the run's directory
     store: str | None = None  # URL of the history; None: `store` in the run's directory
-    model: str = "smollm2"  # "smollm2", "tiny", or a path or hub id that Transformers loads
-    dither: int | None = None  # seed of the noise that spreads dequantised weights within their quantisation step
+    model: str = "smollm2"  # "smollm2", "tiny", or a directory or hub id for Transformers
+    dither: int | None = None  # seed; adds noise to dequantised weights, within their quantisation step
     task: str = "chain_sum"  # a reasoning-gym dataset, with settings: "chain_sum:max_terms=3"
-    steps: int = 40  # optimizer steps, of each trainer
+    steps: int = 40  # optimizer steps of each trainer
     workers: int = 2  # rollout workers
     trainers: int = 1
-    trainer_sync: Literal["pulse", "diloco", "ddp"] = "pulse"  # how several trainers stay together
-    sync_every: int = 8  # steps a round, and so a version, of several trainers
-    prompts: int = 8  # a step and trainer
-    group_size: int = 8  # completions a prompt
-    chunk: int = 4  # prompts that one worker samples at a time
+    trainer_sync: Literal["pulse", "diloco", "ddp"] = "pulse"  # what several trainers exchange
+    sync_every: int = 8  # steps per round, and so per version, with several trainers
+    prompts: int = 8  # per step and trainer
+    group_size: int = 8  # completions per prompt
+    chunk: int = 4  # prompts that a worker samples at a time
     max_new_tokens: int = 8
     temperature: float = 1.0
-    lr: float = 3e-6  # as the paper trains
-    warmup: int = 0  # steps in which the learning rate rises to that, by equal parts
+    lr: float = 3e-6  # the paper's
+    warmup: int = 0  # steps in which the learning rate rises linearly to lr
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
-    clip: float = 0.2  # of the probability ratio, both sides
-    grad_clip: float = 1.0  # norm
-    max_staleness: int = 1  # versions that a trajectory may lag behind the newest
-    deterministic: bool = False  # synchronous: same seed, same bits, whatever the timing
+    clip: float = 0.2  # of the probability ratio, on both sides
+    grad_clip: float = 1.0  # largest norm of the gradient
+    max_staleness: int = 1  # versions by which a completion may lag behind the newest
+    deterministic: bool = False  # synchronous: the same seed gives the same bits, whatever the timing
     seed: int = 0
-    sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint each version
-    codec: str = "context"  # the smallest: workers may be anywhere, though "auto" would find this run's store fast
+    sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint per version
+    codec: str = "context"  # the smallest: workers may be anywhere, though "auto" finds the default store fast
     anchor_every: int = 50  # versions
-    checkpoint_every: int = 100  # steps; one is also written at the end and on Ctrl-C
+    checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too
     threads: int = 1  # torch threads of each trainer and of each worker
     address: str | None = None  # a Ray cluster's address; None: this machine
 
@@ -58,7 +59,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def chunks(self) -> int:
-        """Pieces of work in one step of one trainer."""
+        """Chunks per step of one trainer."""
         return self.prompts // self.chunk
 
     @property
@@ -68,7 +69,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def check(config: RunConfig) -> RunConfig:
-    """Return the settings if they make sense; raise ValueError saying which does not and what is expected."""
+    """Return the settings. Raises ValueError that names the first bad one."""
     positive = ("steps", "workers", "prompts", "group_size", "chunk", "max_new_tokens", "anchor_every")
     for name in (*positive, "checkpoint_every", "threads", "trainers", "sync_every"):
         if getattr(config, name) < 1:
@@ -102,7 +103,7 @@ def _check_trainers(config: RunConfig) -> None:
     if config.trainers == 1:
         for name in ("trainer_sync", "sync_every"):
             if getattr(config, name) != getattr(RunConfig(), name):
-                raise ValueError(f"{name}: expected with --trainers 2 or more, found 1 trainer")
+                raise ValueError(f"--{name.replace('_', '-')} needs --trainers 2 or more, found 1")
     if config.steps % config.round_steps:
         raise ValueError(
             f"steps: expected whole rounds with several trainers, a multiple of sync_every ({config.sync_every}), "
@@ -111,8 +112,8 @@ def _check_trainers(config: RunConfig) -> None:
 
 
 def save(config: RunConfig) -> None:
-    """Write config.toml, whole or not at all; TOML has no null, so settings that are None are left out."""
-    from pulse_rl.disk import write_stream  # not for the command line's --help
+    """Write config.toml, whole or not at all. TOML has no null, so settings that are None are left out."""
+    from pulse_rl.disk import write_stream  # keeps --help fast
 
     tomli_w = require("tomli_w", "run")
     document = {k: v for k, v in msgspec.to_builtins(config).items() if v is not None}
@@ -120,12 +121,12 @@ def save(config: RunConfig) -> None:
 
 
 def remove(config: RunConfig) -> None:
-    """Take config.toml back, for a run that has not begun after all."""
+    """Remove config.toml: the run has not begun."""
     (config.directory / FILE).unlink()
 
 
 def begun(directory: Path) -> bool:
-    """Whether a run has begun there: its settings are written when its first version is, and not before."""
+    """Whether a run has begun there: its settings are written just before its first version."""
     return (directory / FILE).is_file()
 
 
@@ -141,16 +142,21 @@ def load(directory: Path) -> RunConfig:
 
 
 def resumed(directory: Path, given: dict[str, object]) -> RunConfig:
-    """A run's settings, to go on with it: its own, but for the number of steps and the engine if given.
+    """The settings with which a run continues. given: settings that change; only some may.
 
-    Raises ValueError for any other setting, which would make it another run.
+    Raises ValueError for a setting that would make it another run.
     """
     config = load(directory)
     free = {"steps", "workers", "threads", "address", "checkpoint_every"}
     if fixed := sorted(given.keys() - free - {"out"}):
         raise ValueError(
-            f"resume: expected only {', '.join(sorted(free))} beside it, found {', '.join(fixed)}: the run in "
-            f"{directory} has settings of its own"
+            f"--resume keeps the settings of the run in {directory}: only {_options(free)} may be given with it, found "
+            f"{_options(fixed)}"
         )
     changes = {name: value for name, value in given.items() if name in free} | {"out": str(directory)}
     return check(msgspec.structs.replace(config, **changes))
+
+
+def _options(names: Iterable[str]) -> str:
+    """Settings as options of the command line."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))

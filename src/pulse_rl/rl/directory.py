@@ -1,21 +1,21 @@
-"""A run's directory: who may work in it, what can be written there, and what a driver is asked through it.
+"""A run's directory: its files, its lock, and how another process asks its driver for workers.
 
-config.toml      the settings; there from the first version on, so where it stands a run can be resumed
-metrics.jsonl    a line a version
-trainer.pt       the trainer's checkpoint; of several trainers the first one's, by which all others' count
-trainer-R-S.pt   the checkpoint of trainer R, from 1, of step S
-store/           the history, unless it is elsewhere
-summary.json     what the run came to
-report.html      the same to look at, with the lines of metrics as plots; needs the extra `study`
-ray.log          what the engine says about its processes
+config.toml      the settings; written just before the first version, so a run with this file can be resumed
+metrics.jsonl    one line per version
+trainer.pt       rank 0's checkpoint; its step is the one from which all trainers continue
+trainer-R-S.pt   the checkpoint of trainer R, from 1, at step S
+store/           the history, unless --store names another place
+summary.json     the result of the run
+report.html      the result and the metrics as plots; needs the extra `study`
+ray.log          what Ray reports about its processes
 running          locked by the driver while the run goes on
 """
 
-import fcntl
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from pulse_rl.disk import write_stream
 from pulse_rl.errors import StoreError
@@ -23,14 +23,14 @@ from pulse_rl.rl.config import RunConfig, begun
 from pulse_rl.store.objects import open_store
 
 RUNNING = "running"
-REQUEST = "add-workers-"  # files that ask the driver for more workers
-PROBE = "probe-"  # an object that is written and deleted again to see whether a store can be written
+REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
+PROBE = "probe-"  # prefix of objects that are written and deleted to check that a store can be written
 
 
 def make(config: RunConfig) -> None:
-    """Make the run's directory and see that it and the store can be written.
+    """Make the run's directory and check that it and the store can be written.
 
-    Raises OSError or StoreError, naming the option and what was given for it.
+    Raises OSError or StoreError, naming the option and its value.
     """
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -47,70 +47,78 @@ def make(config: RunConfig) -> None:
         store.put(probe, b"")
         store.delete(probe)
     except StoreError as error:
-        # The store's own message names scratch files of the probe, which say nothing to who reads them.
+        # The store's own message names the probe's files, which mean nothing to a user.
         reason = str(error).rsplit(": ", 1)[-1].partition(" (os error")[0]
         if isinstance(error.__cause__, OSError) and error.__cause__.strerror:
             reason = error.__cause__.strerror
-        raise StoreError(f"store: cannot write to {config.store_url}: {reason}") from None
+        raise StoreError(f"store: cannot write to {config.store_url}: {reason}", url=config.store_url) from None
 
 
 def free(directory: Path) -> bool:
-    """Whether a new run may begin there: none has begun, and none is just starting."""
-    return not begun(directory) and not going_on(directory)
+    """Whether a new run may begin there: no run has begun or is starting."""
+    return not begun(directory) and not running(directory)
 
 
 @contextmanager
-def only_driver(directory: Path) -> Iterator[None]:
-    """Hold the run's lock, which the system lets go when its holder dies, however it dies.
+def lock(directory: Path) -> Iterator[None]:
+    """Hold the run's lock. The system releases it when its holder dies, however it dies.
 
-    Raises FileExistsError, before anything is started or touched, if another driver holds it.
+    Raises FileExistsError if another driver holds it, OSError on a system without such locks.
     """
     with (directory / RUNNING).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _busy(directory) from None
+        if not _try_lock(file, shared=False):
+            raise _already_running(directory)
         yield
 
 
-def refuse_going_on(directory: Path) -> None:
+def refuse_running(directory: Path) -> None:
     """Raise FileExistsError if a driver holds the run's lock."""
-    if going_on(directory):
-        raise _busy(directory)
+    if running(directory):
+        raise _already_running(directory)
 
 
-def going_on(directory: Path) -> bool:
+def running(directory: Path) -> bool:
     """Whether a driver holds the run's lock."""
     try:
         with (directory / RUNNING).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not _try_lock(file, shared=True)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _try_lock(file: IO[str], *, shared: bool) -> bool:
+    """Lock a file until it is closed; return whether no other process holds it. A shared lock only looks."""
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError("pulse-rl train needs Linux or macOS: this system has no flock to lock a run by") from None
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        return False
+    return True
 
 
-def _busy(directory: Path) -> FileExistsError:
+def _already_running(directory: Path) -> FileExistsError:
     return FileExistsError(
         f"the run in {directory} is going on: stop it first (Ctrl-C), or add workers by `pulse-rl rollout`"
     )
 
 
-def ask_for_workers(directory: Path, more: int) -> None:
+def request_workers(directory: Path, count: int) -> None:
     """Ask the run in a directory for more rollout workers; its driver starts them.
 
-    Raises ValueError if more is not positive, FileNotFoundError if no run is going on there.
+    Raises ValueError if count is not positive, FileNotFoundError if no run is going on there.
     """
-    if more < 1:
-        raise ValueError(f"add: expected at least 1 worker, found {more}")
-    if not going_on(directory):
+    if count < 1:
+        raise ValueError(f"add: expected at least 1 worker, found {count}")
+    if not running(directory):
         raise FileNotFoundError(f"no run is going on in {directory}")
-    write_stream(directory / f"{REQUEST}{secrets.token_hex(4)}", [str(more).encode()])
+    write_stream(directory / f"{REQUEST}{secrets.token_hex(4)}", [str(count).encode()])
 
 
-def asked_for(directory: Path) -> int:
-    """How many workers were asked for since the last look."""
+def requested_workers(directory: Path) -> int:
+    """How many workers were requested since the last call."""
     total = 0
     for request in sorted(directory.glob(f"{REQUEST}*")):
         total += int(request.read_text())

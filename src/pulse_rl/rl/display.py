@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live table on a terminal, a line a step elsewhere; always on stderr."""
+"""What a person sees of a run, on stderr: live tables on a terminal, elsewhere one line per step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from rich.text import Text
 
 from pulse_rl.units import nbytes
 
-ROWS = 12  # steps kept in view
+ROWS = 12  # steps shown
 
 
 class Display:
-    """Shows the steps and the board as they change. A context manager."""
+    """The steps of a run and its processes, as they change. A context manager."""
 
     def __init__(self, title: str, steps: int) -> None:
         self._console = Console(stderr=True)
@@ -33,21 +33,22 @@ class Display:
         if self._live is not None:
             self._live.__exit__(*exception)
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
+        """Show one line."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def update(self, records: list[dict[str, Any]], board: Mapping[str, Mapping[str, Any]]) -> None:
-        """records: new ones since the last call. board: all actors' facts."""
+        """records: those since the last call. board: what every process has reported."""
         self._records += records
         if self._live is not None:
             self._live.update(Group(self._step_table(), self._worker_table(board)))
             return
         for record in records:
-            self.say(
+            self.log(
                 f"step {record['step']}/{self._steps}  reward {record['reward']:.3f}  loss {record['loss']:+.4f}  "
                 f"density {record['density']:.3%}  patch {nbytes(record['patch_nbytes'])} of "
                 f"{nbytes(record['full_nbytes'])}  {record['reduction']:.0f}×  publish {record['publish_s']:.2f} s  "
-                + "".join(f"{what} {text}  " for what, text in _exchanged(record).items())
+                + "".join(f"{name} {text}  " for name, text in _exchange(record).items())
                 + "  ".join(self._worker_line(name, facts) for name, facts in self._workers(board))
             )
 
@@ -72,7 +73,7 @@ class Display:
             "reduction",
             "publish",
             "step s",
-            *(_exchanged(self._records[-1]) if self._records else ()),
+            *(_exchange(self._records[-1]) if self._records else ()),
         ):
             table.add_column(column, justify="right")
         for record in self._records[-ROWS:]:
@@ -87,7 +88,7 @@ class Display:
                 f"{record['reduction']:.0f}×",
                 f"{record['publish_s']:.2f} s",
                 f"{record['total_s']:.1f}",
-                *_exchanged(record).values(),
+                *_exchange(record).values(),
             )
         return table
 
@@ -96,8 +97,8 @@ class Display:
         table = Table(expand=False)
         for column in ("worker", "pid", "version", "lag", "proof", "syncs", "fetched"):
             table.add_column(column, justify="right")
-        at = ("starting", "") if newest is None else (board["trainer"]["digest"], str(newest))
-        table.add_row("trainer", "", at[1], "", at[0], "", "")
+        digest, held = ("starting", "") if newest is None else (board["trainer"]["digest"], str(newest))
+        table.add_row("trainer", "", held, "", digest, "", "")
         for name, facts in self._workers(board):
             version = facts.get("version")
             lag = "" if version is None or newest is None else str(newest - version)
@@ -117,8 +118,8 @@ class Display:
         return table
 
 
-def _exchanged(record: Mapping[str, Any]) -> dict[str, str]:
-    """The channel between trainers: what one sends in a round, of what DiLoCo would; nothing for one trainer."""
+def _exchange(record: Mapping[str, Any]) -> dict[str, str]:
+    """Columns about several trainers: the bytes that one sends in a round, and those of DiLoCo."""
     if (sync := record.get("trainer_sync")) is None:
         return {}
     sent = sum(sync["sent_nbytes"]) / len(sync["sent_nbytes"])
@@ -130,5 +131,5 @@ def _exchanged(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _pending(facts: Mapping[str, Any]) -> str:
-    """What a worker that holds no proved version is at."""
+    """The state of a worker that holds no proved version."""
     return "restarting" if facts.get("restarting") else "starting"

@@ -1,6 +1,6 @@
-"""The engine around the actors: Ray starts their processes and carries their calls.
+"""The engine: Ray starts the processes of a run and carries their calls.
 
-On this machine by default, on a cluster with an address: the same code. Nothing but this file and `crew` knows Ray.
+It runs on this machine by default, and on a cluster with an address, by the same code. Only this module imports Ray.
 """
 
 import os
@@ -18,10 +18,11 @@ BUFFER = "buffer"  # the actor's name in the run's namespace
 LOG = "ray.log"
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
+CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
 
 
 class Remote:
-    """Calls the methods of a named actor as if it were here. Holds only the name, so it travels anywhere."""
+    """Calls the methods of a named actor like those of a local object. It holds only the name, so it can be sent."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,36 +36,37 @@ class Remote:
         def call(*arguments: Any) -> Any:
             try:
                 return ray.get(getattr(ray.get_actor(self._name), method).remote(*arguments))
-            except (ray.exceptions.RayActorError, ValueError) as error:  # gone, or forgotten by its name
+            except (ray.exceptions.RayActorError, ValueError) as error:  # ValueError: no actor has this name any more
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise
-                raise ProcessDiedError(f"the {self._name}'s process died", process=self._name) from None
+                raise ProcessDiedError(f"the {self._name}'s process died ({CAUSES})", process=self._name) from None
 
         return call
 
 
 class Process:
-    """One process of a run: makes the object in it that does the work, and lends it its life.
+    """One process of a run. It makes one object and runs it.
 
-    The work starts in a method and not in the constructor, so that what it raises reaches the driver as it is.
+    The object is made by a method, not by the constructor: then the driver receives its exceptions as they are.
     """
 
     def run(self, kind: Callable[..., Any], *arguments: Any) -> Any:
         return kind(*arguments).run()
 
 
+# The operating system lists a process under its class's name.
 class TrainerProcess(Process):
-    """Named for the list of processes."""
+    """A trainer's."""
 
 
 class RolloutProcess(Process):
-    """Named for the list of processes."""
+    """A rollout worker's."""
 
 
 class ProcessHandle:
-    """A process that has been started, to its end."""
+    """A process that has been started. It lives until its object's `run` returns."""
 
-    def __init__(self, name: str, actor: Any, kind: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, name: str, actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._name = name
         self._actor = actor
         self.future = actor.run.remote(kind, *arguments)
@@ -75,7 +77,7 @@ class ProcessHandle:
         return bool(ray.wait([self.future], timeout=0)[0])
 
     def result(self) -> Any:
-        """What it returned. Raises what it raised, as it was, or ProcessDiedError if it did not get that far."""
+        """Wait for what `run` returns. Raises what it raised, or ProcessDiedError if the process died before."""
         import ray
 
         try:
@@ -83,22 +85,22 @@ class ProcessHandle:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayActorError:
-            # A process that only cannot be reached must not go on beside the one that takes its place.
+            # A process that is only unreachable must not continue next to its replacement.
             with suppress(Exception):
                 ray.kill(self._actor)
-            raise ProcessDiedError(f"{self._name}'s process died", process=self._name) from None
+            raise ProcessDiedError(f"{self._name}'s process died ({CAUSES})", process=self._name) from None
 
 
 @contextmanager
 def engine(config: RunConfig) -> Iterator[None]:
-    """Ray, on this machine or at an address, in a namespace of its own; shut down at the end."""
+    """Ray, on this machine or at an address, in a new namespace; shut down at the end."""
     import ray
 
     for key, value in QUIET.items():
         os.environ.setdefault(key, value)
     local = {} if config.address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
     on_terminate = signal.getsignal(signal.SIGTERM)
-    # The engine prints what befalls its processes on stdout, which belongs to the summary.
+    # Ray prints on stdout, which is for the summary.
     with (config.directory / LOG).open("a", buffering=1) as log, redirect_stdout(log):
         try:
             ray.init(
@@ -110,10 +112,10 @@ def engine(config: RunConfig) -> Iterator[None]:
             )
         except ConnectionError as error:
             raise PulseError(
-                f"{error}: is a Ray cluster running there? One that asks for tokens (newer releases of Ray do by "
-                "themselves) wants RAY_AUTH_MODE=token in this environment"
+                f"{error}: is a Ray cluster running there? If it asks for tokens, as newer releases of Ray do by "
+                "default, set RAY_AUTH_MODE=token in this environment"
             ) from None
-        signal.signal(signal.SIGTERM, on_terminate)  # the engine has put its own there
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray has replaced it
         try:
             yield
         finally:
@@ -122,7 +124,7 @@ def engine(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
-    """The data buffer, in a process of its own, which every other one reaches."""
+    """The data buffer, in a process that every other one reaches."""
     import ray
 
     # The actor lives as long as this handle.
@@ -140,11 +142,16 @@ def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
 
 
 def start(
-    name: str, process: type[Process], kind: Callable[..., Any], *arguments: Any, where: Literal["here", "anywhere"]
+    name: str,
+    process: type[Process],
+    kind: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    where: Literal["here", "anywhere"],
 ) -> ProcessHandle:
     """Start a process that makes kind(*arguments) and runs it.
 
-    name: what messages call it. where: on the driver's node, or on any, as the nodes' load is.
+    name: for messages. where: on the driver's node, or on the node with the least load.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -152,18 +159,18 @@ def start(
     node = ray.get_runtime_context().get_node_id()
     strategy = "SPREAD" if where == "anywhere" else NodeAffinitySchedulingStrategy(node, soft=False)
     actor = ray.remote(num_cpus=0)(process).options(scheduling_strategy=strategy).remote()
-    return ProcessHandle(name, actor, kind, *arguments)
+    return ProcessHandle(name, actor, kind, arguments)
 
 
 def node_address() -> str:
-    """The address by which the other nodes reach the one that this process is on."""
+    """The address by which other nodes reach the node of this process."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def wait(handles: list[ProcessHandle], timeout: float) -> None:
-    """Wait until one of these ends, at most so many seconds."""
+    """Wait until one of the processes ends, at most `timeout` seconds."""
     import ray
 
     ray.wait([handle.future for handle in handles], timeout=timeout)

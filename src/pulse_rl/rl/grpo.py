@@ -4,26 +4,26 @@ from typing import NamedTuple
 
 import torch
 
-EPSILON = 1e-4  # keeps a group without variance at advantage 0
+EPSILON = 1e-4  # a group without variance has advantage 0
 
 
 def advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """Each completion's reward against its group: (P, G) float32 → (P, G), mean 0 and deviation 1 a group."""
+    """Rewards relative to their group: (P, G) float32 → (P, G), with mean 0 and deviation 1 in every group."""
     centred = rewards - rewards.mean(1, keepdim=True)
     return centred / (rewards.std(1, keepdim=True, correction=0) + EPSILON)
 
 
 class Loss(NamedTuple):
-    """The loss of some completions, summed over tokens, and what it was made of."""
+    """The loss of some completions, summed over tokens."""
 
-    total: torch.Tensor  # scalar, differentiable: divide by the tokens of the whole batch
+    total: torch.Tensor  # scalar, differentiable; divide it by the tokens of the whole batch
     clipped: float  # tokens whose ratio was clipped
     tokens: int
 
 
 def loss(
-    logprobs: torch.Tensor,  # (B, T) under the weights that are trained
-    behaviour: torch.Tensor,  # (B, T) as the rollout worker recorded them when it sampled
+    logprobs: torch.Tensor,  # (B, T) under the trained weights
+    behaviour: torch.Tensor,  # (B, T) recorded by the rollout worker when it sampled
     mask: torch.Tensor,  # (B, T) bool
     advantage: torch.Tensor,  # (B,)
     clip: float,

@@ -1,8 +1,8 @@
-"""The first trainer, or the only one: it publishes for all, and keeps the run's metrics.
+"""What rank 0 does for the whole run: it publishes versions and writes the metrics.
 
-Between versions the only thing that goes from the trainers to the rollout workers is a patch. Versions of the history
-only ever go up, so the steps between the last checkpoint and a crash are done again under new versions. A line of
-metrics is written before the checkpoint that holds its steps, so that none is ever missing.
+Rollout workers learn about new weights only by the patches published here. Versions only increase: steps between the
+last checkpoint and a crash are repeated under new versions. A round's line of metrics is written before the checkpoint
+that includes its steps, so no line is ever missing.
 """
 
 import time
@@ -13,91 +13,110 @@ from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics, model
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.trainer import Trainer
 from pulse_rl.sync.publisher import Publisher
 from pulse_rl.sync.reports import PublishReport
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
 
-CAST = "bfloat16"  # what rollout workers hold
+CAST = "bfloat16"  # the dtype that rollout workers hold
 
 
-class LeadTrainer(Trainer):
-    """A trainer whose weights become versions."""
+class Lead:
+    """The publishing and bookkeeping of a run. `begin`, then `begin_round` and `end_round` in turn, then `end`.
 
-    def __init__(self, config: RunConfig, buffer: DataBuffer, resume: bool = False, rank: int = 0) -> None:
+    loaded: the model whose weights are published. resumed: whether the run has begun before.
+    """
+
+    def __init__(self, config: RunConfig, buffer: DataBuffer, loaded: model.Loaded, *, resumed: bool) -> None:
+        self.version = 0  # the newest one published
+        self._config = config
+        self._buffer = buffer
+        self._model = loaded.model
+        self._resumed = resumed
         self._publisher = Publisher(
             config.store_url,
             anchor_every=1 if config.sync == "full" else config.anchor_every,
             codec=config.codec,  # type: ignore[arg-type]  # Publisher checks it
             cast=CAST,
         )
-        self._dropped = 0  # chunks, up to the last step
-        super().__init__(config, buffer, resume, rank)
-
-    def _loaded(self, loaded: model.Loaded) -> None:
         self._assets = model.assets(loaded)
         self._buffer.offer_assets(self._assets)
+        self._dropped = 0  # chunks, until the last round
 
-    def _begin(self) -> None:
-        """Publish the version that the run starts from, if the history does not end with it.
+    def begin(self, step: int) -> None:
+        """Publish the version with which the run starts, unless the history already ends with these weights.
 
-        From here on the run can be resumed: its settings are written, and metrics end where it goes on.
+        From here on the run can be resumed: its settings are written, and the metrics end at `step`.
         """
-        damage = None
-        try:
-            held = self._publisher.resume()
-        except PulseError as error:
-            if not self._resume:
-                raise
-            damage, (_, head) = str(error), self._publisher.history.end()
-            held = head.version if head else None
-        self._version = 0 if held is None else max(held + 1, self._rounds)
-        metrics.cut_back(self._config.directory, self._step)
+        newest, damage = self._newest_version()
+        metrics.cut_back(self._config.directory, step)
         settings.save(self._config)
-        if damage is None and held is not None and self._digest() == self._publisher.digest:
-            self._version = held  # resumed exactly where the history ends
+        if newest is not None and damage is None and self._digest() == self._publisher.digest:
+            self.version = newest
         else:
+            self.version = 0 if newest is None else self._version_after(newest, step)
             try:
                 self._publish(anchor=damage is not None)
             except BaseException:
-                if not self._resume:  # nothing has begun: the directory is free for another attempt
-                    settings.remove(self._config)
+                if not self._resumed:
+                    settings.remove(self._config)  # nothing was published: another run may use the directory
                 raise
         if damage is not None:
-            note = f"the history is damaged: {damage}; version {self._version} is a full checkpoint that gets past it"
+            note = f"the history is damaged: {damage}; version {self.version} is a full checkpoint that gets past it"
             self._buffer.report("trainer", {"note": note})
-        self._facts()
+        self._report_version()
 
-    def _open(self) -> None:
-        self._buffer.begin_step(self._rounds, self._version)
+    def begin_round(self, step: int) -> None:
+        """Let the buffer hand out work for the round that follows a step."""
+        self._buffer.begin_step(step // self._config.round_steps, self.version)
 
-    def _close(self, record: dict[str, Any], started: float) -> None:
-        """Publish what the round has led to and tell of it."""
-        self._version = max(self._version + 1, self._rounds)
+    def end_round(self, step: int, record: dict[str, Any], started: float) -> None:
+        """Publish the weights after a round and write its line of metrics.
+
+        step: the round's last. record: of all trainers, merged. started: when the round began, by time.perf_counter.
+        """
+        self.version = self._version_after(self.version, step)
         report = self._publish()
-        self._facts()
+        self._report_version()
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
-        head = {"step": self._step, "version": self._version}
-        record = head | record | self._sent(report) | seconds | self._others()
-        metrics.append(self._config.directory, record)
-        self._buffer.log(record)
+        head = {"step": step, "version": self.version}
+        line = head | record | self._published(report) | seconds | self._workers()
+        metrics.append(self._config.directory, line)
+        self._buffer.log(line)
 
-    def _end(self) -> dict[str, Any]:
-        final = {"version": self._version, "digest": self._digest(), "step": self._step}
-        self._buffer.report("trainer", {"final_version": self._version})
+    def end(self, step: int) -> dict[str, Any]:
+        """Let the workers finish; return the final version, digest and step."""
+        final = {"version": self.version, "digest": self._digest(), "step": step}
+        self._buffer.report("trainer", {"final_version": self.version})
         self._buffer.end()
         return final
 
+    def _newest_version(self) -> tuple[int | None, str | None]:
+        """The newest version of the history, and what is damaged there; None and None for an empty history.
+
+        Raises PulseError if a new run is to begin on a damaged history.
+        """
+        try:
+            return self._publisher.resume(), None
+        except PulseError as error:
+            if not self._resumed:
+                raise
+            _, head = self._publisher.history.end()
+            return head.version if head else None, str(error)
+
+    def _version_after(self, version: int, step: int) -> int:
+        """The next version: the number of rounds done, or one more than the last version where that is higher."""
+        return max(version + 1, step // self._config.round_steps)
+
     def _publish(self, *, anchor: bool = False) -> PublishReport:
-        if self._config.codec == "auto":  # by the slowest of the links that rollout workers have seen so far
+        if self._config.codec == "auto":  # for the slowest link that rollout workers have measured so far
             links = [facts["bandwidth"] for facts in self._buffer.board().values() if facts.get("bandwidth")]
             self._publisher.bandwidth = min(links, default=None)
-        return self._publisher.publish(self._model, version=self._version, anchor=anchor, assets=self._assets)
+        return self._publisher.publish(self._model, version=self.version, anchor=anchor, assets=self._assets)
 
-    def _sent(self, report: PublishReport) -> dict[str, Any]:
-        # In a full-weight run it is the checkpoint that workers read.
+    def _published(self, report: PublishReport) -> dict[str, Any]:
+        # In a run of full weights, workers read the anchor.
         nbytes = report.anchor_nbytes if self._config.sync == "full" else report.patch_nbytes
         return {
             "elements": report.elements,
@@ -107,19 +126,19 @@ class LeadTrainer(Trainer):
             "patch_nbytes": nbytes,
             "reduction": report.full_nbytes / nbytes,
             "codec": report.codec,
-            "choice": report.choice,
+            "codec_reason": report.codec_reason,
             "publish_s": report.total_s,
         }
 
-    def _others(self) -> dict[str, Any]:
-        """What the other actors did meanwhile: the version of each rollout worker, chunks dropped as stale."""
+    def _workers(self) -> dict[str, Any]:
+        """The version of each rollout worker, and the chunks dropped as stale since the last round."""
         before, self._dropped = self._dropped, self._buffer.dropped_chunks()
         workers = {name: facts.get("version") for name, facts in self._buffer.board().items() if name != "trainer"}
         return {"dropped_chunks": self._dropped - before, "workers": workers}
 
-    def _facts(self) -> None:
-        self._buffer.report("trainer", {"version": self._version, "digest": self._publisher.digest})
+    def _report_version(self) -> None:
+        self._buffer.report("trainer", {"version": self.version, "digest": self._publisher.digest})
 
     def _digest(self) -> str:
-        """The digest of the live masters' BF16 cast, counted in full."""
+        """The digest of the live masters' BF16 cast, computed in full."""
         return digest(layout(self._model, CAST))

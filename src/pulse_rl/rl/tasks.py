@@ -1,8 +1,8 @@
 """Tasks with verifiable rewards, from reasoning-gym.
 
-A prompt is a few solved examples and an open one, each on a line of its own, so that a small base model knows
-what is asked; the completion ends at the line's end. The reward is the dataset's own score of the answer, and
-a tenth for any answer in the right form, so that groups which never solve a task still have variance.
+A prompt is a few solved examples and an unsolved one, each on one line, so that a small base model sees what is asked.
+The completion ends with the line. The reward is the dataset's score of the answer, and at least a tenth for an answer
+in the right form, so that a group that never solves the task still has variance.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from pulse_rl.errors import require
 
 FORM_REWARD = 0.1
 SHOTS = 2
-SIZE = 1_000_000  # distinct prompts; reasoning-gym makes them as they are asked for
+SIZE = 1_000_000  # distinct prompts; reasoning-gym makes each on demand
 
-OURS = ("size", "seed")  # settings of every dataset, which the run gives
+RUN_SETTINGS = ("size", "seed")  # of every dataset; the run gives them
 LISTING = "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"
 
-# Settings under which the default model solves a task sometimes; others run with reasoning-gym's own.
+# Settings with which the default model solves a task sometimes. Other tasks have reasoning-gym's defaults.
 DEFAULTS: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
 }
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Problem(NamedTuple):
-    """One prompt and what is needed to score an answer to it."""
+    """A prompt, and the dataset's entry that scores an answer to it."""
 
     prompt: str
     entry: dict[str, Any]
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 class Task:
     """A stream of problems, reproducible from a seed.
 
-    name: a reasoning-gym dataset, optionally with settings ("chain_sum:max_terms=3,max_digits=2").
+    name: a reasoning-gym dataset, optionally with settings ("chain_sum:max_terms=3,max_digits=2"). seed: an int.
     Raises ValueError for an unknown dataset or setting, MissingExtraError without reasoning-gym.
     """
 
@@ -57,15 +57,15 @@ class Task:
                 f"task: expected one of reasoning-gym's {len(known)} datasets, found {dataset!r}; {hint} are listed by "
                 f"python -c '{LISTING}'"
             )
-        has = [field.name for field in dataclasses.fields(known[dataset][1]) if field.name not in OURS]
-        if unknown := [key for key in settings if key not in has]:
-            raise ValueError(f"task: {dataset} has no setting {unknown[0]!r}; it has {', '.join(has)}")
+        settable = [field.name for field in dataclasses.fields(known[dataset][1]) if field.name not in RUN_SETTINGS]
+        if unknown := [key for key in settings if key not in settable]:
+            raise ValueError(f"task: {dataset} has no setting {unknown[0]!r}; it has {', '.join(settable)}")
         try:
             self._dataset = gym.create_dataset(dataset, size=SIZE, seed=seed, **settings)
         except (TypeError, AssertionError) as error:
             raise ValueError(f"task {name!r}: {error}") from None
         self.name = name
-        # The examples come from the far end of the stream, which no run reaches.
+        # The examples are the last of the stream, which no run reaches.
         self._shots = "".join(self._line(self._dataset[SIZE - 1 - i], True) for i in range(SHOTS))
 
     def _line(self, entry: dict[str, Any], solved: bool) -> str:
@@ -75,12 +75,12 @@ class Task:
         return f"Question: {question}\nAnswer:" + (f" {entry['answer']}\n\n" if solved else "")
 
     def problem(self, index: int) -> Problem:
-        """The problem of that number, the same for ever; numbers beyond the stream start again."""
+        """The problem of that number, always the same one. Numbers beyond the stream start over."""
         entry = self._dataset[index % (SIZE - SHOTS)]
         return Problem(self._shots + self._line(entry, False), entry)
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Score a completion: from 0 to 1."""
+        """The score of a completion, from 0 to 1."""
         line = completion.split("\n", 1)[0].strip()
         if _NUMBER.fullmatch(str(problem.entry["answer"])):
             found = _NUMBER.search(line)

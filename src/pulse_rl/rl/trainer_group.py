@@ -1,0 +1,242 @@
+"""How the trainers of a run keep the same weights: one alone, in rounds (PULSELoCo, DiLoCo), or by averaged gradients.
+
+A round is `config.round_steps` steps of every trainer, each on its own batches, and ends in a version:
+
+    pulse, diloco   each trainer steps alone; the round's last step exchanges and takes the outer step
+    ddp             every step averages the gradients first, so the trainers never differ
+
+After a round all trainers hold the same weights; their digests prove it, so rank 0 can publish for all. Within a round
+a trainer's live weights are up to `round_steps − 1` of its own steps away from the newest version. The importance ratio
+corrects for this, because its denominator is the version that made the token, whatever led to the live weights. The
+assumption is that clipping bounds this drift as it bounds staleness.
+"""
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any, Protocol, Self
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from pulse_rl.errors import IntegrityError
+from pulse_rl.loco import exchange
+from pulse_rl.loco.group import Group
+from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
+from pulse_rl.rl.buffer import DataBuffer
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.engine import node_address
+from pulse_rl.weights.digests import digest
+from pulse_rl.weights.layout import layout
+
+# A trainer that dies is noticed at once. This limit is for a silent network. It is longer than a trainer may wait for
+# its batches while the others wait for it at the exchange.
+TIMEOUT_S = 1800
+IDLE_S = 0.02  # between polls for the rendezvous
+RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
+
+
+class TrainerGroup(Protocol):
+    """All trainers of a run, as one of them sees them. Every method but the two of the state is collective."""
+
+    def __enter__(self) -> Self:
+        """Join the others."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the others."""
+
+    def average_gradients(self) -> None:
+        """Call in every step, between the backward pass and the clipping of gradients."""
+
+    def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Call after a round's last step. Returns every trainer's record, by rank, and facts about the exchange.
+
+        Raises IntegrityError if the trainers do not hold the same weights.
+        """
+
+    def agree(self, number: int) -> int:
+        """Rank 0's number, once all have called it."""
+
+    def barrier(self) -> None:
+        """Wait until all have called it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint between two rounds must hold, in addition to the model and the optimizer."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state, before the others are joined."""
+
+
+class SoloTrainer:
+    """A trainer without others: nothing to exchange, nobody to wait for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def average_gradients(self) -> None:
+        pass
+
+    def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return [record], {}
+
+    def agree(self, number: int) -> int:
+        return number
+
+    def barrier(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class _SeveralTrainers(SoloTrainer):
+    """Trainers in a process group; what they exchange is up to the subclasses."""
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
+        self._mode = config.trainer_sync
+        self._group = Group.of()
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._elements = sum(parameter.numel() for parameter in self._parameters.values())
+        self._round_steps = config.round_steps
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:  # after an error the others may be gone
+            dist.destroy_process_group()
+
+    def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        mine = json.dumps({"record": record, "exchange": self._exchanged()}).encode()
+        received = [json.loads(bytes(data)) for data in self._group.gather(mine, RECORD_LIMIT)]
+        exchanges = [each["exchange"] for each in received]
+        digests = [each["digest"] for each in exchanges]
+        if len(set(digests)) > 1:
+            raise IntegrityError(
+                f"expected the same weights on all trainers, found the digests {', '.join(digests)}, by rank: resume "
+                "from the last checkpoint",
+                expected=digests[0],
+                found=next(digest for digest in digests if digest != digests[0]),
+            )
+        sync = {
+            "mode": self._mode,
+            "sent_nbytes": [each["sent_nbytes"] for each in exchanges],  # of each trainer
+            "dense_nbytes": 4 * self._elements,  # what one trainer would send by DiLoCo
+            "ddp_nbytes": 4 * self._elements * self._round_steps,  # likewise by DDP
+            "density": sum(each["density"] for each in exchanges) / len(exchanges),
+            "exchange_s": max(each["seconds"] for each in exchanges),
+            "digests": digests,  # of each trainer's float32 weights
+        }
+        return [each["record"] for each in received], {"trainer_sync": sync}
+
+    def agree(self, number: int) -> int:
+        return int(self._group.gather_numbers([number])[0, 0])
+
+    def barrier(self) -> None:
+        self._group.gather_numbers([0])
+
+    def _exchanged(self) -> dict[str, Any]:
+        """What this trainer exchanged in the round: sent_nbytes, density, seconds, and the digest of its weights."""
+        raise NotImplementedError
+
+
+class RoundExchange(_SeveralTrainers):
+    """PULSELoCo or DiLoCo: the inner optimizer's last step of a round exchanges pseudo-gradients."""
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(config, model)
+        kind = PulseLoCo if config.trainer_sync == "pulse" else DiLoCo
+        self._loco = kind(model, optimizer, sync_every=config.round_steps)
+
+    def __enter__(self) -> Self:
+        self._loco.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loco.__exit__(*exception)
+        super().__exit__(*exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Between rounds θ equals the parameters. Sharing their memory keeps it from being written twice.
+        return self._loco.state_dict() | {"theta": {name: p.detach() for name, p in self._parameters.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loco.load_state_dict(state)
+
+    def _exchanged(self) -> dict[str, Any]:
+        report = self._loco.reports.pop()
+        return {
+            "sent_nbytes": report.sent_nbytes,
+            "density": report.density,
+            "seconds": report.total_s,
+            "digest": report.digest,
+        }
+
+
+class GradientAverage(_SeveralTrainers):
+    """DDP: every step averages the gradients of all trainers, added in rank order as the other methods add."""
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
+        super().__init__(config, model)
+        self._sent_nbytes, self._seconds = 0, 0.0
+
+    def average_gradients(self) -> None:
+        timings = exchange.Timings()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mean = exchange.dense(self._group, parameter.grad.reshape(-1).numpy(), timings)
+            parameter.grad.copy_(torch.from_numpy(mean).view(parameter.shape))
+        self._sent_nbytes += 4 * self._elements
+        self._seconds += sum(timings.seconds.values())
+
+    def _exchanged(self) -> dict[str, Any]:
+        sent, self._sent_nbytes = self._sent_nbytes, 0
+        seconds, self._seconds = self._seconds, 0.0
+        return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "digest": digest(layout(self._parameters))}
+
+
+def join(
+    config: RunConfig, rank: int, buffer: DataBuffer, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> TrainerGroup:
+    """The group for this run's settings; returns when all trainers have joined its process group."""
+    if config.trainers == 1:
+        return SoloTrainer()
+    _form_process_group(config.trainers, rank, buffer)
+    if config.trainer_sync == "ddp":
+        return GradientAverage(config, model)
+    return RoundExchange(config, model, optimizer)
+
+
+def _form_process_group(trainers: int, rank: int, buffer: DataBuffer) -> None:
+    """Rank 0 opens a rendezvous on a free port; the others find its address on the buffer's board."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    host = node_address()
+    if interface := _interface(host):  # otherwise Gloo resolves the host name, often to the loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    port = 0
+    while rank and not port:
+        if meeting := buffer.board().get("trainer", {}).get("meeting"):
+            host, port = meeting
+        else:
+            time.sleep(IDLE_S)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=not rank, wait_for_workers=False, timeout=timeout
+    )
+    if rank == 0:
+        buffer.report("trainer", {"meeting": [host, store.port]})
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trainers, timeout=timeout)
+
+
+def _interface(address: str) -> str | None:
+    """This machine's network interface with the address by which the engine's nodes reach each other."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family in (socket.AF_INET, socket.AF_INET6) and one.address == address for one in addresses):
+            return str(name)
+    return None

@@ -1,0 +1,83 @@
+"""The rollout workers of a run, as the driver sees them: it starts them, restarts those that die, collects results.
+
+After a worker died, the buffer's board shows it as `restarting` until its new process reports itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pulse_rl.errors import ProcessDiedError
+from pulse_rl.rl.buffer import DataBuffer
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.engine import CAUSES, ProcessHandle, RolloutProcess, start
+from pulse_rl.rl.rollout import RolloutWorker
+
+DEATHS = 5  # of one worker without a proved version between them; then the run ends
+
+
+@dataclass
+class _Worker:
+    name: str
+    handle: ProcessHandle
+    restarts: int = 0
+    futile: int = 0  # deaths since it last proved a version
+    result: dict[str, Any] | None = None
+
+
+class WorkerPool:
+    """Any number of rollout workers, named worker-0, worker-1, …
+
+    log: shows a person one line.
+    """
+
+    def __init__(self, config: RunConfig, buffer: DataBuffer, log: Callable[[str], None]) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._log = log
+        self._workers: list[_Worker] = []
+
+    def add(self) -> str:
+        """Start one more worker; return its name."""
+        name = f"worker-{len(self._workers)}"
+        self._workers.append(_Worker(name, self._start(name)))
+        return name
+
+    def _start(self, name: str) -> ProcessHandle:
+        return start(name, RolloutProcess, RolloutWorker, (name, self._config, self._buffer), where="anywhere")
+
+    def running(self) -> list[ProcessHandle]:
+        """The workers that have not ended."""
+        return [worker.handle for worker in self._workers if worker.result is None]
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each ended worker returned, with the number of its restarts."""
+        return [w.result | {"restarts": w.restarts} for w in self._workers if w.result is not None]
+
+    def poll(self) -> None:
+        """Collect the results of workers that ended, and restart those that died.
+
+        Raises what a worker raised, ProcessDiedError if one dies again and again.
+        """
+        for worker in self._workers:
+            if worker.result is None and worker.handle.ended():
+                try:
+                    worker.result = worker.handle.result()
+                except ProcessDiedError:
+                    self._restart(worker)
+
+    def _restart(self, worker: _Worker) -> None:
+        facts = self._buffer.board().get(worker.name, {})
+        worker.futile = 1 if facts.get("verified") else worker.futile + 1
+        pid = facts.get("pid")
+        who = f"{worker.name} (pid {pid})" if pid else worker.name
+        if worker.futile >= DEATHS:
+            raise ProcessDiedError(
+                f"{who} died {DEATHS} times without proving a version in between ({CAUSES})", process=worker.name
+            )
+        worker.restarts += 1
+        self._buffer.release(worker.name)
+        gone = {"pid": None, "version": None, "verified": False, "restarting": True, "restarts": worker.restarts}
+        self._buffer.report(worker.name, gone)
+        self._log(f"{who} died; starting again")
+        worker.handle = self._start(worker.name)
