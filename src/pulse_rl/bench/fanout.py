@@ -1,9 +1,9 @@
 """What subscribers cost a publisher: one history in a directory, followed by one subscriber, then by many.
 
-Subscribers are processes that wait for each version, sync their own weights and prove it; they know the store and
-not the publisher. Counted is what the publisher asks of the store, and what lies in the store afterwards, against
-what the publisher has put there. All share one machine, so that many subscribers make a publisher wait for a processor
-here: its seconds hold that, its processor seconds do not. What a network or a remote store would do is not measured.
+Each subscriber is a process that waits for a version, syncs its weights and proves them; it knows the store and not the
+publisher. Counted are the publisher's requests to the store, and the objects in it that the publisher did not put. All
+share one machine, so with many subscribers the publisher waits for a processor: its seconds include that, its processor
+seconds do not. A network or a remote store is not measured.
 """
 
 import json
@@ -30,23 +30,23 @@ from pulse_rl.units import nbytes
 LEARNING_RATE = 1e-6
 WEIGHT_STD = 0.16  # as in `roles`: about 0.15 % of the BF16 bits change a step
 MOVE_STD = 0.23
-WAIT_S = 600.0
+WAIT_S = 600.0  # of a subscriber for a version
 
 
 class FanoutResult(msgspec.Struct, frozen=True):
-    """With so many subscribers."""
+    """The measurement with one number of subscribers."""
 
     subscribers: int
-    requests: dict[str, int]  # of the publisher, by method of the store, in all
-    put_nbytes: int  # by the publisher, in all
-    held_nbytes: int  # in the store afterwards
-    strangers: int  # objects in the store that the publisher has not put there
+    requests: dict[str, int]  # total of the publisher, by method of the store
+    put_nbytes: int  # total of the publisher
+    held_nbytes: int  # in the store at the end
+    strangers: int  # objects in the store that the publisher did not put
     publish_s: float  # median of the versions after the first
-    publish_cpu_s: float  # likewise, processor seconds of the publisher's process
+    publish_cpu_s: float  # median processor seconds of the publisher's process
 
 
 class FanoutReport(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The whole measurement."""
 
     elements: int
     versions: int
@@ -76,7 +76,7 @@ class FanoutReport(msgspec.Struct, frozen=True):
 
 
 class _Counting:
-    """A store that counts what is asked of it."""
+    """A store that counts its requests."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -100,7 +100,7 @@ class _Counting:
 def run(*, subscribers: int, versions: int, elements: int, progress: Progress) -> FanoutReport:
     """Publish to one subscriber, then to many, in a temporary directory.
 
-    A subscriber takes about 150 MB of memory and the model. Raises IntegrityError if one of them ends in other bits.
+    A subscriber takes about 150 MB of memory and the model. Raises IntegrityError if one ends with other bits.
     """
     results = []
     for done, count in enumerate((1, subscribers)):
@@ -118,21 +118,21 @@ def _follow(directory: Path, count: int, versions: int, elements: int) -> Fanout
     publisher.publish({"w": _bfloat16(masters)}, version=0)
     settings = {"store": str(directory / "store"), "versions": versions, "elements": elements}
     command = [sys.executable, "-m", "pulse_rl.bench.fanout", json.dumps(settings)]
-    crowd: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
     seconds: list[float] = []
     cpu_seconds: list[float] = []
     try:
-        crowd.extend(subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count))
+        processes.extend(subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count))
         for version in range(versions + 1):
             if version:
                 masters -= random.standard_normal(elements, np.float32) * np.float32(MOVE_STD * LEARNING_RATE)
                 bits, start = {"w": _bfloat16(masters)}, time.process_time()
                 seconds.append(publisher.publish(bits, version=version).total_s)
                 cpu_seconds.append(time.process_time() - start)
-            for subscriber in crowd:
+            for subscriber in processes:
                 _expect(subscriber, f"{version} {publisher.digest}")
     finally:
-        for subscriber in crowd:
+        for subscriber in processes:
             subscriber.kill()
             subscriber.communicate()
     held = {path: path.stat().st_size for path in (directory / "store").rglob("*") if path.is_file()}
@@ -148,7 +148,7 @@ def _follow(directory: Path, count: int, versions: int, elements: int) -> Fanout
 
 
 def _bfloat16(masters: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest BF16 values (the last of two that are as near)."""
+    """The bits of the nearest BF16 values; ties are rounded away from zero."""
     return ((masters.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
 
 
@@ -158,11 +158,14 @@ def _expect(subscriber: "subprocess.Popen[str]", line: str) -> None:
     if not found:
         raise PulseError(f"a subscriber of the measurement ended with exit code {subscriber.wait()}")
     if found != line:
-        raise IntegrityError(f"a subscriber: expected version and digest {line}, found {found}")
+        expected, digest = (text.split()[-1] for text in (line, found))
+        raise IntegrityError(
+            f"a subscriber: expected version and digest {line}, found {found}", expected=expected, found=digest
+        )
 
 
 def _subscribe(store: str, versions: int, elements: int) -> None:
-    """One subscriber, a process of its own: a line for each version, when it is proved."""
+    """A subscriber's process: prints a line for each version that it has proved."""
     subscriber, live = pulse.Subscriber(store), {"w": np.zeros(elements, np.uint16)}
     for version in range(versions + 1):
         subscriber.wait(version, WAIT_S)

@@ -1,6 +1,6 @@
-"""The processes of `bench sync`: `python -m pulse_rl.bench.roles publisher|subscriber|plain SETTINGS`.
+"""The processes of `bench sync`: `python -m pulse_rl.bench.roles publisher|subscriber|full SETTINGS`.
 
-Each prints one JSON document. See `sync` for what is measured and how.
+Each prints one JSON document. `sync` says what is measured and how.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from pulse_rl.codecs.choose import CodecName
 LEARNING_RATE = 1e-6
 WEIGHT_STD = 0.16  # of the synthetic weights: with it, about 0.15 % of the BF16 bits change a step
 MOVE_STD = 0.23  # of |m| / √v for noisy gradients at Adam's β₁ = 0.9: √((1 − β₁) / (1 + β₁))
-PIECE = 1 << 20  # elements perturbed at a time
+CHUNK = 1 << 20  # elements moved at a time
 SAMPLE_S = 0.002
 
 
@@ -50,28 +50,28 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def masters(layers: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """FP32 weights, off the BF16 grid as masters are."""
+    """FP32 weights; like an optimizer's masters they are not rounded to BF16."""
     return {
         name: torch.empty(shape).normal_(0.0, WEIGHT_STD, generator=generator) for name, shape in shapes(layers).items()
     }
 
 
 def step(weights: dict[str, torch.Tensor], generator: torch.Generator) -> None:
-    """Move the weights as Adam does: each by about a quarter of the learning rate, whatever its size."""
+    """Move the weights as an Adam step does: each by about a quarter of the learning rate, whatever its magnitude."""
     for tensor in weights.values():
         flat = tensor.view(-1)
-        for start in range(0, len(flat), PIECE):
-            piece = flat[start : start + PIECE]
-            move = torch.empty_like(piece).normal_(0.0, MOVE_STD, generator=generator).clamp_(-1.0, 1.0)
-            piece.sub_(move, alpha=LEARNING_RATE)
+        for start in range(0, len(flat), CHUNK):
+            chunk = flat[start : start + CHUNK]
+            move = torch.empty_like(chunk).normal_(0.0, MOVE_STD, generator=generator).clamp_(-1.0, 1.0)
+            chunk.sub_(move, alpha=LEARNING_RATE)
 
 
 class Peak:
-    """The highest RssAnon between entering and leaving, above what it was at the start of the process's work."""
+    """The peak of RssAnon while it is entered, in bytes above what it was when this was made."""
 
     def __init__(self) -> None:
         gc.collect()
-        with suppress(OSError, AttributeError):  # glibc's: give back what the warm-up has freed
+        with suppress(OSError, AttributeError):  # glibc only: return what the warm-up has freed
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         self._floor = rss_anon()
         self._stop = threading.Event()
@@ -162,8 +162,8 @@ def subscriber(directory: Path, versions: int, layers: int) -> dict[str, Any]:
     }
 
 
-def plain(directory: Path, versions: int, layers: int) -> dict[str, Any]:
-    """Full checkpoints: torch.save and safetensors in turns."""
+def full_checkpoints(directory: Path, versions: int, layers: int) -> dict[str, Any]:
+    """Save and load with torch.save and safetensors, in turns."""
     from safetensors.torch import load_file, save_file
 
     weights = masters(layers, torch.Generator().manual_seed(0))
@@ -193,7 +193,11 @@ def plain(directory: Path, versions: int, layers: int) -> dict[str, Any]:
     }
 
 
-ROLES: dict[str, Callable[..., dict[str, Any]]] = {"publisher": publisher, "subscriber": subscriber, "plain": plain}
+ROLES: dict[str, Callable[..., dict[str, Any]]] = {
+    "publisher": publisher,
+    "subscriber": subscriber,
+    "full": full_checkpoints,
+}
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[2])

@@ -1,14 +1,14 @@
-"""Publish and sync a 135M-parameter model end to end, and what a user would write himself.
+"""Publish and sync a 135M-parameter model end to end, next to what a user would write without pulse-rl.
 
-Synthetic weights with SmolLM2-135M's tensors: FP32 masters on the trainer's side, moved as an Adam step of
-learning rate 1e-6 moves them, so that about 0.15 % of the BF16 bits change a version; published with
-cast="bfloat16" through a file store. The other way is torch.save (or safetensors) of the cast weights, then
-loading the file and copying it into the live model.
+Synthetic weights with SmolLM2-135M's tensors: FP32 masters on the trainer's side, moved as an Adam step of learning
+rate 1e-6 moves them, so that about 0.15 % of the BF16 bits change a version. They are published with cast="bfloat16"
+through a file store. The comparison is torch.save (or safetensors) of the cast weights, then loading the file and
+copying it into the live model.
 
-Publisher, subscriber and the plain way each run in a process of their own, one after another. Their memory is
-the peak of RssAnon (/proc/self/status, sampled every 2 ms): private memory that the kernel cannot take back
-by itself, so without mapped files; above what the process held with its weights and imports, and kernels
-warm, before the first version. Nobody calls fsync.
+Publisher, subscriber and comparison run one after another, each in its own process. Their memory is the peak of RssAnon
+(/proc/self/status, sampled every 2 ms): private memory that the kernel cannot reclaim, which leaves out mapped files;
+above what the process held before the first version, with its weights, imports and compiled kernels. Nothing is
+fsynced.
 """
 
 import json
@@ -22,31 +22,31 @@ from typing import Any
 import msgspec
 
 from pulse_rl.bench.report import Progress, Table, ms, times
-from pulse_rl.errors import PulseError, require
+from pulse_rl.errors import IntegrityError, PulseError, require
 
-ALLOWANCE_NBYTES = 64_000_000  # what both sides may take beyond the model's bits and two patches
+ALLOWANCE_NBYTES = 64_000_000  # of memory that each side may take above the model's bits and two patches
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One side's time and memory. Medians in seconds; patches only, but for first_s."""
+    """Time and memory of one side. each_s is the median in seconds, of patches only."""
 
-    first_s: float  # of the first version, which is an anchor
+    first_s: float  # seconds of the first version, which is an anchor
     each_s: float
-    peak_nbytes: int  # of all versions, the first one too
+    peak_nbytes: int  # over all versions, with the first
     promise_nbytes: int
     kept: bool  # peak_nbytes ≤ promise_nbytes
 
 
-class Plain(msgspec.Struct, frozen=True):
-    """Full checkpoints by hand. Medians in seconds, cast and copy into the live model included."""
+class FullCheckpoints(msgspec.Struct, frozen=True):
+    """Full checkpoints without pulse-rl. Medians in seconds, with the cast and the copy into the live model."""
 
     save_s: float
     load_s: float
     nbytes: int
 
 
-class SyncReport(msgspec.Struct, frozen=True):
-    """All of it."""
+class SyncBenchReport(msgspec.Struct, frozen=True):
+    """The whole measurement."""
 
     elements: int
     full_nbytes: int
@@ -57,8 +57,8 @@ class SyncReport(msgspec.Struct, frozen=True):
     reduction: float  # full_nbytes / patch_nbytes
     publisher: Side
     subscriber: Side
-    torch_save: Plain
-    safetensors: Plain
+    torch_save: FullCheckpoints
+    safetensors: FullCheckpoints
 
     def facts(self) -> dict[str, object]:
         return {
@@ -79,8 +79,9 @@ class SyncReport(msgspec.Struct, frozen=True):
             ),
             ("pulse, the anchor", ms(self.publisher.first_s), ms(self.subscriber.first_s), f"{full:,.1f} MB"),
         ]
-        for name, plain in (("torch.save", self.torch_save), ("safetensors", self.safetensors)):
-            rows.append((name, ms(plain.save_s), ms(plain.load_s), f"{plain.nbytes / 1e6:,.1f} MB"))
+        for name, full_checkpoints in (("torch.save", self.torch_save), ("safetensors", self.safetensors)):
+            nbytes = f"{full_checkpoints.nbytes / 1e6:,.1f} MB"
+            rows.append((name, ms(full_checkpoints.save_s), ms(full_checkpoints.load_s), nbytes))
         memory = [
             (
                 name,
@@ -90,19 +91,18 @@ class SyncReport(msgspec.Struct, frozen=True):
             )
             for name, side in (("publisher", self.publisher), ("subscriber", self.subscriber))
         ]
-        plain = self.safetensors
-        speed = (plain.save_s + plain.load_s) / (self.publisher.each_s + self.subscriber.each_s)
+        speed = (self.safetensors.save_s + self.safetensors.load_s) / (self.publisher.each_s + self.subscriber.each_s)
         return [
-            (("a version by", "publish", "sync", "sent"), rows),
+            (("method", "publish", "sync", "sent"), rows),
             (("memory", "peak", "promise", ""), memory),
-            (("", "faster"), [("publish and sync, against safetensors, no network between", times(speed))]),
+            (("", "faster"), [("publish and sync, against safetensors, without a network", times(speed))]),
         ]
 
 
-def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncReport:
+def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncBenchReport:
     """Measure everything in a temporary directory; needs about 2 GB of disk and 3 GB of memory.
 
-    Raises MissingExtraError without torch or safetensors, PulseError if the two sides end in other bits.
+    Raises MissingExtraError without torch or safetensors, IntegrityError if the two sides end with different bits.
     """
     require("torch", "torch")
     require("safetensors", "run")
@@ -113,13 +113,15 @@ def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncRe
         progress(1, 3, "subscriber")
         synced = _run("subscriber", settings)
         progress(2, 3, "full checkpoints")
-        plain = _run("plain", settings)
+        full = _run("full", settings)
     if synced["digests"] != published["digests"]:
-        raise PulseError(f"the subscriber has other bits: {synced['digests']}, published {published['digests']}")
+        raise IntegrityError(
+            f"the subscriber's digests: expected {published['digests']}, as published, found {synced['digests']}"
+        )
     patch_nbytes = int(statistics.median(published["patch_nbytes"]))
     full_nbytes = published["full_nbytes"]
     allowance = 2 * max(published["patch_nbytes"]) + ALLOWANCE_NBYTES
-    return SyncReport(
+    return SyncBenchReport(
         elements=published["elements"],
         full_nbytes=full_nbytes,
         versions=versions,
@@ -129,8 +131,8 @@ def run(*, versions: int, layers: int, codec: str, progress: Progress) -> SyncRe
         reduction=full_nbytes / patch_nbytes,
         publisher=_side(published, full_nbytes + allowance),
         subscriber=_side(synced, allowance),
-        torch_save=Plain(**plain["torch"]),
-        safetensors=Plain(**plain["safetensors"]),
+        torch_save=FullCheckpoints(**full["torch"]),
+        safetensors=FullCheckpoints(**full["safetensors"]),
     )
 
 
@@ -141,7 +143,7 @@ def _side(result: dict[str, Any], promise_nbytes: int) -> Side:
 
 
 def _run(role: str, settings: dict[str, object]) -> dict[str, Any]:
-    """One role in a process of its own."""
+    """Run one role in its own process. Raises PulseError if that fails."""
     command = [sys.executable, "-m", "pulse_rl.bench.roles", role, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
     if done.returncode:
