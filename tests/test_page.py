@@ -1,4 +1,4 @@
-"""The pages of a study and of a run: whole, closed to the outside, true to the numbers they are made of."""
+"""The pages of a study and of a run: complete, without references to the outside, with the numbers of their data."""
 
 import json
 import math
@@ -69,7 +69,7 @@ class Document(HTMLParser):
 
 
 def read(html: str) -> Document:
-    """Parse a page, and hold that every element is closed and nothing comes from elsewhere."""
+    """Parse a page; check that every element is closed and nothing is loaded from elsewhere."""
     document = Document()
     document.feed(html)
     document.close()
@@ -91,7 +91,7 @@ def read(html: str) -> Document:
 
 @pytest.fixture(autouse=True)
 def _library_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What draws is 0.9 MB that every page holds, and takes a second to put together."""
+    """The drawing library is 0.9 MB in every page and takes a second to bundle."""
     import vl_convert
 
     if not BUNDLES:
@@ -126,7 +126,7 @@ def test_a_study_s_headline_is_the_report_s_numbers() -> None:
         assert f"{step.changes:,}" in document.text
 
 
-def test_what_other_precisions_see_is_drawn_and_told() -> None:
+def test_what_other_precisions_see_is_in_a_plot_and_a_table() -> None:
     """The plot's points and the table's rows against the report; without --no-codecs there is no such section."""
     report = example(4, 2)
     document = read(study_page.html(report))
@@ -140,10 +140,8 @@ def test_what_other_precisions_see_is_drawn_and_told() -> None:
     rescaled = sum(one.rescaled for one in report.precisions["I8/row"])
     assert f"{rescaled / sum(one.scales for one in report.precisions['I8/row']):.4%}" in document.text
     bare = tuple(msgspec.structs.replace(step, precisions={}) for step in report.steps)
-    assert "What other precisions would see" in document.text
-    assert (
-        "What other precisions would see" not in read(study_page.html(msgspec.structs.replace(report, steps=bare))).text
-    )
+    assert "What other precisions see" in document.text
+    assert "What other precisions see" not in read(study_page.html(msgspec.structs.replace(report, steps=bare))).text
 
 
 def test_every_plot_is_a_chart_that_vega_lite_compiles() -> None:
@@ -156,7 +154,7 @@ def test_every_plot_is_a_chart_that_vega_lite_compiles() -> None:
 
 
 def renamed(report: Report, name: str) -> Report:
-    """The report with names, notes and places as an enemy would choose them."""
+    """The report with names, notes and a location as an attacker would choose them."""
     replace = msgspec.structs.replace
     tensors = tuple(replace(t, name=f"{name}.{t.name}", kind=name, dtype=name, shape=()) for t in report.tensors)
     steps = tuple(replace(s, kinds={name: s.density}, codecs={name: 10, "gap": 5}) for s in report.steps)
@@ -172,14 +170,14 @@ def test_hostile_names_are_only_ever_text() -> None:
     assert hostile.tags == plain.tags
     assert any(HOSTILE in text for text in hostile.text)
     assert HOSTILE in {row.get("series") for spec in hostile.specs for row in spec["data"]["values"]}
-    # Beside the data and the domains made of it, a specification is the same whatever the names are.
+    # Except in the data and the domains made of it, a specification does not depend on the names.
     bare = [json.dumps(spec).replace(json.dumps(HOSTILE)[1:-1], "plain") for spec in hostile.specs]
     for spec, other in zip(bare, plain.specs, strict=True):
         assert re.sub(r'"expr": "[^"]*"', "", spec) == re.sub(r'"expr": "[^"]*"', "", json.dumps(other))
 
 
 def _empty(report: Report) -> Report:
-    """Of weights without an element: nothing to show, and nothing to divide by."""
+    """A report of weights without elements: nothing to show, nothing to divide by."""
     steps = tuple(msgspec.structs.replace(s, changes=0, kinds={}, codecs={}, precisions={}) for s in report.steps)
     nothing = msgspec.structs.replace(
         report.recurrence, again=None, back=None, expected_again=None, times=(), returned=0
@@ -200,7 +198,7 @@ def _empty(report: Report) -> Report:
 @pytest.mark.parametrize(
     ("report", "plots"),
     [
-        (example(2, 2, settings=False), 6),  # two checkpoints, of which nothing more is known
+        (example(2, 2, settings=False), 6),  # two checkpoints, nothing else known
         (example(3, 2, settings=False), 12),
         (_empty(example(3, 1)), 3),
     ],
@@ -234,7 +232,7 @@ def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
 
 
 def _run(directory: Path, versions: int, trainers: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary and the lines of a run that writes them as runs do."""
+    """The summary and the metrics of a run, written as runs write them."""
     config = RunConfig(out=str(directory), trainers=trainers, workers=1)
     for version in range(1, versions + 1):
         record = {
@@ -286,7 +284,7 @@ def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
     lag = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "versions behind")
     assert [(row["x"], row["y"]) for row in lag["data"]["values"]] == [(version, 1) for version in range(2, 21)]
     assert document.text.count(HOSTILE) == 21  # the codec of each version, and the worker at the end
-    assert "nan" in "".join(document.text)  # a loss that was none is told in the table
+    assert "nan" in "".join(document.text)  # a loss of NaN is in the table
 
 
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:
@@ -305,17 +303,18 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[study\]'") as caught:
+    with pytest.raises(pulse.MissingExtraError) as caught:
         study_page.html(example(2, 1))
-    with Display("a run", 1) as display:  # whose printer has a markup in brackets of its own
-        display.say(str(caught.value))
+    assert (caught.value.name, caught.value.extra) == ("vl_convert", "study")
+    with Display("a run", 1) as display:  # its printer reads brackets as markup
+        display.log(str(caught.value))
     assert "'pulse-rl[study]'" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_page_beside_the_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two real checkpoints; then without the library: a line, or an error before the work where it was asked for."""
+    """Two real checkpoints; then without the library: a message, or with --html an error before the work."""
     for step in (1, 2):
         save_file({"layers.0.mlp.up_proj.weight": np.full((8, 8), step, np.float16)}, tmp_path / f"{step}.safetensors")
     targets = [str(tmp_path / "1.safetensors"), str(tmp_path / "2.safetensors")]
@@ -332,13 +331,13 @@ def test_the_command_writes_the_page_beside_the_json(
     assert command("-o", str(tmp_path / "b"), "--no-html") == (0, "")
     assert [file.name for file in (tmp_path / "b").iterdir()] == ["report.json"]
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    code, said = command("-o", str(tmp_path / "c"))
+    code, message = command("-o", str(tmp_path / "c"))
     assert code == 0
-    assert said.startswith("no report.html: vl_convert is needed")
+    assert message.startswith("no report.html: vl_convert is needed")
     assert (tmp_path / "c" / "report.json").exists()
-    code, said = command("-o", str(tmp_path / "d"), "--html")
+    code, message = command("-o", str(tmp_path / "d"), "--html")
     assert code == 1
-    assert "pip install 'pulse-rl[study]'" in said
+    assert "pip install 'pulse-rl[study]'" in message
     assert not (tmp_path / "d").exists()
     assert command("--html")[0] == 2
 
@@ -357,4 +356,7 @@ def test_a_browser_draws_every_plot_and_runs_nothing_else(tmp_path: Path) -> Non
     command += ["--virtual-time-budget=30000", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert len(re.findall('<svg [^>]*class="marks"', done.stdout)) == 15
+    wide = set(re.findall('<div class="table[^"]* more">.*?aria-label="([^"]*)"', done.stdout))
+    assert "Sparsity over k steps" not in wide
+    assert "By kind of layer" in wide  # its hostile names take the width: the page says that there are more columns
     assert "<title>How sparse the updates are, and why</title>" in done.stdout

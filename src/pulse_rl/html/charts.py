@@ -1,8 +1,8 @@
-"""Kinds of charts, as Vega-Lite specifications: lines, bars, ranges, stacks and heat maps of numbers that have names.
+"""Charts as Vega-Lite specifications: lines, bars, ranges, stacked areas and heat maps of numbers with names.
 
-Names of series and rows are data, in the fields `x`, `y` and `series` of a specification, never a part of it. What is
-not finite is left out, and on logarithmic axes what is not positive. A line of more than POINTS numbers shows means of
-neighbours.
+Names of series and rows are data, in the fields `x`, `y` and `series` of a specification, never part of its structure.
+Numbers that are not finite are left out, and on logarithmic axes those that are not positive. A line of more than
+POINTS numbers shows means of neighbours.
 """
 
 import math
@@ -11,39 +11,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FEW = 10  # marks of whole numbers, each of which is drawn
-POINTS = 400  # of a line: more are slower to draw than any screen can show
+FEW = 10  # up to so many whole numbers, each has a mark
+POINTS = 400  # of a line: no screen shows more, and they are slow to draw
 COLORS = tuple(f"var(--c{n})" for n in range(6))
-RAMP = tuple(f"var(--s{n})" for n in range(6))  # for series that are an order
+RAMP = tuple(f"var(--s{n})" for n in range(6))  # for series that have an order
+HEIGHT, LEGEND_ROW = 280, 14  # of a chart, pixels; more for each further name of a long legend
 BYTES = "bytes"  # a format of axes: 1.5 MB
-FRACTION = ".5~p"  # likewise: 0.65%
-SPACED = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 4}  # of names along x: some are left out
+FRACTION = ".5~p"  # a format of axes: 0.65%
+SPACED = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 4}  # names along x: some are left out
 
 Points = Sequence[tuple[float, float | None]]
 
 
 class Axis(NamedTuple):
-    """What is told along an axis."""
+    """What an axis shows."""
 
     title: str  # with the unit
     form: str = ""  # d3-format, or BYTES
     log: bool = False
-    zero: bool = False  # whether it begins at 0
-    whole: bool = False  # whether there is nothing between whole numbers
+    zero: bool = False  # begins at 0
+    whole: bool = False  # has whole numbers only
 
     def encoding(self, field: str, values: Sequence[float] = ()) -> dict[str, Any]:
-        """How a field is drawn along it. values: all of them, for the marks of logarithmic axes and whole numbers."""
+        """A field's encoding. values: all of the field, for the marks of logarithmic axes and whole numbers."""
         axis: dict[str, Any] = {"title": self.title, "labelOverlap": True, "labelSeparation": 4}
         if self.form == BYTES:
             axis["labelExpr"] = "replace(format(datum.value, '.3~s'), /([kMGT]?)$/, ' $1B')"
         elif self.form:
             axis["format"] = self.form
         if self.whole:
-            axis |= {"format": "d", "tickMinStep": 1}  # which is not kept where there are few
+            axis |= {"format": "d", "tickMinStep": 1}  # ignored where there are few, so those are listed
             first, last = 0 if self.zero else math.ceil(min(values)), math.floor(max(values))
             if last - first < FEW:
                 axis["values"] = list(range(first, last + 1))
-        across = field == "x" and self.whole  # of versions or exponents, which fill the width
+        across = field == "x" and self.whole  # versions or exponents, which fill the width
         scale: dict[str, Any] = {"zero": self.zero, "nice": not across}
         if self.log:
             marks = _marks(min(values), max(values))
@@ -60,7 +61,7 @@ class Axis(NamedTuple):
 def lines(
     series: Mapping[str, Points], x: Axis, y: Axis, *, dashed: Sequence[str] = (), colors: Sequence[str] = COLORS
 ) -> dict[str, Any] | None:
-    """A line for each series of points (x, y); None if none has two. dashed: names of what is not measured."""
+    """A line for each series of points (x, y); None if none has two points. dashed: names of series not measured."""
     drawn = {name: kept for name, points in series.items() if (kept := _drawn(points, x, y))}
     if max(map(len, drawn.values()), default=0) < 2:
         return None
@@ -82,7 +83,7 @@ def lines(
 
 
 def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: Axis) -> dict[str, Any] | None:
-    """Upright bars side by side, one for each series at each place on x, in the order given."""
+    """Upright bars side by side, one per series at each place on x, in the order given; None without any."""
     values = [{"x": place, "y": value, "series": name} for name, bars in shares.items() for place, value in bars]
     if not values:
         return None
@@ -98,7 +99,7 @@ def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: Axis) 
 
 
 def stacks(parts: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any] | None:
-    """What a whole is made of at each x: areas on each other; None if there is one x at most."""
+    """The parts of a whole at each x, as stacked areas; None unless one part has two points."""
     drawn = {name: kept for name, points in parts.items() if (kept := _drawn(points, x, y))}
     if max(map(len, drawn.values()), default=0) < 2:
         return None
@@ -117,7 +118,7 @@ def stacks(parts: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any] | No
 
 
 def ranges(rows: Sequence[tuple[str, float, float, float]], x: Axis) -> dict[str, Any] | None:
-    """A bar for each (name, value, lowest, highest), lying, with a line from the lowest to the highest."""
+    """A horizontal bar for each (name, value, lowest, highest), with a line from the lowest to the highest."""
     if not rows:
         return None
     values = [{"series": name, "x": value, "low": low, "high": high} for name, value, low, high in rows]
@@ -141,8 +142,8 @@ def ranges(rows: Sequence[tuple[str, float, float, float]], x: Axis) -> dict[str
     )
 
 
-def lying(rows: Sequence[tuple[str, str, float]], x: Axis) -> dict[str, Any] | None:
-    """A lying bar for each name, made of the parts (name, part, value) that it has."""
+def stacked_bars(rows: Sequence[tuple[str, str, float]], x: Axis) -> dict[str, Any] | None:
+    """A horizontal bar for each name, stacked of its parts (name, part, value)."""
     if not rows:
         return None
     values = [{"y": name, "series": part, "x": value, "rank": rank} for rank, (name, part, value) in enumerate(rows)]
@@ -158,7 +159,7 @@ def lying(rows: Sequence[tuple[str, str, float]], x: Axis) -> dict[str, Any] | N
 
 
 def heat(cells: Mapping[tuple[str, int], float], x: str, value: Axis) -> dict[str, Any] | None:
-    """A field for each (row, column), coloured by its value."""
+    """A cell for each (row, column), coloured by its value."""
     if not cells:
         return None
     values = [{"series": row, "x": column, "y": number} for (row, column), number in cells.items()]
@@ -169,7 +170,11 @@ def heat(cells: Mapping[tuple[str, int], float], x: str, value: Axis) -> dict[st
         "color": {
             "field": "y",
             "type": "quantitative",
-            "scale": {"type": "sqrt", "scheme": "viridis", "zero": True},  # one high field leaves the others apart
+            "scale": {
+                "type": "sqrt",
+                "scheme": "viridis",
+                "zero": True,
+            },  # the others still differ beside one high cell
             "legend": {
                 "title": value.title,
                 "format": value.form,
@@ -191,7 +196,9 @@ def _chart(values: list[dict[str, Any]], content: dict[str, Any]) -> dict[str, A
         }
         for row in values
     ]
-    return {"data": {"values": finite}, "width": "container", "height": 280} | content
+    names = len(dict.fromkeys(row.get("series") for row in values))
+    height = HEIGHT + LEGEND_ROW * max(0, names - 4)  # a long legend must not take the plot's room
+    return {"data": {"values": finite}, "width": "container", "height": height} | content
 
 
 def _places(title: str | None, order: Sequence[object]) -> dict[str, Any]:
@@ -201,12 +208,12 @@ def _places(title: str | None, order: Sequence[object]) -> dict[str, Any]:
 
 
 def _columns(narrow: int) -> dict[str, Any]:
-    """How many names of a legend stand beside each other; narrow: where the plot is as wide as a phone."""
+    """Names in a row of a legend: 4, or `narrow` where the plot is as wide as a phone."""
     return {"columns": {"expr": f"containerSize()[0] < 500 ? {narrow} : 4"}}
 
 
 def _color(names: list[str], colors: Sequence[str] = COLORS, **look: object) -> dict[str, Any]:
-    """Of series; a legend where there are several, in as many columns as a narrow window has room for."""
+    """The colours of series; with several, a legend in as many columns as fit into a narrow window."""
     columns = _columns(2 if max(map(len, names)) < 10 else 1)
     legend = {"title": None, "orient": "top", "labelLimit": 240} | columns | look
     scale = {"domain": names, "range": [colors[number % len(colors)] for number in range(len(names))]}
@@ -214,9 +221,9 @@ def _color(names: list[str], colors: Sequence[str] = COLORS, **look: object) -> 
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Round numbers that a logarithmic axis from low to high is marked with, one below and one above all included.
+    """The marks of a logarithmic axis: round numbers from one at or below low to one at or above high.
 
-    Powers of 10; 2 and 5 times these too, where they are few.
+    Powers of 10; also 2 and 5 times these where they are few.
     """
     low, high = low * (1 + 1e-9), high * (1 - 1e-9)  # 1.0000000001 needs no mark above 1
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -232,7 +239,7 @@ def _name() -> dict[str, Any]:
 
 
 def _drawn(points: Points, x: Axis, y: Axis) -> list[tuple[float, float]]:
-    """The points that can be drawn, means of neighbours where they are too many."""
+    """The points that can be drawn; means of neighbours if there are too many."""
     kept = [
         (a, b)
         for a, b in points

@@ -1,12 +1,15 @@
 """A report as one HTML file that needs nothing else: headline numbers, plots, tables, light and dark, wide and narrow.
 
-Plots are Vega-Lite specifications, drawn in the reader's browser as SVG, whose colours are the page's CSS variables: so
-they follow the reader's light or dark scheme and the width of the window, and show values under the pointer. The
-libraries that draw them come out of `vl-convert-python` (extra `study`) and are written into the page, 0.9 MB. The
-page's content security policy forbids every request, so whoever opens it tells nobody.
+Plots are Vega-Lite specifications, drawn in the reader's browser as SVG. Their colours are the page's CSS variables, so
+they follow the reader's light or dark scheme; they fit the width of the window and show values under the pointer. The
+libraries that draw them come from `vl-convert-python` (extra `study`) and are written into the page, 0.9 MB. The
+page's content security policy forbids every request: opening a page contacts nobody.
 
-What is shown is hostile: names of tensors, files and workers. All text passes `escape`, all data `_json`, and neither
-can end its element; a specification takes names as data only, never as fields or expressions.
+A table that is wider than the window scrolls sideways under its first column, which stays. A shadow at its right edge
+and a line below it say so while there is more to see.
+
+Text is hostile: names of tensors, files and workers come from outside. All text passes `escape`, all data `_json`, and
+neither can end its element; a specification takes names as data only, never as fields or expressions.
 """
 
 import json
@@ -19,6 +22,13 @@ from pulse_rl.errors import require
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'; img-src data:"
 DRAW = """
+for (const table of document.querySelectorAll(".table")) {
+  const inner = table.querySelector(".scroll");
+  const update = () =>
+    table.classList.toggle("more", inner.scrollLeft + inner.clientWidth + 1 < inner.scrollWidth);
+  inner.addEventListener("scroll", update, {passive: true});
+  new ResizeObserver(update).observe(inner);  // also when the table is unfolded
+}
 const plots = JSON.parse(document.getElementById("plots").textContent);
 const options = {mode: "vega-lite", renderer: "svg", actions: false, config: plots.config,
                  tooltip: {disableDefaultStyle: true}};
@@ -26,10 +36,12 @@ plots.specs.forEach((spec, number) => vegaEmbed("#plot-" + number, spec, options
 """  # 'unsafe-eval' in the policy: Vega compiles its expressions
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --card: #ffffff; --ink: #1c1f23; --faint: #5d6670; --line: #dcdfe3;
+  --shade: #1c1f2338;
   --c0: #2268b2; --c1: #cc5f10; --c2: #23875a; --c3: #7d52bd; --c4: #bf3350; --c5: #0e8893;
   --s0: #0d3c71; --s1: #1f5f99; --s2: #3a84c4; --s3: #4fa3b8; --s4: #5fb08f; --s5: #a0a53c; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #15181c; --card: #1d2126; --ink: #e7e9ec; --faint: #a0a9b3; --line: #363c44;
+    --shade: #00000099;
     --c0: #69a9ea; --c1: #f0964f; --c2: #5fc795; --c3: #b596ea; --c4: #f07b92; --c5: #52c3cd;
     --s0: #cfe4fb; --s1: #9cc9f5; --s2: #69a9ea; --s3: #52b5c3; --s4: #5fc795; --s5: #c9cc62; } }
 * { box-sizing: border-box; }
@@ -49,12 +61,22 @@ dd { margin: 0; }
 dd.value { font-size: 1.35rem; font-weight: 600; overflow-wrap: normal; }
 .plot { width: 100%; min-width: 0; display: block !important; }
 .plot svg { display: block; }
-.table { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .7rem .6rem .3rem; color: var(--faint); }
+.table { margin: 1rem 0; position: relative; overflow: hidden; }
+.scroll { overflow-x: auto; }
+.table.more::after { content: ""; position: absolute; top: 0; bottom: 0; right: 0; width: 1.4rem; pointer-events: none;
+  background: linear-gradient(to left, var(--shade), transparent); }
+.title, .hint { position: relative; z-index: 1; background: var(--card); color: var(--faint); font-size: .88rem; }
+.title { padding: .7rem .6rem .3rem; }
+.hint { display: none; margin: 0; padding: .3rem .6rem; border-top: 1px solid var(--line); text-align: right; }
+.table.more .hint { display: block; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .88rem;
+  font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line); }
 th { font-weight: 600; vertical-align: bottom; }
 .words { text-align: left; }
+.scroll :is(th, td):first-child { position: sticky; left: 0; background: var(--card); }
+.more :is(th, td):first-child { border-right: 1px solid var(--line); }
+@media (max-width: 40rem) { .long .words:first-child { white-space: normal; min-width: 46vw; } }
 details { margin: 1rem 0; }
 summary { cursor: pointer; color: var(--c0); }
 #vg-tooltip-element { visibility: hidden; position: fixed; z-index: 9; padding: .4rem .6rem; font-size: .8rem;
@@ -65,7 +87,7 @@ summary { cursor: pointer; color: var(--c0); }
 #vg-tooltip-element td { border: 0; padding: 0 .3rem; white-space: normal; text-align: left; }
 #vg-tooltip-element td.key { color: var(--faint); overflow-wrap: normal; }
 """
-CONFIG = {  # of every plot: colours are the page's, so that they change with its scheme
+CONFIG = {  # of every plot: the page's colours, which change with its scheme
     "background": None,
     "font": "system-ui, sans-serif",
     "autosize": {"type": "fit", "contains": "padding"},
@@ -87,18 +109,19 @@ CONFIG = {  # of every plot: colours are the page's, so that they change with it
         "titleFontWeight": "normal",
     },
 }
+LONG = 18  # characters: a first column with longer cells wraps on a narrow window
 
 
 class Plot(NamedTuple):
-    """A drawing and what is said of it."""
+    """A chart with its title and caption."""
 
     title: str
-    caption: str  # what one sees, and why it matters
+    caption: str  # what it shows, and why that matters
     spec: dict[str, Any] | None  # Vega-Lite; None if there is nothing to draw
 
 
 class Page:
-    """A report in the making: parts are shown in the order in which they are added. Text is plain text, not HTML."""
+    """A report: its parts are shown in the order in which they are added. All text is plain text, not HTML."""
 
     def __init__(self, title: str, about: str) -> None:
         self._title = title
@@ -109,12 +132,12 @@ class Page:
         self._parts.append(f"<h2>{escape(words)}</h2>")
 
     def points(self, words: Sequence[str]) -> None:
-        """A list; nothing where it is empty."""
+        """A list of sentences; nothing if it is empty."""
         if words:
             self._parts.append("<ul>" + "".join(f"<li>{escape(one)}</li>" for one in words) + "</ul>")
 
     def numbers(self, found: Sequence[tuple[str, str, str]]) -> None:
-        """The headline: name, value and a remark of each number."""
+        """The headline: the name, value and remark of each number."""
         boxes = (
             f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="faint">{note}</dd></div>'
             for name, value, note in (map(escape, one) for one in found)
@@ -122,7 +145,7 @@ class Page:
         self._parts.append(f"<dl>{''.join(boxes)}</dl>")
 
     def plot(self, plot: Plot) -> None:
-        """A plot with its caption; nothing where there is nothing to draw."""
+        """A chart with its caption; nothing if there is nothing to draw."""
         if plot.spec is None:
             return
         self._parts.append(
@@ -134,13 +157,20 @@ class Page:
     def table(
         self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, folded: bool = False
     ) -> None:
-        """A table, columns of numbers to the right; folded: under its caption, opened by a click."""
+        """A table with columns of numbers right-aligned. folded: shown only after a click on its caption."""
         words = [not all(_numeric(row[place]) for row in rows) for place in range(len(columns))]
         lines = [_row("th", columns, words), *(_row("td", row, words) for row in rows)]
-        title = "" if folded else f"<caption>{escape(caption)}</caption>"
-        table = f'<div class="table" tabindex="0"><table>{title}{"".join(lines)}</table></div>'
+        long = " long" * any(len(row[0]) > LONG for row in rows)
+        title = escape(caption)
+        table = (
+            ("" if folded else f'<div class="title">{title}</div>')
+            + f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">'
+            + f"<table>{''.join(lines)}</table></div>"
+            + '<p class="hint">more columns: scroll sideways →</p>'
+        )
+        table = f'<div class="table{long}">{table}</div>'
         if folded:
-            table = f"<details><summary>{escape(caption)}</summary>{table}</details>"
+            table = f"<details><summary>{title}</summary>{table}</details>"
         self._parts.append(table)
 
     def html(self) -> str:
@@ -153,17 +183,17 @@ class Page:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{escape(self._title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
             + "\n".join(self._parts)
-            + "\n<noscript><p>The plots are drawn by the scripts in this file, which are switched off; all numbers are "
-            f'in the tables.</p></noscript>\n<p class="faint">pulse-rl {__version__}. Plots: Vega-Lite, BSD-3-Clause, '
+            + "\n<noscript><p>The scripts in this file draw the plots; they are switched off. All numbers are in "
+            f'the tables.</p></noscript>\n<p class="faint">pulse-rl {__version__}. Plots: Vega-Lite, BSD-3-Clause, '
             "University of Washington Interactive Data Lab.</p>\n</main>\n"
             f'<script type="application/json" id="plots">{_json(plots)}</script>\n'
-            # Ours and the library's: no other text is in it, and this is all that could end the element.
+            # Our script and the library's: it holds no other text, and only this could end the element.
              + "<script>" + script.replace("</script", "<\\/script") + "</script>\n</body>\n</html>\n"
         )
 
 
 def _numeric(cell: str) -> bool:
-    return cell[:1] in "0123456789+-–" or cell in ("nan", "inf")  # an empty one too
+    return cell[:1] in "0123456789+-–" or cell in ("nan", "inf")  # an empty cell too
 
 
 def _row(tag: str, cells: Sequence[str], words: Sequence[bool]) -> str:
@@ -172,5 +202,5 @@ def _row(tag: str, cells: Sequence[str], words: Sequence[bool]) -> str:
 
 
 def _json(document: object) -> str:
-    """JSON in which no HTML parser sees a tag or a comment."""
+    """JSON in which no HTML parser finds a tag or a comment."""
     return json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

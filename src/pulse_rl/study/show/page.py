@@ -1,4 +1,4 @@
-"""`report.html` of a study: every result in the order in which a reader asks for it."""
+"""`report.html` of a study: the results in the order in which a reader asks for them."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,25 @@ from pulse_rl.units import nbytes
 LISTED = 10  # tensors at each end
 FULL = "full weights"
 PRECISIONS = (
-    "The stored weights are cast. From BF16 weights it is what a receiver sees whose weights are cast from what was "
-    "published; from FP32 masters, one whose weights are cast from those.",
-    "Masters that still lie on the BF16 grid, as in a run's first steps, stand on many of the midpoints between FP8 "
-    "numbers, where the least move changes the code.",
-    "Under a scale that changes, all values but 0 are others, also where the codes are the same.",
+    "The stored weights are cast. If they are BF16, this is what a receiver sees that casts the published weights; if "
+    "they are FP32 masters, one whose weights are cast from the masters.",
+    "Masters on the BF16 grid, as in a run's first steps, often lie on midpoints between FP8 numbers, where the "
+    "smallest move changes the code.",
+    "A scale that changes gives other values to all its codes but 0, even where the codes stay the same.",
 )
 
 
 def html(report: Report) -> str:
-    """The report as one HTML document without references to anything outside of it.
+    """The report as one HTML document that refers to nothing outside itself.
 
-    Raises MissingExtraError without the extra `study`: ask `errors.require("vl_convert", "study")` before long work.
+    Raises MissingExtraError without the extra `study`; before long work, check with `require("vl_convert", "study")`.
     """
     first, last = report.versions[0], report.versions[-1]
     page = Page(
         "How sparse the updates are, and why",
         f"{report.location}: {len(report.versions)} versions, {first.number} to {last.number}, of {report.elements:,} "
-        f"elements ({nbytes(report.full_nbytes)}). {_settings(report)} Everything is counted on the stored bits, but "
-        f"for what is called predicted; report.json has every number. Counted in {report.seconds:.3g} s.",
+        f"elements ({nbytes(report.full_nbytes)}). {_settings(report)} Everything is counted on the stored bits, "
+        f"except what is called predicted. All numbers are in report.json. Counted in {report.seconds:.3g} s.",
     )
     page.numbers(headline(report))
     page.points(report.notes)
@@ -55,13 +55,13 @@ def html(report: Report) -> str:
     page.plot(plots.distances(report))
     page.plot(plots.recurrence(report))
     page.plot(plots.times(report))
-    page.table("The same elements", ("elements", "share"), _recurrence(report))
+    page.table("The same elements again", ("elements", "share"), _recurrence(report))
     if report.precisions:
-        page.heading("What other precisions would see")
+        page.heading("What other precisions see")
         page.points(PRECISIONS)
         page.plot(plots.precisions(report))
         page.table("Codes that change in a step, by precision", *_precisions(report))
-    page.heading("What it costs to send")
+    page.heading("What a patch costs")
     page.plot(plots.sizes(report))
     page.plot(plots.bits(report))
     page.table("A step's patch", *_codecs(report))
@@ -70,7 +70,7 @@ def html(report: Report) -> str:
 
 
 def headline(report: Report) -> list[tuple[str, str, str]]:
-    """Name, value and remark of the numbers that stand first."""
+    """The name, value and remark of the numbers at the top."""
     one = report.spans[0].over_time
     found = [
         ("mean sparsity", f"{one.mean:.3%}", "of one step"),
@@ -94,7 +94,7 @@ def _settings(report: Report) -> str:
 
 
 def _patches(report: Report) -> dict[str, float]:
-    """`Report.patch_nbytes`, fewest first."""
+    """`Report.patch_nbytes`, smallest first."""
     return dict(sorted(report.patch_nbytes.items(), key=lambda item: item[1]))
 
 
@@ -102,8 +102,8 @@ def times(full: float, sent: float) -> str:
     return f"{full / sent:,.0f} ×" if sent and full / sent >= 10 else f"{full / max(1, sent):.2g} ×"
 
 
-def _part(value: float | None, form: str = ".3%") -> str:
-    """A number, or a dash where there is none."""
+def _or_dash(value: float | None, form: str = ".3%") -> str:
+    """A number, or a dash for None."""
     return "–" if value is None else format(value, form)
 
 
@@ -128,7 +128,7 @@ def _groups(what: str, groups: Sequence[Group]) -> Table:
     rows = [
         [group.name, f"{group.tensors:,}", f"{group.elements:,}"]
         + [f"{value:.4%}" for value in (group.density, group.min, group.max)]
-        + [_part(group.sparsity.get(k)) for k in spans]
+        + [_or_dash(group.sparsity.get(k)) for k in spans]
         for group in groups
     ]
     return columns, rows
@@ -160,9 +160,9 @@ def _exponents(report: Report) -> Table:
         "up",
     )
     rows = [
-        [row.dtype, _part(row.exponent, "d"), _part(row.ulp, ".3g"), f"{row.elements:,}", f"{row.changes:,}"]
-        + [_part(value, ".3%") for value in (row.probability, row.predicted, row.spread, row.highest)]
-        + [_part(row.rate, ".3f"), _part(row.ups / row.changes if row.changes else None, ".1%")]
+        [row.dtype, _or_dash(row.exponent, "d"), _or_dash(row.ulp, ".3g"), f"{row.elements:,}", f"{row.changes:,}"]
+        + [_or_dash(value, ".3%") for value in (row.probability, row.predicted, row.spread, row.highest)]
+        + [_or_dash(row.rate, ".3f"), _or_dash(row.ups / row.changes if row.changes else None, ".1%")]
         for row in report.exponents
     ]
     return columns, rows
@@ -172,9 +172,9 @@ def _recurrence(report: Report) -> list[list[str]]:
     found = report.recurrence
     total, never = sum(found.times), found.times[0] if found.times else 0
     rows = [
-        ["Changed in a step, and in the next", _part(found.again, ".2%")],
-        ["the same, were it for exponents and chance", _part(found.expected_again, ".2%")],
-        ["Changed in a step, and back in the next", _part(found.back, ".2%")],
+        ["Changed in a step and again in the next", _or_dash(found.again, ".2%")],
+        ["the same, by exponent and chance alone", _or_dash(found.expected_again, ".2%")],
+        ["Changed in a step and back in the next", _or_dash(found.back, ".2%")],
     ]
     if total:
         changed = total - never
@@ -191,7 +191,7 @@ def _precisions(report: Report) -> Table:
     rows = []
     for name, seen in report.precisions.items():
         densities, scales = [one.density for one in seen], sum(one.scales for one in seen)
-        by = {"tensor": "one a tensor", "row": "one a row"}.get(name.partition("/")[2], "none")
+        by = {"tensor": "one per tensor", "row": "one per row"}.get(name.partition("/")[2], "none")
         rescaled = sum(one.rescaled for one in seen)
         rows.append(
             [name.partition("/")[0], by]
@@ -214,7 +214,7 @@ def _codecs(report: Report) -> Table:
         ]
         for name, mean in found.items()
     ]
-    return ("codec", "mean bytes", "bits a change", "fewer bytes"), rows
+    return ("codec", "mean bytes", "bits per change", "fewer bytes"), rows
 
 
 def _steps(report: Report) -> Table:
@@ -222,8 +222,8 @@ def _steps(report: Report) -> Table:
     columns = ("from", "to", "changes", "density", "predicted", "rate", "up", "mean ULPs", "again", "back", *names)
     rows = [
         [str(step.base), str(step.target), f"{step.changes:,}", f"{step.density:.4%}"]
-        + [_part(step.prediction.density if step.prediction else None, ".4%"), _part(step.rate, ".3f")]
-        + [f"{step.ups:.1%}", f"{step.mean_distance:.2f}", _part(step.again, ".1%"), _part(step.back, ".1%")]
+        + [_or_dash(step.prediction.density if step.prediction else None, ".4%"), _or_dash(step.rate, ".3f")]
+        + [f"{step.ups:.1%}", f"{step.mean_distance:.2f}", _or_dash(step.again, ".1%"), _or_dash(step.back, ".1%")]
         + [nbytes(step.codecs[name]) if name in step.codecs else "–" for name in names]
         for step in report.steps
     ]

@@ -1,4 +1,4 @@
-"""The plots of a study, a function each: what is drawn, its title and its caption."""
+"""The plots of a study, one function each: the chart, its title and its caption."""
 
 import re
 from collections import defaultdict
@@ -10,8 +10,8 @@ from pulse_rl.html.page import Plot
 from pulse_rl.study.results import Exponent, Report, StepStudy
 
 ROWS = 24  # of a heat map
-RARE = 1e-6  # exponents that fewer of the elements have are left to the table
-TINY = -100  # likewise exponents below it: of a dtype with so wide a range, its zeros and subnormals
+RARE = 1e-6  # a smaller share of the elements is only in the table
+TINY = -100  # exponents below it are only in the table: zeros and subnormals of dtypes with a wide range
 
 VERSION = Axis("version (optimizer step)", whole=True)
 DENSITY = Axis("density: changed in a step", FRACTION, zero=True)
@@ -26,15 +26,15 @@ def sparsity(report: Report) -> Plot:
     spec = charts.lines(series, VERSION, Axis("sparsity S_k", FRACTION), colors=charts.RAMP)
     return Plot(
         "Sparsity over time",
-        "The share of the elements that have the same bits k steps later, for each version from which k steps lead on. "
-        "A patch over k steps carries the rest. Changes come back and fall on the same elements, so S_k falls more "
-        "slowly than k grows: whoever is k versions behind needs far less than k patches.",
+        "The share of the elements that have the same bits k steps later, by the version before these steps. A patch "
+        "over k steps carries the rest. Some changes are undone and many fall on the same elements, so S_k falls more "
+        "slowly than k grows: a worker that is k versions behind needs far fewer bytes than those of k patches.",
         spec,
     )
 
 
 def prediction(report: Report) -> Plot:
-    """Measured and predicted density over time; nothing without a learning rate."""
+    """Measured and predicted density over time; without a learning rate, nothing."""
     known = [(step.target, step.prediction) for step in report.steps if step.prediction]
     series: dict[str, Points] = {
         MEASURED: [(step.target, step.density) for step in report.steps],
@@ -46,17 +46,17 @@ def prediction(report: Report) -> Plot:
     spec = charts.lines(series, VERSION, Axis(DENSITY.title, FRACTION, log=True), dashed=list(series)[1:])
     return Plot(
         "Density, measured and predicted",
-        "What theory expects of the sizes of the weights, the learning rate and Adam's betas. Predicted: gradients are "
-        "independent noise and the masters were the BF16 weights themselves at step 0; nothing is fitted. Masters "
-        "anywhere: they lie spread over the cells that round to their bits, as after many steps. By the measured rate: "
-        "as predicted, with moves as long as they were measured. Farthest moves: masters anywhere in their cells, "
-        "moved as far as Adam can.",
+        "Theory predicts the density from the sizes of the weights, the learning rate and Adam's betas. Predicted: "
+        "gradients are independent noise, and the masters were the BF16 weights themselves at step 0; nothing is "
+        "fitted. Masters anywhere: they lie anywhere in the cells that round to their bits, as after many steps. By "
+        "the measured rate: as predicted, with moves of the measured size. Farthest moves: masters anywhere in their "
+        "cells, moved as far as Adam can.",
         spec if known else None,
     )
 
 
 def rate(report: Report) -> Plot:
-    """E[r] over time; nothing without a learning rate."""
+    """E[r] over time; without a learning rate, nothing."""
     spec = charts.lines(
         {MEASURED: [(step.target, step.rate) for step in report.steps]},
         VERSION,
@@ -64,9 +64,10 @@ def rate(report: Report) -> Plot:
     )
     return Plot(
         "How far Adam moves a weight",
-        "The mean move in a step, in learning rates, measured at weights so small that their bits show it. 1 is a step "
-        "of the full learning rate for every weight, as in Adam's first; gradients that are noise cancel out in its "
-        "momentum and leave far less, 0.18 in the long run at β1 = 0.9. The density follows this number.",
+        "The mean move of a weight in a step, in learning rates, measured at weights so small that their bits show it. "
+        "1 means that every weight moves by the full learning rate, as in Adam's first step. Gradients that are noise "
+        "cancel out in its momentum and leave far less: 0.18 in the long run at β1 = 0.9. The density follows this "
+        "number.",
         spec,
     )
 
@@ -76,7 +77,7 @@ def kinds(report: Report) -> Plot:
     rows = [(group.name, group.density, group.min, group.max) for group in report.kinds]
     return Plot(
         "Density by kind of layer",
-        "The mean over all steps; the line goes from the sparsest step to the densest. Kinds differ mostly because "
+        "The mean over all steps; the line extends from the sparsest step to the densest. Kinds differ mostly because "
         "their weights differ in size: small weights have small ULPs, so the same move changes their bits more often.",
         charts.ranges(rows, DENSITY),
     )
@@ -88,7 +89,7 @@ def kinds_over_time(report: Report) -> Plot:
     series = {name: [(step.target, step.kinds.get(name)) for step in report.steps] for name in names}
     return Plot(
         "Density by kind of layer over time",
-        "All kinds share the learning rate and its schedule: where their curves part, gradients do.",
+        "All kinds share the learning rate and its schedule: where their curves differ, their gradients do.",
         charts.lines(series, VERSION, DENSITY),
     )
 
@@ -111,15 +112,15 @@ def layers(report: Report) -> Plot:
     left_out = len(sizes) - len(largest)
     return Plot(
         "Density by depth",
-        "Each field is the tensors of one name in one layer, the mean over all steps. Rows that differ say what kind "
-        "of tensor changes, columns that differ say where in the model."
-        + (f" The {ROWS} largest parts are drawn, {left_out} more are in report.json." if left_out else ""),
+        "Each cell is the tensors of one name in one layer, the mean over all steps. Rows show which tensors change, "
+        "columns where in the model."
+        + (f" The {ROWS} largest parts are drawn; report.json has {left_out} more." if left_out else ""),
         charts.heat(cells, "layer", Axis("density", FRACTION)),
     )
 
 
 def probability(report: Report) -> Plot:
-    """P(change | exponent), with the theory's."""
+    """P(change | exponent), measured and by theory."""
     rows = _drawn(report)
     series: dict[str, Points] = {
         MEASURED: [(e, row.probability) for e, row in rows],
@@ -130,16 +131,16 @@ def probability(report: Report) -> Plot:
     spec = charts.lines(series, EXPONENT, Axis("changed in a step", FRACTION, log=True), dashed=list(series)[1:])
     return Plot(
         "Probability of a change by size of the weight",
-        f"{_of(report)}: one to the right, a weight is twice as large and its ULP twice as wide. Weights on the left, "
-        "whose ULP is smaller than a step's move, change nearly every time; on the right a move crosses into another "
-        "cell with the probability move / ULP if masters lie anywhere, and more rarely while they have not moved far "
-        "from where they began. Twice the learning rate moves the curves one to the right.",
+        f"{_of(report)}. One exponent to the right, a weight is twice as large and its ULP twice as wide. Weights on "
+        "the left, whose ULP is smaller than a step's move, change nearly every time. On the right, a move crosses "
+        "into another cell with probability move / ULP if masters lie anywhere, and more rarely while they have not "
+        "moved far from where they began. Twice the learning rate shifts the curves by one to the right.",
         spec,
     )
 
 
 def population(report: Report) -> Plot:
-    """Which share of elements and changes each exponent has."""
+    """The share of elements and of changes that each exponent has."""
     rows = _drawn(report)
     elements, changes = (max(1, sum(getattr(row, what) for _, row in rows)) for what in ("elements", "changes"))
     shares = {
@@ -148,21 +149,21 @@ def population(report: Report) -> Plot:
     }
     return Plot(
         "Where the weights are, and where the changes",
-        f"{_of(report)}: the share of all elements and of all changes by exponent. Changes come from the smaller "
-        "weights; that exponents tell where to look for changes is what makes patches small.",
+        f"{_of(report)}: the share of all elements and of all changes, by exponent. Changes come from the smaller "
+        "weights. Patches are small because the exponent predicts where changes are.",
         charts.columns(shares, EXPONENT.title, Axis("share", FRACTION, zero=True)),
     )
 
 
 def rate_by_exponent(report: Report) -> Plot:
-    """Mean moves by exponent; nothing without a learning rate."""
-    # What few changes tell is mostly chance.
+    """Mean moves by exponent; without a learning rate, nothing."""
+    # A mean of few changes is mostly chance.
     series = {MEASURED: [(e, row.rate) for e, row in _drawn(report) if row.changes >= 100]}
     return Plot(
         "How far weights of each size move",
-        f"{_of(report)}: the mean |new − old| in learning rates, where there were 100 changes at least. Where a move "
-        "goes over several ULP it is the masters' own; were they spread over their cells, it would stay so to the "
-        "right, a level line. Where it falls there, masters have not come to their cells' edges.",
+        f"{_of(report)}: the mean |new − old| in learning rates, for exponents with at least 100 changes. Where moves "
+        "are several ULP, this is the move of the masters. If masters lay anywhere in their cells, the line would stay "
+        "level to the right; where it falls, masters have not reached the edges of their cells.",
         charts.lines(series, EXPONENT, Axis("mean |new − old| / learning rate", zero=True)),
     )
 
@@ -175,15 +176,15 @@ def distances(report: Report) -> Plot:
     shares = {"changes": [(name, count / total) for name, count in zip(names, counts, strict=True) if total]}
     return Plot(
         "How far the changes go",
-        "Changes by their distance in ULPs, the number of places between the old bits and the new: "
-        f"{sum(counts[:1]) / max(1, total):.1%} go to the neighbouring value, for which a patch needs a direction and "
+        "Changes by their distance in ULPs, the number of places from the old bits to the new. "
+        f"{sum(counts[:1]) / max(1, total):.1%} go to the neighbouring value: for these a patch needs a direction and "
         "no new bits.",
         charts.columns(shares, "distance, ULPs; ≤8: 5 to 8", Axis("share of the changes", FRACTION, zero=True)),
     )
 
 
 def recurrence(report: Report) -> Plot:
-    """Whether the elements that change did so in the step before."""
+    """Whether the elements changed in one step change in the next."""
     series = {
         "changed again": [(step.target, step.again) for step in report.steps],
         "changed back": [(step.target, step.back) for step in report.steps],
@@ -200,14 +201,14 @@ def recurrence(report: Report) -> Plot:
     )
     return Plot(
         "The same elements again",
-        "Of the elements that changed in one step: which share changes in the next one too, and which share returns to "
-        "the very bits it had before. The dashed line: what would change again by exponents and chance alone.",
+        "Of the elements that changed in the step before: the share that changes again, and the share that returns to "
+        "its earlier bits. Dashed: the share that would change again by exponent and chance alone.",
         spec,
     )
 
 
 def times(report: Report) -> Plot:
-    """How many elements changed how often."""
+    """Elements by how often they changed."""
     found = report.recurrence
     total = max(1, sum(found.times))
     series = {"elements": [(number, count / total) for number, count in enumerate(found.times)]}
@@ -216,8 +217,8 @@ def times(report: Report) -> Plot:
     )
     return Plot(
         "How often an element changes",
-        f"Elements by the number of times that they changed in {found.steps} successive steps. On the left those that "
-        "never did; on the right those that change in every step, which are small weights.",
+        f"Elements by how often they changed in {found.steps} successive steps. On the left are those that never did, "
+        "on the right those that change in every step, which are small weights.",
         spec if found.steps > 1 else None,
     )
 
@@ -232,15 +233,14 @@ def sizes(report: Report) -> Plot:
     spec = charts.lines(series, VERSION, Axis("a patch", BYTES, zero=True), dashed=["entropy bound"])
     return Plot(
         "Bytes of a patch",
-        "What is sent for a step under each codec, instead of the full weights. The dashed line is the entropy of "
-        "positions and moves, with the frequencies of each exponent of each tensor known for nothing: about what a "
-        "codec that knows exponents can reach.",
+        "The patch of each step, by codec. Dashed: the entropy of positions and moves, if the frequencies for each "
+        "exponent of each tensor are known for free. A codec that knows exponents can come close to it.",
         spec if names else None,
     )
 
 
 def bits(report: Report) -> Plot:
-    """Bits a change, of the codecs and of what is known about entropies."""
+    """Bits per change, of the codecs and of the entropy bounds."""
     changes = sum(step.changes for step in report.steps)
     names = list(dict.fromkeys(name for step in report.steps for name in step.codecs))
     rows = [(name, "codec", 8 * _codec_bytes(report.steps, name) / max(1, changes)) for name in names]
@@ -256,16 +256,16 @@ def bits(report: Report) -> Plot:
         if moves:
             rows.append((title, "moves", sum(getattr(step.bounds, moves) for step in report.steps) / max(1, changes)))
     return Plot(
-        "Bits a change",
-        "The bounds: what the positions of the changes cost at least, by what is known of an element (the density "
-        "alone, its tensor, its exponent, or both), and what direction and distance cost on top. Knowing the exponent "
-        "shrinks the positions. Above them, where codecs were tried, what these take, all included.",
-        charts.lying(rows if changes else [], Axis("bits a change", zero=True)),
+        "Bits per change",
+        "The bounds: the fewest bits for the positions of the changes, by what is known of an element (the density "
+        "alone, its tensor, its exponent, or both), and for direction and distance. Knowing the exponent saves most of "
+        "the positions. Above the bounds are the codecs, if they were tried, with everything that they store.",
+        charts.stacked_bars(rows if changes else [], Axis("bits per change", zero=True)),
     )
 
 
 def precisions(report: Report) -> Plot:
-    """Density of the codes that receivers of other precisions would see change, over time."""
+    """The density of changed codes in other precisions, over time."""
     seen = [(step.target, step.precisions) for step in report.steps if step.precisions]
     names = list(report.precisions)
     series: dict[str, Points] = {name: [(target, found[name].density) for target, found in seen] for name in names}
@@ -274,21 +274,21 @@ def precisions(report: Report) -> Plot:
     )
     return Plot(
         "Density in other precisions",
-        "Which share of the codes a receiver would see change whose weights are cast from the stored ones. The fewer "
-        "digits a format keeps, the fewer moves it shows; BF16 and F16 lie on each other mostly. Dashed: with scales. "
-        "A scale that changes touches the codes of all elements under it, which makes peaks.",
+        "The share of codes that change for a receiver whose weights are cast from the stored ones. The fewer digits a "
+        "format keeps, the fewer moves it shows; BF16 and F16 mostly coincide. Dashed: with scales. A scale that "
+        "changes affects the codes of all its elements, which makes peaks.",
         spec,
     )
 
 
 def _part(name: str, depth: int) -> str:
-    """A tensor's name within its layer, the numbers of experts and the like left out: mlp.experts.*.up_proj."""
+    """A tensor's name within its layer, without the numbers of experts and the like: mlp.experts.*.up_proj."""
     inside = re.split(rf"(?:^|\.){depth}\.", name, maxsplit=1)[-1]
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", inside).removesuffix(".weight")
 
 
 def _drawn(report: Report) -> list[tuple[int, Exponent]]:
-    """Exponents of the dtype that most elements have, by e; but for rare ones, and zeros with the subnormals."""
+    """The exponents of the most common dtype, by e, without rare ones and without zeros and subnormals."""
     rows = [(row.exponent, row) for row in report.exponents if row.exponent is not None and row.dtype == _main(report)]
     total = sum(row.elements for _, row in rows)
     return [(e, row) for e, row in rows if row.elements > RARE * total and e > TINY]
