@@ -1,7 +1,7 @@
 """The verbs on patches: diff, apply, inspect. Pure functions on weights, with or without torch.
 
 Weights are a torch module or a mapping of tensor name → torch tensor or NumPy array, of any dtype of 1, 2, 4
-or 8 bytes, any shape and strides, tied or not. Files are the business of `checkpoint`, stores of `history`.
+or 8 bytes, any shape and strides, tied or not. The same verbs on checkpoint files are in `files`.
 """
 
 import os
@@ -20,48 +20,54 @@ from pulse_rl.weights.layout import Layout, compare_layouts, layout
 
 
 class PatchInfo(msgspec.Struct, frozen=True):
-    """What a patch holds, read from the patch alone."""
+    """What a patch holds, read from the patch alone.
 
-    base: int  # version it starts from
-    target: int  # version it leads to
-    codec: str
-    elements: int  # of the whole model
-    changes: int  # elements that differ
-    density: float  # changes / elements; 0 for an empty model
-    nbytes: int  # of the patch
-    full_nbytes: int  # of the whole model's bits
-    reduction: float  # full_nbytes / nbytes
-    digests: dict[str, str]  # {"base": …, "target": …}, 16 hex digits each
-    tensors: tuple[TensorInfo, ...]  # all tensors of the model, in canonical order
-    tied: dict[str, str]  # further names of tensors → the name above that stands for them
-
-
-def pair(old: Layout, new: Layout) -> tuple[dict[str, Bits], dict[str, Bits], dict[str, str]]:
-    """Both states under one set of names in canonical order, and the names that are tied in both.
-
-    Raises BaseMismatchError listing tensors added, removed, renamed or reshaped.
+    Attributes:
+        base: The version that it starts from.
+        target: The version that it leads to.
+        codec: The codec that codes its changes, such as "context".
+        elements: The number of elements of the whole model.
+        changes: The number of elements that differ between the two versions.
+        density: changes / elements; 0 for an empty model.
+        nbytes: The size of the patch in bytes.
+        full_nbytes: The size of the whole model's bits in bytes.
+        reduction: full_nbytes / nbytes.
+        digests: The digests of both versions, {"base": …, "target": …}, 16 hex digits each.
+        tensors: All tensors of the model, in canonical order.
+        tied: Further names of tensors → the name in `tensors` that stands for them.
     """
-    before, after = old.all_names(), new.all_names()
-    compare_layouts(before, after, "old and new")
-    tied = {
-        alias: owner
-        for alias, owner in new.tied.items()
-        if alias in old.tied and before[alias].storage == before[owner].storage
-    }
-    names = sorted(before.keys() - tied.keys())
-    return {name: before[name] for name in names}, {name: after[name] for name in names}, tied
+
+    base: int
+    target: int
+    codec: str
+    elements: int
+    changes: int
+    density: float
+    nbytes: int
+    full_nbytes: int
+    reduction: float
+    digests: dict[str, str]
+    tensors: tuple[TensorInfo, ...]
+    tied: dict[str, str]
 
 
 def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName = "auto") -> bytes:
     """Make a patch: the bits in which new differs from old, as one file.
 
-    old, new: weights with the same tensors (names, dtypes, shapes); neither is modified.
-    base, target: the versions they are, written into the patch. codec: "context", "gap", or "auto": whichever
-    of the two is smaller.
-    Returns the bytes of a patch; written to a `.safetensors` file it can be read by `pulse-rl inspect`.
-    Raises BaseMismatchError (a ValueError) listing tensors that were added, removed, renamed or reshaped,
-    TypeError for something that is no tensor or has an unsupported dtype, ValueError for an unknown codec or
-    a version that is no whole number.
+    Args:
+        old: Weights: a torch module, or a mapping of tensor name → torch tensor or NumPy array. Not modified.
+        new: The later weights, with the same tensor names, dtypes and shapes. Not modified.
+        base: The version of `old`, written into the patch; 0 by default.
+        target: The version of `new`, likewise; 1 by default.
+        codec: How the changes are coded: "context" or "gap"; "auto", the default, takes the smaller of the two.
+
+    Returns:
+        The bytes of the patch. Written to a `.safetensors` file, they can be read by `pulse-rl inspect`.
+
+    Raises:
+        BaseMismatchError: Tensors were added, removed, reshaped or given another dtype.
+        TypeError: Something is no tensor, or has a dtype that is not supported.
+        ValueError: The codec is unknown, or a version is not a whole number from 0 to 2^63 − 1.
     """
     codecs = candidates(codec)
     patch_format.check_version("base", base)
@@ -74,27 +80,50 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
 def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
     """Bring weights from the patch's base to its target, in place; all or nothing.
 
-    weights: a torch module or mapping whose bits are the base's; tensors keep their memory, dtype and device.
-    Payload hash, format, names, shapes, dtypes, index bounds and the base digest are checked, and the target
-    digest is computed, before one element is written.
-    Returns what was applied. Raises PatchFormatError (unreadable or corrupt patch), BaseMismatchError (other
-    tensors or other bits than the base's), IntegrityError (would not give the target's digest), ValueError
-    (read-only arrays), TypeError (a path instead of bytes): after each of them the weights are as they were.
-    Cost: one read of all weights to prove the base, then O(changes); with codec "context" one more read of the
-    segments that change.
+    Before one element is written, the patch's hash, its format, names, shapes, dtypes, index bounds and the base digest
+    are checked, and the target digest is computed; where an error is raised, the weights are as they were. The cost is
+    one read of all weights to prove the base, then O(changes); with codec "context" one more read of the segments that
+    change.
+
+    Args:
+        weights: A torch module or a mapping whose bits are the base's. Tensors keep their memory, dtype and device.
+        patch: The bytes of a patch.
+
+    Returns:
+        What was applied.
+
+    Raises:
+        PatchFormatError: The patch is unreadable or corrupt.
+        BaseMismatchError: The weights have other tensors, or other bits, than the base.
+        IntegrityError: The result would not have the target's digest, or (as an exception to all or nothing) memory
+            does not hold what was just written to it.
+        ValueError: An array is read-only.
+        TypeError: Something is no tensor, or a path was given instead of a patch's bytes.
     """
-    parsed = _parse(patch)
-    targets = resolve(parsed.by_name(), parsed.tied, layout(weights))
-    application = Application(parsed, targets)
+    return apply_parsed(weights, _parse(patch))
+
+
+def apply_parsed(weights: Any, patch: patch_format.Patch) -> PatchInfo:
+    """`apply` of a parsed patch."""
+    targets = resolve(patch.by_name(), patch.tied, layout(weights))
+    application = Application(patch, targets)
     application.prove(live_digest(targets))
     application.write()
-    return info(parsed)
+    return info(patch)
 
 
 def inspect(patch: bytes | bytearray | memoryview) -> PatchInfo:
-    """Read what a patch holds, from its header and index; its hash is checked, its payload not decoded.
+    """Read what a patch holds, from its header and index. Its hash is checked, its payload is not decoded.
 
-    Raises PatchFormatError if the bytes are no sound patch, TypeError for a path: read the file first.
+    Args:
+        patch: The bytes of a patch.
+
+    Returns:
+        What the patch holds.
+
+    Raises:
+        PatchFormatError: The bytes are no intact patch.
+        TypeError: A path was given instead of a patch's bytes: read the file first.
     """
     return info(_parse(patch))
 
@@ -109,7 +138,7 @@ def _parse(patch: bytes | bytearray | memoryview) -> patch_format.Patch:
 
 
 def info(patch: patch_format.Patch) -> PatchInfo:
-    """The public account of a parsed patch."""
+    """What a parsed patch holds."""
     header = patch.header
     return PatchInfo(
         base=header.base,
@@ -125,3 +154,19 @@ def info(patch: patch_format.Patch) -> PatchInfo:
         tensors=patch.tensors,
         tied=patch.tied,
     )
+
+
+def pair(old: Layout, new: Layout) -> tuple[dict[str, Bits], dict[str, Bits], dict[str, str]]:
+    """Both states under one set of names in canonical order, and the names that are tied in both.
+
+    Raises BaseMismatchError listing tensors added, removed, reshaped or retyped.
+    """
+    before, after = old.all_names(), new.all_names()
+    compare_layouts(before, after, "old and new")
+    tied = {
+        alias: owner
+        for alias, owner in new.tied.items()
+        if alias in old.tied and before[alias].storage == before[owner].storage
+    }
+    names = sorted(before.keys() - tied.keys())
+    return {name: before[name] for name in names}, {name: after[name] for name in names}, tied
