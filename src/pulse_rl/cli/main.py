@@ -18,7 +18,7 @@ from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import PulseError, one_line
 
 app = typer.Typer(
     name="pulse-rl",
@@ -56,15 +56,6 @@ def _root(
     pass
 
 
-def sentence(error: BaseException) -> str:
-    """An error as one line: what an operating system's error means instead of how Python shows it."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        name = error.filename2 or error.filename
-        text = f"{os.fsdecode(name)}: {error.strerror}" if name is not None else error.strerror
-    return " ".join("; ".join([text or type(error).__name__, *getattr(error, "__notes__", [])]).split())
-
-
 def run_app(command_line: typer.Typer, *, prog_name: str, args: list[str] | None = None) -> NoReturn:
     """Run a command line and exit. An error is one line on stderr.
 
@@ -75,7 +66,7 @@ def run_app(command_line: typer.Typer, *, prog_name: str, args: list[str] | None
     except (PulseError, ValueError, TypeError, OSError) as error:  # FileNotFoundError and TimeoutError are OSErrors
         if os.environ.get("PULSE_TRACEBACK"):
             raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
 
