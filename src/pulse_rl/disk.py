@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and memory maps."""
+"""Files that appear whole or not at all, and memory maps. Nothing here knows what a file holds."""
 
 import mmap
 import os
@@ -14,14 +14,14 @@ def map_file(path: Path, *, writable: bool = False) -> memoryview:
 
 
 def map_open_file(file: BinaryIO, *, writable: bool = False) -> memoryview:
-    """Likewise of an open file, which may be closed and deleted afterwards."""
+    """Map an open file into memory; it may be closed and deleted afterwards."""
     if os.fstat(file.fileno()).st_size == 0:
         return memoryview(b"")
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
 
 
 def write_stream(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that appears whole or not at all, whether the process is killed or the power fails."""
+    """Write a file that appears whole or not at all, also where the process is killed or the power fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("wb") as file:
@@ -35,9 +35,10 @@ def write_stream(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until the disk holds a file's bytes, or a directory's names: what is renamed before that can come out empty.
+    """Wait until the disk holds a file's bytes, or a directory's names.
 
-    Does nothing for a directory where the system cannot open one (Windows).
+    A file that is renamed before that can be empty after a power failure. Does nothing for a directory on Windows,
+    which cannot open one.
     """
     if path.is_dir() and os.name == "nt":
         return

@@ -1,4 +1,4 @@
-"""Writing a checkpoint as sharded safetensors, as Transformers reads it."""
+"""Checkpoints written as sharded safetensors, as Transformers reads them: planned first, then streamed file by file."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,20 +20,23 @@ class Shard(NamedTuple):
     """One file of a checkpoint to be written."""
 
     name: str
-    tensors: list[str]
+    tensors: list[str]  # names, in canonical order
 
 
 def plan_shards(tensors: Mapping[str, Bits], shard_nbytes: int = SHARD_NBYTES) -> tuple[list[Shard], bytes | None]:
-    """Cut tensors into files of at most shard_nbytes (one tensor at least), and the index if there are many."""
+    """Divide tensors into files of at most shard_nbytes, or one tensor.
+
+    Returns the files, and the index's bytes if there are several.
+    """
     groups: list[list[str]] = [[]]
-    held = 0
+    filled = 0  # bytes of the last group
     for name, bits in tensors.items():
         nbytes = bits.size * bits.itemsize
-        if groups[-1] and held + nbytes > shard_nbytes:
+        if groups[-1] and filled + nbytes > shard_nbytes:
             groups.append([])
-            held = 0
+            filled = 0
         groups[-1].append(name)
-        held += nbytes
+        filled += nbytes
     if len(groups) == 1:
         return [Shard(SINGLE, groups[0])], None
     shards = [Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, 1)]
@@ -48,9 +51,10 @@ def stream_shard(
     names: Sequence[str],
     seen: Callable[[str, int, UIntArray], None] | None = None,
 ) -> Iterator[bytes]:
-    """The bytes of one safetensors file, segment by segment. The widest elements first, so all are aligned.
+    """The bytes of one safetensors file, segment by segment.
 
-    seen: called with (name, start, bits) of every segment that is about to be yielded.
+    The widest elements come first, so that all tensors are aligned. seen: called with (name, start, bits) of every
+    segment before its bytes are yielded.
     """
     ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
     described = ((name, tensors[name].dtype, tensors[name].shape) for name in ordered)

@@ -1,8 +1,8 @@
-"""An older version of weights, seen through what its changed elements held then.
+"""An older version of weights, read as the newest bits with the overwritten elements laid over them.
 
-A publisher holds the newest bits only. What a publish overwrites goes into an overlay, the oldest value of each
-element first: with it laid over the newest bits, an older version can be read segment by segment, and a patch be made
-from it. An overlay lies in an unlinked temporary file, so that it takes memory only as long as there is some to spare.
+A publisher holds the newest bits only, and keeps what each publish overwrites in an overlay. Of an element that is
+overwritten several times the oldest value stays, so an older version can be read segment by segment and a patch be made
+from it. An overlay is an unlinked temporary file, mapped: the system can take its memory back when it runs short.
 """
 
 import tempfile
@@ -22,21 +22,22 @@ from pulse_rl.weights.segments import SEGMENT
 
 
 class Replaced(NamedTuple):
-    """What elements of one segment held before they were overwritten: indices from its start, and the old bits."""
+    """The elements of one segment that were overwritten, with the bits that they held before."""
 
-    name: str
-    start: int
+    name: str  # of the tensor
+    start: int  # of the segment
     old: Changes
 
 
 class Overlay:
-    """What elements held at some version before, for all that changed since. Takes 4 bytes an element and its own.
+    """The bits that elements held at some older version, for all that changed since.
 
-    replaced: each segment of a tensor once at most. Raises OSError if there is no room for the file.
+    Takes 4 bytes for each element's index, and the element. replaced: each segment of a tensor at most once. Raises
+    OSError if there is no room for the file.
     """
 
     def __init__(self, replaced: Iterable[Replaced]) -> None:
-        self._held: dict[tuple[str, int], Changes] = {}
+        self._held: dict[tuple[str, int], Changes] = {}  # by tensor and start of the segment
         places = []
         with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
             for name, start, (indices, values) in replaced:
@@ -53,17 +54,17 @@ class Overlay:
             self._held[key] = Changes(indices, values)
 
     def and_later(self, later: "Overlay") -> "Overlay":
-        """This, and what later changes overwrote: where both hold an element, this is older, and stays."""
+        """This overlay and a later one as one: where both hold an element, the older bits of this one stay."""
         keys = {**self._held, **later._held}
         return Overlay(Replaced(*key, _union(self._held.get(key), later._held.get(key))) for key in keys)
 
     def replaced(self) -> Iterator[Replaced]:
-        """All that it holds."""
+        """All elements that it holds."""
         for (name, start), old in self._held.items():
             yield Replaced(name, start, old)
 
     def over(self, newest: Layout) -> dict[str, "PastBits"]:
-        """The older version, to be read through the newest one, which must not change meanwhile."""
+        """The older version, as a view of the newest one, which must not change while the view is in use."""
         by_name: dict[str, dict[int, Changes]] = {name: {} for name in newest}
         for (name, start), old in self._held.items():
             by_name[name][start] = old
@@ -73,7 +74,7 @@ class Overlay:
 def _union(first: Changes | None, second: Changes | None) -> Changes:
     if first is None or second is None:
         only = first or second
-        assert only is not None  # the key is of one of them
+        assert only is not None  # one of them holds the key
         return only
     size = len(first.indices) + len(second.indices)
     indices, values = np.empty(size, np.uint32), np.empty(size, first.values.dtype)
@@ -82,7 +83,7 @@ def _union(first: Changes | None, second: Changes | None) -> Changes:
 
 
 class PastBits:
-    """One tensor of an older version. Read-only."""
+    """One tensor of an older version, as `Bits` that can only be read."""
 
     def __init__(self, newest: Bits, old: dict[int, Changes]) -> None:
         self._newest = newest
@@ -92,12 +93,12 @@ class PastBits:
         self.writable = False
 
     def read(self, start: int, stop: int) -> UIntArray:
-        """As of any Bits."""
+        """See `Bits`."""
         first = start - start % SEGMENT
         if stop <= first + SEGMENT:
             return self._within(start, stop)
-        pieces = [(max(start, place), min(stop, place + SEGMENT)) for place in range(first, stop, SEGMENT)]
-        return np.concatenate([self._within(*piece) for piece in pieces])
+        ranges = [(max(start, place), min(stop, place + SEGMENT)) for place in range(first, stop, SEGMENT)]
+        return np.concatenate([self._within(*one) for one in ranges])
 
     def _within(self, start: int, stop: int) -> UIntArray:
         """The elements [start, stop) of one segment."""
@@ -109,7 +110,7 @@ class PastBits:
         return bits[start - segment : stop - segment]
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        """As of any Bits, but within one segment."""
+        """See `Bits`; start and indices are of one segment."""
         values: UIntArray = self.read(start, min(start - start % SEGMENT + SEGMENT, self.size))[indices]
         return values
 
