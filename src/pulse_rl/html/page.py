@@ -76,7 +76,8 @@ th { font-weight: 600; vertical-align: bottom; }
 .words { text-align: left; }
 .scroll :is(th, td):first-child { position: sticky; left: 0; background: var(--card); }
 .more :is(th, td):first-child { border-right: 1px solid var(--line); }
-@media (max-width: 40rem) { .long .words:first-child { white-space: normal; min-width: 46vw; } }
+@media (max-width: 40rem) {
+  .words:first-child span { display: block; width: max-content; max-width: 40vw; white-space: normal; } }
 details { margin: 1rem 0; }
 summary { cursor: pointer; color: var(--c0); }
 #vg-tooltip-element { visibility: hidden; position: fixed; z-index: 9; padding: .4rem .6rem; font-size: .8rem;
@@ -109,7 +110,6 @@ CONFIG = {  # of every plot: the page's colours, which change with its scheme
         "titleFontWeight": "normal",
     },
 }
-LONG = 18  # characters: a first column with longer cells wraps on a narrow window
 
 
 class Plot(NamedTuple):
@@ -160,7 +160,6 @@ class Page:
         """A table with columns of numbers right-aligned. folded: shown only after a click on its caption."""
         words = [not all(_numeric(row[place]) for row in rows) for place in range(len(columns))]
         lines = [_row("th", columns, words), *(_row("td", row, words) for row in rows)]
-        long = " long" * any(len(row[0]) > LONG for row in rows)
         title = escape(caption)
         table = (
             ("" if folded else f'<div class="title">{title}</div>')
@@ -168,7 +167,7 @@ class Page:
             + f"<table>{''.join(lines)}</table></div>"
             + '<p class="hint">more columns: scroll sideways →</p>'
         )
-        table = f'<div class="table{long}">{table}</div>'
+        table = f'<div class="table">{table}</div>'
         if folded:
             table = f"<details><summary>{title}</summary>{table}</details>"
         self._parts.append(table)
@@ -197,8 +196,11 @@ def _numeric(cell: str) -> bool:
 
 
 def _row(tag: str, cells: Sequence[str], words: Sequence[bool]) -> str:
-    kinds = [' class="words"' if left else "" for left in words]
-    return "<tr>" + "".join(f"<{tag}{kind}>{escape(c)}</{tag}>" for c, kind in zip(cells, kinds, strict=True)) + "</tr>"
+    """A row. words: whether each column is words, which are left-aligned, and wrap in the first column if need be."""
+    texts = [
+        f' class="words"><span>{escape(c)}</span>' if w else f">{escape(c)}" for c, w in zip(cells, words, strict=True)
+    ]
+    return "<tr>" + "".join(f"<{tag}{text}</{tag}>" for text in texts) + "</tr>"
 
 
 def _json(document: object) -> str:
