@@ -51,7 +51,7 @@ def test_a_version_that_never_was(published: Published) -> None:
         pulse.Subscriber(store).sync({"w": np.zeros(100, np.uint16)}, version=12)
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"999", "beyond its newest one"), (b"x", "expected a number")])
+@pytest.mark.parametrize(("content", "said"), [(b"999", "beyond its newest one"), (b"x", FIRST)])
 def test_verify_says_that_the_number_of_the_first_is_wrong_and_goes_on(
     published: Published, content: bytes, said: str
 ) -> None:

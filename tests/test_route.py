@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.dtypes import UINTS
+from pulse_rl.errors import ObjectNotFoundError
+from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import ObjectRef, new_token, patch_name
-from pulse_rl.history.trail import State, Step, Trail, cheapest, cost, decode_trail, state_of
+from pulse_rl.history.trail import PatchLink, State, Trail, cheapest, cost, decode_trail, state_of
 from pulse_rl.history.verify import verify
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import ObjectInfo, Store
@@ -27,12 +29,12 @@ N = 100_000  # elements; 64 versions of 200 changes leave every span worth its s
 VERSIONS = 142
 
 
-def step(base: int, target: int, nbytes: int) -> Step:
+def step(base: int, target: int, nbytes: int) -> PatchLink:
     name = patch_name(target, new_token())
-    return Step(ObjectRef(name, nbytes, "0" * 64), base, State(target, 10 * target, f"{target:016x}"))
+    return PatchLink(ObjectRef(name, nbytes, "0" * 64), base, State(target, 10 * target, f"{target:016x}"))
 
 
-def all_chains(steps: list[Step], start: int, goal: int) -> list[list[Step]]:
+def all_chains(steps: list[PatchLink], start: int, goal: int) -> list[list[PatchLink]]:
     if start == goal:
         return [[]]
     return [[s, *rest] for s in steps if s.base == start for rest in all_chains(steps, s.to.sequence, goal)]
@@ -72,7 +74,7 @@ class View:
     def stream(self, name: str) -> Iterator[memoryview]:
         self.read.append(name)
         if self._lost and re.match(self._lost, name):
-            raise FileNotFoundError(name)
+            raise ObjectNotFoundError(f"{name} is missing", url=self._inner.url, name=name)
         data = bytearray(self._inner.get(name))
         if self._damaged and re.match(self._damaged, name):
             data[len(data) // 2] ^= 1
@@ -114,10 +116,10 @@ def test_skip_patches_lead_where_a_diff_leads(run: Run) -> None:
     for sequence in (64, 100, VERSIONS - 1):
         trail = history.trail(history.read(sequence))
         assert trail is not None
-        for skip in trail.steps():
+        for skip in trail.links():
             spans[skip.to.sequence - skip.base] += 1
             live, after = run.sleeper(skip.base), run.states[skip.to.sequence]
-            info = pulse.apply(live, history.fetch(skip.ref))
+            info = pulse.apply(live, fetch(history.store, skip.ref))
             assert (live["w"] == after).all()
             assert info.changes == np.count_nonzero(run.states[skip.base] != after)
     assert set(spans) == {1, 4, 16, 64}
@@ -147,10 +149,10 @@ def named(run: Run, kind: str) -> str:
     trail = pulse.History(run.store).trail(pulse.History(run.store).read(130))
     assert trail is not None
     steps = {
-        "skips to one version": [s for s in trail.steps() if s.to.sequence == 112 and s.base < 111],
-        "a span": [s for s in trail.steps() if s.to.sequence - s.base == 16],
-        "all skips": [s for s in trail.steps() if s.to.sequence - s.base > 1],
-        "single patches": [s for s in trail.steps() if s.base + 1 == s.to.sequence in (80, 96, 112, 127)],
+        "skips to one version": [s for s in trail.links() if s.to.sequence == 112 and s.base < 111],
+        "a span": [s for s in trail.links() if s.to.sequence - s.base == 16],
+        "all skips": [s for s in trail.links() if s.to.sequence - s.base > 1],
+        "single patches": [s for s in trail.links() if s.base + 1 == s.to.sequence in (80, 96, 112, 127)],
     }
     return "|".join(s.ref.name for s in steps[kind]) if kind in steps else kind
 
@@ -188,7 +190,7 @@ def test_a_version_that_no_patch_leads_to_any_more(run: Run) -> None:
     """All patches over one version are lost: the anchor cannot help, and what can be had is had."""
     view = View(run.store, 20, lost=r"patches/0{9}0(1[3-9]|20)-")
     live, subscriber = run.sleeper(10), pulse.Subscriber(view)
-    with pytest.raises(pulse.StoreError, match="no way leads to version 20 .*is missing"):
+    with pytest.raises(pulse.StoreError, match="no route leads to version 20 .*is missing"):
         subscriber.sync(live)
     assert subscriber.version == 12
     assert (live["w"] == run.states[12]).all()
@@ -231,10 +233,10 @@ def test_hostile_trails(run: Run) -> None:
         (*trail.patches, msgspec.structs.replace(first, token="../../../../etc/")),
         (*trail.patches, msgspec.structs.replace(first, nbytes=-1)),
     ):
-        with pytest.raises(pulse.IntegrityError, match="it is no trail"):
+        with pytest.raises(pulse.IntegrityError, match="trail"):
             decode_trail(changed(trail, patches=patches), manifest, "it")
     for data in (b"", b"x", zstandard.compress(b"[]"), zstandard.compress(bytes(2 << 20)), trail.encode()[:-1]):
-        with pytest.raises(pulse.IntegrityError, match="it is no trail"):
+        with pytest.raises(pulse.IntegrityError, match="trail"):
             decode_trail(data, manifest, "it")
 
 
@@ -276,7 +278,7 @@ def test_a_span_whose_overlay_grows_too_large_is_given_up_and_taken_up_again() -
         states.append(bits.copy())
     trail = publisher.history.trail(publisher.history.read(40))
     assert trail is not None
-    skips = [(s.base, s.to.sequence) for s in trail.steps() if s.to.sequence - s.base > 1]
+    skips = [(s.base, s.to.sequence) for s in trail.links() if s.to.sequence - s.base > 1]
     assert skips == [(0, 4), (12, 16), (16, 20), (20, 24), (24, 28), (16, 32), (28, 32), (32, 36)]
     live = {"w": states[9].copy()}
     assert pulse.Subscriber(store).sync(live).version == 40

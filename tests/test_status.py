@@ -19,11 +19,11 @@ import pulse_rl as pulse
 from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
-from pulse_rl.history.contents import store_info
+from pulse_rl.history.describe import store_info
 from pulse_rl.history.heartbeat import Heartbeat
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import manifest_name
-from pulse_rl.history.prune import GRACE_S, Retention, carry_out
+from pulse_rl.history.prune import GRACE_S, Retention, delete_planned
 from pulse_rl.history.status import Objects, status
 from pulse_rl.history.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
@@ -185,7 +185,7 @@ def test_a_history_that_is_only_served(tmp_path: Path, caplog: pytest.LogCapture
         f"the heartbeat of w could not be written: cannot write heartbeats/w.json in {url}: over HTTP a store can only "
         "be read; publish to the directory or bucket behind it"
     ]
-    seen, whole = status(History(url)), status(History(tmp_path / "run"))
+    seen, whole = status(url), status(tmp_path / "run")
     assert (seen.listing, seen.subscribers) == (None, None)
     assert msgspec.structs.replace(seen, url=whole.url) == msgspec.structs.replace(
         whole, listing=None, subscribers=None
@@ -202,8 +202,8 @@ def test_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     pulse.Subscriber(url, heartbeat="w").sync(weights)
     history = History(url)
     until(lambda: bool(history.store.list("heartbeats")))
-    carry_out(history, Retention(2, None, 0).plan(history))
-    seen = status(History(url))
+    delete_planned(history, Retention(2, None, 0).plan(history))
+    seen = status(url)
     assert seen.subscribers is not None
     assert [(s.id, s.version, s.lag, s.error) for s in seen.subscribers] == [("w", 14, 0, None)]
     assert abs(seen.subscribers[0].seen - time.time()) < 60
@@ -213,7 +213,7 @@ def test_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_status_compared_with_all_manifests(store: Store) -> None:
     run = Run(store, anchor_every=20)
     run.publish(70)
-    seen, told = status(History(store)), store_info(History(store))
+    seen, told = status(store), store_info(History(store))
     sizes = [version.patch_nbytes for version in told.versions]
     assert (seen.versions, seen.oldest, seen.newest, seen.sequence) == (70, 0, 138, 69)
     assert (seen.digest, seen.full_nbytes) == (told.versions[-1].digest, told.full_nbytes)
@@ -235,7 +235,7 @@ def test_status_reads_few_objects(store: Store) -> None:
     Run(store).publish(40)
     store.put("heartbeats/a.json", msgspec.json.encode(Heartbeat("a", 0, 0, 0, None, 0.1, 5)))
     counting = Counting(store)
-    status(History(counting))
+    status(counting)
     assert len(counting.gets) == 5
 
 
@@ -258,7 +258,7 @@ def test_heartbeats_are_hostile(store: Store) -> None:
         store.put(f"heartbeats/{name}.json", data)
     for name in ("heartbeats/x.txt", "heartbeats/a/b.json", "heartbeats/.json"):
         store.put(name, b"no heartbeat")
-    seen = status(History(store)).subscribers
+    seen = status(store).subscribers
     assert seen is not None
     assert [info.id for info in seen] == sorted([*bad, "good"])
     for info in seen:
@@ -276,7 +276,7 @@ def test_a_damaged_store_has_a_status(tmp_path: Path) -> None:
     (tmp_path / FIRST).write_bytes(b"none")
     next((tmp_path / "trails").glob("000000000007-*")).write_bytes(b"none")
     (tmp_path / "patches" / "000000000009-00000000000000aa.safetensors").write_bytes(b"of a failed attempt")
-    seen = status(History(tmp_path))
+    seen = status(tmp_path)
     assert (seen.newest, seen.recent) == (14, None)
     for problem, said in zip(seen.problems, ["first.json", "1 manifests are missing", "000008", "000007"], strict=True):
         assert said in problem
@@ -285,7 +285,7 @@ def test_a_damaged_store_has_a_status(tmp_path: Path) -> None:
     for sequence in range(8):
         (tmp_path / manifest_name(sequence)).write_bytes(b"other bytes")
     with pytest.raises(pulse.IntegrityError, match="none of the newest manifests"):
-        status(History(tmp_path))
+        status(tmp_path)
 
 
 def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str, str]:
@@ -309,7 +309,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert out.splitlines()[-1].split()[:3] == ["worker-3", "8", "6"]
     assert out.splitlines()[-1].rstrip().endswith("no [b]")
     code, out, err = command(capsys, "status", tmp_path, "--json")
-    assert json.loads(out) == json.loads(msgspec.json.encode(status(History(store))))
+    assert json.loads(out) == json.loads(msgspec.json.encode(status(store)))
     before = listing()
     settings = ["--retain", 2, "--keep-every", 2, "--grace", 0]
     code, dry, err = command(capsys, "prune", tmp_path, *settings, "--dry-run", "--json")

@@ -8,6 +8,7 @@ import pytest
 import servers
 
 import pulse_rl as pulse
+from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError
 from pulse_rl.store.base import Store
 
 
@@ -30,7 +31,6 @@ def test_put_get_list_delete(store: Store) -> None:
     store.put("x/a", b"", mode="create")
     store.put("xy/c", b"other prefix")
     assert bytes(store.get("x/b")) == b"hello"
-    assert bytes(store.get_range("x/b", 1, 3)) == b"ell"
     assert [info[:2] for info in store.list("x")] == [("x/a", 0), ("x/b", 5)]
     assert [info.name for info in store.list("x", after="x/a")] == ["x/b"]
     assert [info.name for info in store.list("x", after="x/")] == ["x/a", "x/b"]
@@ -45,8 +45,11 @@ def test_put_get_list_delete(store: Store) -> None:
 
 def test_create_is_put_if_absent(store: Store) -> None:
     store.put("m", b"first", mode="create")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ObjectExistsError) as raised:
         store.put("m", b"second", mode="create")
+    assert (raised.value.url, raised.value.name) == (store.url, "m")
+    assert isinstance(raised.value, pulse.StoreError)
+    assert isinstance(raised.value, FileExistsError)
     assert bytes(store.get("m")) == b"first"
 
 
@@ -64,33 +67,35 @@ def test_a_stream_that_fails_leaves_no_object(store: Store) -> None:
     with pytest.raises((RuntimeError, pulse.StoreError)):
         store.put("half", broken())
     assert store.list("half") == []
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ObjectNotFoundError):
         store.get("half")
 
 
-@pytest.mark.parametrize("read", ["get", "stream", "get_range"])
+@pytest.mark.parametrize("read", ["get", "stream"])
 def test_missing_objects(store: Store, read: str) -> None:
-    with pytest.raises(FileNotFoundError):
-        if read == "stream":
-            list(store.stream("none"))
-        elif read == "get":
-            store.get("none")
-        else:
-            store.get_range("none", 0, 1)
+    with pytest.raises(ObjectNotFoundError) as raised:
+        list(store.stream("none")) if read == "stream" else store.get("none")
+    assert (raised.value.url, raised.value.name) == (store.url, "none")
+    assert isinstance(raised.value, pulse.StoreError)
+    assert isinstance(raised.value, FileNotFoundError)
 
 
 def test_reading_makes_no_directory(tmp_path: Path) -> None:
     store = pulse.open_store(tmp_path / "typo")
     assert store.list("manifests") == []
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ObjectNotFoundError):
         store.get("x")
     assert not (tmp_path / "typo").exists()
 
 
 def test_unwritable_store_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(pulse.StoreError, match="cannot write x in file://.*file/store"):
-        pulse.open_store(tmp_path / "file" / "store").put("x", b"")
+    store = pulse.open_store(tmp_path / "file" / "store")
+    for mode in ("create", "overwrite"):
+        with pytest.raises(pulse.StoreError, match="cannot write") as raised:
+            store.put("x", b"", mode=mode)
+        assert type(raised.value) is pulse.StoreError
+        assert (raised.value.url, raised.value.name) == (store.url, "x")
 
 
 @pytest.mark.parametrize("url", ["", None, 7])

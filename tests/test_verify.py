@@ -120,7 +120,7 @@ def test_an_anchor_that_is_sound_in_itself_and_another_model(path: Path) -> None
     rewrite(path, 3, anchor=(*(_as_of(ref.name, 3, history, path) for ref in history.read(0).anchor),))
     report = verify(path)
     assert bad(report) == ()
-    assert "should have digest" in report.problems[0]
+    assert "expected digest" in report.problems[0]
     assert len(report.leftovers) == 1  # the anchor that should stand there
 
 
@@ -137,7 +137,7 @@ def test_a_digest_that_the_patch_does_not_give(path: Path) -> None:
     report = verify(path)
     assert bad(report) == (20, 25)
     assert any("the history promises" in problem for problem in report.problems)
-    assert any("is no trail to version 20" in problem for problem in report.problems)
+    assert any("trail to version 20" in problem for problem in report.problems)
 
 
 def test_manifest_missing_in_the_middle(path: Path) -> None:
@@ -153,7 +153,7 @@ def test_broken_manifest(path: Path) -> None:
     report = verify(path)
     assert bad(report) == (10,)
     assert len(report.problems) == 1
-    assert "is no manifest" in report.problems[0]
+    assert manifest_name(1) in report.problems[0]
 
 
 def test_versions_out_of_order_and_wrong_counts(path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_patch_is_proved_against_its_base(tmp_path: Path, codec: Any) -> None:
     assert (verify(file, deep=old).ok, verify(file, deep=old).weights_version) == (True, 3)
     assert torch.equal(old["w"], torch.zeros(100))
     report = verify(file, deep=new)
-    assert "the patch goes from version 3" in report.problems[0]
+    assert "from version 3" in report.problems[0]
     with pytest.raises(ValueError, match="expected a store or a patch to compare weights with"):
         save_file(old, tmp_path / "checkpoint")
         verify(tmp_path / "checkpoint", deep=old)

@@ -286,7 +286,7 @@ def test_a_worker_that_retention_overtakes(run: Run, path: str, fresh: bool) -> 
         assert run.publisher.history.sequences() == [4, 5]
     (failed,) = result
     assert failed is not None
-    assert re.search("is missing from|holds no|no way leads to version", failed)
+    assert re.search("is missing from|holds no|no route leads to version", failed)
     assert run.subscriber.version == (None if fresh else 1)
     assert run.sync() is None
     assert run.subscriber.version == 5
@@ -309,6 +309,6 @@ def test_workers_that_race_retention(run: Run) -> None:
     trainer.join()
     assert published == [None] * 40
     assert None in came
-    said = "is missing from|holds no|no way leads to version"
+    said = "is missing from|holds no|no route leads to version"
     assert all(re.search(said, failed) for failed in came if failed)
     assert run.recover().problems == ()

@@ -12,7 +12,7 @@ from pulse_rl.cli.output import AsJson
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
-    from pulse_rl.history.contents import CheckpointInfo, StoreInfo
+    from pulse_rl.history.describe import CheckpointInfo, StoreInfo
     from pulse_rl.patch.verbs import PatchInfo
 
 Target = Annotated[
@@ -129,8 +129,9 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
     Example: pulse-rl inspect runs/main
     """
     from pulse_rl.checkpoint.files import open_checkpoint
-    from pulse_rl.history.contents import checkpoint_info, kind_of, store_info
+    from pulse_rl.history.describe import checkpoint_info, store_info
     from pulse_rl.history.log import History
+    from pulse_rl.history.targets import kind_of
     from pulse_rl.patch.files import read_patch
     from pulse_rl.patch.verbs import info
 

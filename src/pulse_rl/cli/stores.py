@@ -35,7 +35,7 @@ def status(store: StoreTarget, as_json: AsJson = False) -> None:
     """
     from pulse_rl.history.status import status as look
 
-    info = look(_open(store))
+    info = look(store)
     if as_json:
         output.emit(info)
     else:
@@ -71,29 +71,20 @@ def prune(
 
     Example: pulse-rl prune s3://bucket/run-a --retain 100 --keep-every 10 --dry-run
     """
-    from pulse_rl.history.prune import Retention, carry_out
+    from pulse_rl.history.prune import Retention, delete_planned
+    from pulse_rl.history.targets import open_history
 
     with output.checking():
         retention = Retention(retain, keep_every, grace)
-    history = _open(store)
+    history = open_history(store)
     pruning = retention.plan(history, leftovers=True)
     if not as_json:
         _print_pruning(history, pruning, dry_run)
     if not dry_run:
         with output.progress("prune") as update:
-            carry_out(history, pruning, update)
+            delete_planned(history, pruning, update)
     if as_json:
         output.emit(pruning)
-
-
-def _open(target: str) -> History:
-    from pulse_rl.history.contents import kind_of
-    from pulse_rl.history.log import History
-
-    kind, place = kind_of(target)
-    if kind != "store":
-        raise ValueError(f"{target}: expected a store or the directory of a run, found a {kind}")
-    return History(place)
 
 
 def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:

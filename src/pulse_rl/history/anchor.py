@@ -1,7 +1,7 @@
-"""An anchor: a full checkpoint, streamed into a store as ordinary sharded safetensors.
+"""Anchors: a full checkpoint, streamed into a store as ordinary sharded safetensors.
 
-The digest is taken of the very bytes that are sent, so an anchor that is committed holds what its manifest
-says, even if the weights were changed behind the publisher's back.
+The digest is counted over the very bytes that are sent, so a committed anchor holds what its manifest says, even if
+the weights were changed while they were published. `restore` reads anchors.
 """
 
 import json
@@ -23,11 +23,10 @@ from pulse_rl.weights.bits import Bits
 def put_anchor(
     store: Store, directory: str, tensors: Mapping[str, Bits], digest: str, assets: Mapping[str, bytes]
 ) -> tuple[ObjectRef, ...]:
-    """Write the tensors and the assets (small files: config.json, a tokenizer) under a directory of a store.
+    """Write tensors and assets (small files: config.json, a tokenizer) to a directory of a store.
 
-    digest: what the tensors' digest must be. Holds one part of a file in memory.
-    Raises IntegrityError if other bits were sent, StoreError if the store fails; then nothing refers to what
-    was written.
+    digest: the digest that the tensors must have. Holds one part of a file in memory.
+    Returns the files. Raises IntegrityError if other bits were sent, and StoreError; then nothing refers to the files.
     """
     seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
     total = digests.state_digest({name: bits for name, bits in tensors.items() if bits.size == 0})
@@ -54,10 +53,13 @@ def put_anchor(
     shards, index = plan_shards(tensors)
     for shard in shards:
         put(shard.name, stream_shard(tensors, shard.tensors, count))
-    if digests.to_hex(total) != digest:
+    found = digests.to_hex(total)
+    if found != digest:
         raise IntegrityError(
-            f"the anchor would have digest {digests.to_hex(total)}, expected {digest}: the weights changed "
-            "while they were being published"
+            f"the anchor: expected digest {digest}, found {found}: the weights changed while they were published",
+            name=directory,
+            expected=digest,
+            found=found,
         )
     files = dict(assets) | ({INDEX: index} if index else {})
     for name, data in sorted(files.items()):
@@ -66,7 +68,7 @@ def put_anchor(
 
 
 def check_assets(assets: Mapping[str, bytes]) -> None:
-    """Raise ValueError or TypeError for files that cannot lie beside an anchor's own, or that no reader would take."""
+    """Raise ValueError or TypeError for files that an anchor's directory cannot hold, or that readers would refuse."""
     for name, data in assets.items():
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"assets: expected bytes for {name!r}, found {type(data).__name__}")
@@ -76,11 +78,11 @@ def check_assets(assets: Mapping[str, bytes]) -> None:
                 f"found {name!r}"
             )
         if name.endswith(".safetensors") or name == INDEX:
-            raise ValueError(f"assets: {name!r} would be one of the anchor's own files: name it otherwise")
+            raise ValueError(f"assets: {name!r} is a name of the anchor's own files: choose another")
 
 
 def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
-    """config.json of a Transformers model, so that its anchors load as they are; nothing for other weights."""
+    """The config.json of a Transformers model, with which its anchors load as they are; nothing for other weights."""
     config = getattr(weights, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         return {}

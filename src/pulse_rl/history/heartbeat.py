@@ -1,10 +1,10 @@
-"""Heartbeats: what each subscriber says of itself, for whoever operates a history.
+"""Heartbeats: what each subscriber reports, for whoever operates a history.
 
-    heartbeats/worker-3.json    one a subscriber; overwritten after its syncs
+    heartbeats/worker-3.json    one for each subscriber, overwritten after its syncs
 
-Nothing depends on them: no reader follows them, retention and `verify` leave them alone. So a heartbeat is written
-beside the subscriber's work, in a thread, and what cannot be written (a store that can only be read) is a warning.
-When a subscriber was last seen is the time that the store says its heartbeat was written, by no clock of a worker.
+Nothing depends on them: no reader follows them, and pruning and `verify` ignore them. So a heartbeat is written in a
+background thread, and one that cannot be written (to a read-only store) is a warning. A subscriber was last seen when
+its heartbeat was written by the store's clock; no worker's clock matters.
 """
 
 import atexit
@@ -18,19 +18,19 @@ from weakref import WeakSet
 
 import msgspec
 
-from pulse_rl.errors import IntegrityError, PulseError
-from pulse_rl.history.manifest import Count
+from pulse_rl.documents import Count, decode_json
+from pulse_rl.errors import FormatError, IntegrityError, PulseError, translate
 from pulse_rl.store.base import Store, read_up_to
 
 log = logging.getLogger(__name__)
 
 PREFIX = "heartbeats"
-# Seconds between heartbeats that say the same: a worker that asks 20 times a second whether there is something new
-# would write (and pay for) as many objects. What is news is written at once.
+# Seconds between unchanged heartbeats: a worker that polls 20 times a second would write (and pay for) as many objects.
+# A changed one is written at once.
 EVERY_S = 15.0
-MAX_NBYTES = 4096  # of a heartbeat; one with the longest error has less
+MAX_NBYTES = 4096  # of a heartbeat; one with the longest error is smaller
 MAX_ERROR = 500  # characters
-AT_EXIT_S = 5.0  # how long a process that ends waits for its last heartbeat
+AT_EXIT_S = 5.0  # how long a process that exits waits for its last heartbeat
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -39,19 +39,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """What a subscriber said after a sync."""
+    """What a subscriber reports after a sync."""
 
     id: Id
-    version: Count | None  # None if none is proved
+    version: Count | None  # that it holds, proved; None for none
     sequence: Count | None  # of that version
-    lag: Count | None  # versions that it was behind the newest one it had seen; None without a version
-    error: str | None  # what its last sync failed with, one sentence; None if it succeeded
+    lag: Count | None  # how many versions it was behind the newest one that it knew; None without a version
+    error: str | None  # of its last sync, one sentence; None if that succeeded
     sync_s: Seconds  # what that sync took
-    fetched_nbytes: Count | None  # and read; None if it failed
+    fetched_nbytes: Count | None  # what that sync read; None if it failed
 
 
 def check_id(name: str) -> str:
-    """An id, if it can be the name of an object. Raises ValueError."""
+    """Return an id if it can be part of an object's name. Raises ValueError."""
     if not isinstance(name, str) or not _ID.fullmatch(name):
         raise ValueError(
             "heartbeat: expected an id of 1 to 64 letters, digits and . _ -, which does not begin with a dot, "
@@ -71,56 +71,47 @@ def heartbeat_id(name: str) -> str | None:
     return found if _ID.fullmatch(found) and heartbeat_name(found) == name else None
 
 
-def sentence(error: BaseException) -> str:
-    """An error as one line, cut if it is too long."""
-    text = " ".join("; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])]).split())
-    text = text.encode(errors="replace").decode()  # names of files need not be UTF-8
-    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 1] + "…"
-
-
 def read(store: Store, name: str) -> Heartbeat:
-    """A heartbeat. What it says is not to be trusted, and its text may hold anything.
+    """Read a heartbeat. Its contents are not trusted: its text may be anything.
 
-    Raises IntegrityError if the object is none, FileNotFoundError, StoreError.
+    Raises IntegrityError if the object is not a heartbeat, ObjectNotFoundError, StoreError.
     """
     where, data = f"{name} in {store.url}", read_up_to(store, name, MAX_NBYTES)
     if len(data) > MAX_NBYTES:
-        raise IntegrityError(f"{where} is no heartbeat: expected at most {MAX_NBYTES} bytes, found more")
-    try:
-        heartbeat = msgspec.json.decode(data, type=Heartbeat)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise IntegrityError(f"{where} is no heartbeat: {error}") from None
+        raise IntegrityError(f"{where} is not a heartbeat: expected at most {MAX_NBYTES} bytes, found more", name=name)
+    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
+        heartbeat = decode_json(data, Heartbeat, f"{where} is not a heartbeat")
     if heartbeat_name(heartbeat.id) != name:
-        raise IntegrityError(f"{where} says it is the heartbeat of {heartbeat.id}")
+        raise IntegrityError(f"{where} says it is the heartbeat of {heartbeat.id}", name=name)
     return heartbeat
 
 
 class Heart:
-    """Writes one subscriber's heartbeats. `beat` never blocks and never fails."""
+    """Writes one subscriber's heartbeats in the background. `beat` never blocks and never fails."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.id = check_id(name)
         self._store = store
         self._lock = threading.Lock()
-        self._last: Heartbeat | None = None  # what was given to be written last
-        self._next = 0.0  # when the same is to be said again, monotonic seconds
-        self._waiting: Heartbeat | None = None  # only the newest waits while another one is being written
+        self._last: Heartbeat | None = None  # the one passed last
+        self._next = 0.0  # when to repeat an unchanged heartbeat, monotonic seconds
+        self._waiting: Heartbeat | None = None  # the newest one, while another one is being written
         self._thread: threading.Thread | None = None
-        self._causes: set[str] = set()  # that have been warned of
+        self._causes: set[str] = set()  # that were warned of
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Write a heartbeat in the background, unless it says what another one has said just now."""
+        """Write a heartbeat, unless it is unchanged and the last one is recent."""
         now = time.monotonic()
         with self._lock:
-            if self._last is not None and now < self._next and _news(self._last) == _news(heartbeat):
+            if self._last is not None and now < self._next and _content(self._last) == _content(heartbeat):
                 return
             self._last, self._next, self._waiting = heartbeat, now + EVERY_S, heartbeat
             if self._thread is None:
-                # A daemon, so that a store that does not answer holds up no process that wants to end.
+                # A daemon, so that a store that does not respond delays no exit.
                 self._thread = threading.Thread(target=self._write, name="pulse-heartbeat", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError as error:  # no more threads to be had
+                except RuntimeError as error:  # no more threads can be started
                     self._thread = None
                     self._warn(str(error))
                 else:
@@ -144,7 +135,8 @@ class Heart:
             log.warning("the heartbeat of %s could not be written: %s", self.id, cause)
 
 
-def _news(heartbeat: Heartbeat) -> tuple[object, ...]:
+def _content(heartbeat: Heartbeat) -> tuple[object, ...]:
+    """What makes a heartbeat a changed one."""
     return heartbeat.version, heartbeat.sequence, heartbeat.lag, heartbeat.error
 
 
@@ -153,8 +145,8 @@ _writing: WeakSet[threading.Thread] = WeakSet()
 
 @atexit.register
 def _finish() -> None:
-    """The last heartbeat of a process is on its way when its work is done."""
+    """Wait for the last heartbeat of a process, which is being written when its work is done."""
     deadline = time.monotonic() + AT_EXIT_S
-    with suppress(RuntimeError):  # the set has changed: a subscriber is still at work in a thread of its own
+    with suppress(RuntimeError):  # the set has changed: another thread still has a subscriber at work
         for thread in list(_writing):
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -2,75 +2,88 @@
 
     manifests/000000000007.json                     one a version; written last and put-if-absent: the commit
     patches/000000000007-<token>.safetensors        to the version of manifest 7, from an earlier one
-    trails/000000000007-<token>.json.zst            which patches there are between the last versions up to it
-    anchors/000000000007-<token>/model.safetensors  a full checkpoint, with config.json and whatever was given
+    trails/000000000007-<token>.json.zst            lists the patches between the last versions up to it
+    anchors/000000000007-<token>/model.safetensors  a full checkpoint, with config.json and other assets
+    first.json                                      where a pruned history begins
 
 Manifests are numbered by sequence (0, 1, 2, …), not by version, so every commit of every publisher competes
 for the same next name: the store's put-if-absent lets exactly one win, and a history has one line. Objects
-carry a random token, so an attempt that failed can never be mistaken for, or overwrite, one that counts.
+carry a random token, so those of a failed attempt are never mistaken for committed ones, and never overwrite them.
 The newest version is found by listing; there is no pointer that could be stale. Where a store cannot list (a web
-server), it is found by trying the numbers from the first one on, in steps that double.
+server), it is found by probing sequence numbers from the first one on, in steps that double.
+
+Here versions are found, read and committed. `search` finds the patches and anchors that lead to one, `fetch` reads
+them, `restore` rebuilds weights from them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
-from blake3 import blake3
-
+from pulse_rl.documents import Count, decode_json
 from pulse_rl.errors import (
     CannotListError,
+    FormatError,
     IntegrityError,
+    ObjectExistsError,
     ObjectNotFoundError,
-    PulseError,
     StoreError,
     VersionNotFoundError,
+    translate,
 )
 from pulse_rl.history import manifest as manifests
 from pulse_rl.history import signing
-from pulse_rl.history import trail as route
+from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
     MAX_SEQUENCE,
-    Count,
     Manifest,
-    ObjectRef,
     manifest_name,
     manifest_sequence,
 )
-from pulse_rl.history.trail import Faults, State, Step, Trail, decode_trail, state_of, step_of
+from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.objects import open_store
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PrivateKey, PublicKey
 
-FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap, once there was any pruning
-MAX_FIRST_NBYTES = 64  # a number with white space around it
-KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History remembers
-MOST_DAMAGED = 64  # manifests passed over in search of an anchor
+FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap; only after a pruning
+MAX_FIRST_NBYTES = 64  # a number and white space
+KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History keeps in memory
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class History:
-    """Reads and extends the history in one store. Manifests are immutable, so each is fetched once.
+    """The versions in one store. Each manifest is read once, as none ever changes.
 
-    store: a Store, or the URL or path of one. sign_with: the key that signs what is committed. public_key: the key
-    that every manifest must be signed by; the one of sign_with if only that is given; None believes all manifests.
-    Every method raises StoreError when the store fails.
+    `pulse.verify` proves a history, `pulse.status` summarizes it; a `Publisher` and a `Subscriber` have one each.
+
+    Args:
+        store: A Store, or the URL or path of one.
+        sign_with: The Ed25519 private key that signs every commit: a PEM file or the key itself. By default commits
+            are not signed.
+        public_key: The Ed25519 public key that every manifest must be signed by. By default the one of `sign_with`;
+            without either, signatures are not checked.
+
+    Attributes:
+        store: The Store.
+
+    Raises:
+        StoreError: From every method, where the store cannot be read or written.
     """
+
+    store: Store
 
     def __init__(
         self, store: Store | str | Path, *, sign_with: PrivateKey | None = None, public_key: PublicKey | None = None
     ) -> None:
-        # None, as from a setting that is not set, is open_store's to refuse.
+        # open_store refuses None, which an unset setting gives.
         self.store = open_store(store) if isinstance(store, str | Path | None) else store
         self._sign_with = signing.private_key(sign_with) if sign_with is not None else None
         self._public_key = signing.public_key(public_key) if public_key is not None else None
@@ -78,59 +91,275 @@ class History:
             self._public_key = self._sign_with.public_key()
         self._manifests: dict[int, Manifest] = {}
         self._trails: dict[State, Trail] = {}
-        self._newest: ObjectInfo | None = None  # manifest, as it was listed last
+        self._newest: ObjectInfo | None = None  # the newest manifest, as last listed
 
-    def forget(self) -> None:
-        """Read everything anew from now on: what was read wrong once must not be believed for ever."""
-        self._manifests.clear()
-        self._trails.clear()
-        self._newest = None
+    def head(self) -> Manifest | None:
+        """Find the newest version. Once one is known, only what is newer is listed.
+
+        Returns:
+            Its manifest; None for an empty history.
+
+        Raises:
+            IntegrityError: If its manifest is damaged.
+        """
+        try:
+            newest = self._listed_newest()
+        except CannotListError:
+            newest = next(reversed(self._probed()), None)
+        return self.read(newest) if newest is not None else None
+
+    def find(self, version: int) -> Manifest:
+        """Find a version. Reads few manifests, and the fewer the newer the version is.
+
+        Args:
+            version: The version, as it was published.
+
+        Returns:
+            Its manifest.
+
+        Raises:
+            VersionNotFoundError: If the history does not hold that version; the message says which it holds.
+            IntegrityError: If a damaged manifest may be that version's.
+        """
+        with suppress(IntegrityError, VersionNotFoundError):
+            newest = self.head()  # the version that is requested most, without listing all of them
+            if newest is not None and newest.version == version:
+                return newest
+        sequences = self.sequences()
+        damaged: list[IntegrityError] = []
+        # Versions rise with sequence numbers, so this bisects sequences[low:high], after a gallop from the newest one.
+        low, high, gallop = 0, len(sequences), 1
+        while low < high:
+            middle = max((low + high) // 2, len(sequences) - gallop)
+            gallop *= 2
+            # A manifest that cannot be read does not say which half to go on with: the next one that can does.
+            after, found = self._first_readable(range(middle, high), sequences, damaged)
+            if found is None or found.version > version:
+                high = middle
+            elif found.version < version:
+                low = after + 1
+            else:
+                return found
+        everything = range(len(sequences))
+        _, oldest = self._first_readable(everything, sequences, damaged)
+        _, newest = self._first_readable(reversed(everything), sequences, damaged)
+        held = f"versions {oldest.version} to {newest.version}" if oldest and newest else "no version yet"
+        if damaged:
+            damaged[0].add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
+            raise damaged[0]
+        raise VersionNotFoundError(
+            f"no version {version} in {self.store.url}: it holds {held}", url=self.store.url, version=version
+        )
+
+    def _first_readable(
+        self, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError]
+    ) -> tuple[int, Manifest | None]:
+        """The first manifest that can be read, of those at some places of a list, and its place; None without one.
+
+        damaged: takes the errors of the others.
+        """
+        place = 0
+        for place in places:
+            try:
+                return place, self.read(sequences[place])
+            except VersionNotFoundError:
+                pass  # pruned in the meantime
+            except IntegrityError as error:
+                damaged.append(error)
+        return place, None
+
+    def manifests(self) -> list[Manifest]:
+        """Read all versions.
+
+        Returns:
+            Their manifests, the oldest first.
+
+        Raises:
+            IntegrityError: If a manifest is damaged.
+        """
+        return [self.read(sequence) for sequence in self.sequences()]
 
     def sequences(self) -> list[int]:
-        """The numbers of all committed manifests, ascending, by listing the store if it can be listed."""
+        """The sequence numbers of all versions, ascending. Gaps are possible before `first` only."""
         try:
             found = (manifest_sequence(info.name) for info in self.store.list("manifests"))
             return [sequence for sequence in found if sequence is not None]
         except CannotListError:
-            return list(self._tried())
+            return list(self._probed())
 
-    def _tried(self) -> range:
-        """The numbers of all committed manifests, by trying which are there: they have no gap from the first one on.
+    def first(self) -> int:
+        """The sequence number from which on there is no gap; 0 unless the history was pruned.
 
-        O(log n) requests at first, and about three once a new one is known.
+        Raises:
+            IntegrityError: If the object that says so, `first.json`, is damaged.
+        """
+        try:
+            data = read_up_to(self.store, FIRST, MAX_FIRST_NBYTES)
+        except ObjectNotFoundError:
+            return 0
+        with translate(FormatError, to=lambda reason: IntegrityError(reason, name=FIRST)):
+            return decode_json(data, Count, f"{FIRST} in {self.store.url} is not a sequence number")
+
+    def end(self) -> tuple[int, Manifest | None]:
+        """The sequence number of the next version, and the newest manifest that can be read; None without one."""
+        sequences = self.sequences()
+        for sequence in reversed(sequences):
+            with suppress(IntegrityError, VersionNotFoundError):
+                return sequences[-1] + 1, self.read(sequence)
+        return (sequences[-1] + 1 if sequences else 0), None
+
+    def read(self, sequence: int) -> Manifest:
+        """Read and check one manifest.
+
+        Args:
+            sequence: Its sequence number.
+
+        Raises:
+            VersionNotFoundError: If there is none of that number, or no longer.
+            IntegrityError: If it is damaged, or not signed by the public key.
+        """
+        if sequence not in self._manifests:
+            name = manifest_name(sequence)
+            try:
+                data = read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
+            except ObjectNotFoundError:
+                raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
+            manifest = manifests.parse(data, sequence, self._public_key, f"{name} in {self.store.url}")
+            _remember(self._manifests, sequence, manifest, KEPT)
+        return self._manifests[sequence]
+
+    def trail(self, manifest: Manifest) -> Trail | None:
+        """Read the trail of a version: which patches lead to it and to those before it.
+
+        Returns:
+            The trail; None for a version without one.
+
+        Raises:
+            IntegrityError: If it is damaged.
+        """
+        if manifest.trail is None:
+            return None
+        state, name = state_of(manifest), manifest.trail.name
+        if state not in self._trails:
+            where = f"{name} in {self.store.url}"
+            if manifest.trail.nbytes > MAX_TRAIL_NBYTES:
+                raise IntegrityError(
+                    f"{where}: expected at most {MAX_TRAIL_NBYTES} bytes, its manifest says {manifest.trail.nbytes}",
+                    name=name,
+                    expected=MAX_TRAIL_NBYTES,
+                    found=manifest.trail.nbytes,
+                )
+            _remember(
+                self._trails, state, decode_trail(fetch(self.store, manifest.trail), manifest, where), KEPT_TRAILS
+            )
+        return self._trails[state]
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a version visible, all at once. Its objects must be in the store already.
+
+        Raises:
+            StoreError: If another publisher has committed a version of this sequence number, or a later one and
+                pruned this one.
+        """
+        name = manifest_name(manifest.sequence)
+        data = manifests.seal(manifest, self._sign_with.sign if self._sign_with else None)
+        try:
+            self.store.put(name, data, mode="create")
+        except ObjectExistsError:
+            self._require_own(name, data, manifest)
+        except StoreError:
+            # The commit may have succeeded and only its response be lost.
+            if not self._holds(name, data):
+                raise
+        pruned = False
+        with suppress(StoreError, IntegrityError):  # the commit stands; that it was pruned already is rare
+            pruned = self.first() > manifest.sequence
+        if pruned:
+            self.store.delete(name)
+            raise StoreError(
+                f"another publisher has gone on with {self.store.url} and pruned it: a history has one publisher at a "
+                "time; open a new Publisher to go on from its newest version",
+                url=self.store.url,
+                name=name,
+            )
+        _remember(self._manifests, manifest.sequence, manifest, KEPT)
+
+    def forget(self) -> None:
+        """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
+        self._manifests.clear()
+        self._trails.clear()
+        self._newest = None
+
+    def _require_own(self, name: str, data: bytes, manifest: Manifest) -> None:
+        """Raise StoreError unless the manifest that exists is the one to commit: a retry can meet its first attempt."""
+        try:
+            existing = bytes(self.store.get(name))
+        except ObjectNotFoundError:
+            raise StoreError(
+                f"cannot write {name} in {self.store.url}: its service refuses it as one that exists already, and "
+                "does not have it; publish again",
+                url=self.store.url,
+                name=name,
+            ) from None
+        if existing != data:
+            other = self.read(manifest.sequence)
+            raise StoreError(
+                f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}: a "
+                "history has one publisher at a time; open a new Publisher to go on from its newest version, or use "
+                "another store",
+                url=self.store.url,
+                name=name,
+            )
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        try:
+            return bytes(self.store.get(name)) == data
+        except StoreError:
+            return False
+
+    def _listed_newest(self) -> int | None:
+        """The sequence number of the newest manifest, by listing."""
+        listed = []
+        if self._newest is not None:
+            listed = self.store.list("manifests", after=self._newest.name.removesuffix(".json"))
+            if listed[:1] != [self._newest]:
+                # It was deleted, or replaced: the history was begun anew, or pruned.
+                self.forget()
+        if self._newest is None:
+            listed = self.store.list("manifests")
+        found = [info for info in listed if manifest_sequence(info.name) is not None]
+        self._newest = found[-1] if found else None
+        return manifest_sequence(self._newest.name) if self._newest else None
+
+    def _probed(self) -> range:
+        """The sequence numbers from the first one without a gap on, by probing which manifests exist.
+
+        O(log n) requests at first, and about three once a newer one is known.
         """
         first = self.first()
-        while not self._is_there(first):
-            # Pruned since: then it begins later now.
+        while not self._exists(first):
+            # If the history was pruned since, it now begins later.
             before, first = first, self.first()
             if first == before == 0:
                 return range(0)
             if first == before:
                 raise IntegrityError(
                     f"{FIRST} in {self.store.url} says that the history begins with {manifest_name(first)}, "
-                    "which is missing: a cache on the way may be stale, or the history is damaged"
+                    "which is missing: a cache on the way may be stale, or the history is damaged",
+                    name=FIRST,
                 )
         newest, step = max([first, *self._manifests]), 1
-        while self._is_there(newest + step):
+        while self._exists(newest + step):
             newest, step = newest + step, step * 2
-        while step > 1:  # newest is there, newest + step is not
+        while step > 1:  # newest exists, newest + step does not
             step //= 2
-            if self._is_there(newest + step):
+            if self._exists(newest + step):
                 newest += step
-        # Pruned meanwhile: what was tried may have been an anchor that is kept for good, before a gap.
-        return range(first, newest + 1) if self.first() <= newest else self._tried()
+        # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
+        return range(first, newest + 1) if self.first() <= newest else self._probed()
 
-    def first(self) -> int:
-        """The number of the oldest manifest from which on there is no gap, as the last pruning has left it."""
-        try:
-            return msgspec.json.decode(read_up_to(self.store, FIRST, MAX_FIRST_NBYTES), type=Count)
-        except FileNotFoundError:
-            return 0
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise IntegrityError(f"{FIRST} in {self.store.url}: expected a number, found none: {error}") from None
-
-    def _is_there(self, sequence: int) -> bool:
-        """Whether a manifest is there, sound or not."""
+    def _exists(self, sequence: int) -> bool:
+        """Whether there is a manifest of a sequence number, damaged or not."""
         if sequence > MAX_SEQUENCE:
             return False
         try:
@@ -141,252 +370,9 @@ class History:
             return True
         return True
 
-    def head(self) -> Manifest | None:
-        """The newest version, or None for an empty history. Once one is known, only what comes after it is listed."""
-        try:
-            newest = self._listed_newest()
-        except CannotListError:
-            newest = next(reversed(self._tried()), None)
-        return self.read(newest) if newest is not None else None
-
-    def _listed_newest(self) -> int | None:
-        """The number of the newest manifest."""
-        listed = []
-        if self._newest is not None:
-            listed = self.store.list("manifests", after=self._newest.name.removesuffix(".json"))
-            if listed[:1] != [self._newest]:
-                # Deleted, or another one under its name: the history was begun anew, or pruned.
-                self.forget()
-        if self._newest is None:
-            listed = self.store.list("manifests")
-        found = [info for info in listed if manifest_sequence(info.name) is not None]
-        self._newest = found[-1] if found else None
-        return manifest_sequence(self._newest.name) if self._newest else None
-
-    def end(self) -> tuple[int, Manifest | None]:
-        """The sequence that comes next, and the newest version of which the manifest can be read, if there is one."""
-        sequences = self.sequences()
-        for sequence in reversed(sequences):
-            with suppress(IntegrityError, VersionNotFoundError):
-                return sequences[-1] + 1, self.read(sequence)
-        return (sequences[-1] + 1 if sequences else 0), None
-
-    def read(self, sequence: int) -> Manifest:
-        """One manifest, checked. Raises VersionNotFoundError if it is not (or no longer) there."""
-        if sequence not in self._manifests:
-            name = manifest_name(sequence)
-            try:
-                data = read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
-            except FileNotFoundError:
-                raise VersionNotFoundError(f"{self.store.url} holds no {name}") from None
-            where = f"{name} in {self.store.url}"
-            manifest = manifests.parse(data, sequence, self._public_key, where)
-            _remember(self._manifests, sequence, manifest, KEPT)
-        return self._manifests[sequence]
-
-    def manifests(self) -> list[Manifest]:
-        """All versions, oldest first."""
-        return [self.read(sequence) for sequence in self.sequences()]
-
-    def find(self, version: int) -> Manifest:
-        """The manifest of a version. They rise with the sequence, so a few have to be read, fewest near the newest.
-
-        Those that are damaged are passed over. Raises VersionNotFoundError, saying which versions there are, and
-        IntegrityError if it may be one of the damaged.
-        """
-        with suppress(IntegrityError, VersionNotFoundError):
-            newest = self.head()  # the one that is mostly asked for, without a listing of them all
-            if newest is not None and newest.version == version:
-                return newest
-        sequences, damaged = self.sequences(), None
-        reading = 0
-
-        def version_of(sequence: int) -> int:
-            nonlocal reading
-            reading = sequence
-            return self.read(sequence).version
-
-        while True:
-            try:
-                high = low = len(sequences)
-                while low == high > 0 or (low > 0 and version_of(sequences[low]) > version):
-                    high, low = low, max(0, 2 * low - len(sequences) - 1)
-                at = bisect_left(sequences, version, low, high, key=version_of)
-                if at < len(sequences) and version_of(sequences[at]) == version:
-                    return self.read(sequences[at])
-                held = "no version yet"
-                if sequences:
-                    held = f"versions {version_of(sequences[0])} to {version_of(sequences[-1])}"
-                break
-            except IntegrityError as error:
-                damaged = damaged or error
-                sequences.remove(reading)
-            except VersionNotFoundError:  # pruned meanwhile
-                sequences.remove(reading)
-        if damaged is not None:
-            damaged.add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
-            raise damaged
-        raise VersionNotFoundError(f"no version {version} in {self.store.url}: it holds {held}")
-
-    def trail(self, manifest: Manifest) -> Trail | None:
-        """The trail to a version, proved; None for a version without one. Raises IntegrityError or StoreError."""
-        if manifest.trail is None:
-            return None
-        if state_of(manifest) in self._trails:
-            return self._trails[state_of(manifest)]
-        where = f"{manifest.trail.name} in {self.store.url}"
-        if manifest.trail.nbytes > route.MAX_TRAIL_NBYTES:
-            raise IntegrityError(
-                f"{where}: expected at most {route.MAX_TRAIL_NBYTES} bytes, its manifest says {manifest.trail.nbytes}"
-            )
-        trail = decode_trail(self.fetch(manifest.trail), manifest, where)
-        _remember(self._trails, state_of(manifest), trail, KEPT_TRAILS)
-        return trail
-
-    def steps(self, held: int, target: Manifest, faults: Faults, limit: int | None = None) -> list[Step]:
-        """The patches between what is held (its sequence number) and a version.
-
-        limit: bytes, beyond which a way is not worth looking for. Taken from trails; where one is broken, noted in
-        faults, from manifest after manifest. Reads nothing for the version next to what is held.
-        """
-        found: dict[str, Step] = {}
-        at, reached = target, target.sequence
-        while at.sequence > held:
-            own = step_of(at)
-            if own is None:
-                break  # an anchor only: no patch leads here
-            found[own.ref.name] = own
-            if own.base > held and at.trail is not None and at.trail.name not in faults.names:
-                try:
-                    trail = self.trail(at)
-                    # What a manifest says itself counts: a trail comes from the same writer, but tells of others.
-                    found = {step.ref.name: step for step in (trail.steps() if trail else [])} | found
-                except PulseError as error:
-                    faults.add(at.trail.name, error)
-            costs = route.costs(found.values(), target.sequence, faults.names)
-            before = min(sequence for sequence in costs if sequence >= held)
-            if before in (held, reached) or (limit is not None and costs[before] >= limit):
-                break  # there, or no further, or no longer worth it
-            reached = before
-            # Skip patches to a version are made when it is committed: only the next one's trail tells of them.
-            following = before + (before + 1 < at.sequence)
-            try:
-                at = self.read(following)
-            except VersionNotFoundError:
-                break  # pruned
-            except PulseError as error:
-                faults.add(manifest_name(following), error)
-                break
-        return [step for step in found.values() if step.base >= held and step.ref.name not in faults.names]
-
-    def anchors(self, target: Manifest, faults: Faults) -> Iterator[Manifest]:
-        """The versions with an anchor from which a version can be come to, the newest first."""
-        sequence, damaged, named = target.anchor_sequence, 0, True  # named: as one with an anchor
-        try:
-            while damaged < MOST_DAMAGED:
-                try:
-                    found = self.read(sequence)
-                except IntegrityError as error:
-                    faults.add(manifest_name(sequence), error)
-                    damaged += 1
-                    before = sequence - 1
-                else:
-                    if found.anchor_sequence < sequence:
-                        if named:
-                            faults.say(f"version {found.version} has no anchor, as another manifest says it has")
-                        sequence, named = found.anchor_sequence, True
-                        continue
-                    yield found
-                    before = sequence - 1
-                if before < 0:
-                    return
-                sequence, named = before, False
-        except VersionNotFoundError:
-            return  # pruned
-
-    def fetch(self, ref: ObjectRef) -> bytearray:
-        """An object of the history, proved by size and hash.
-
-        What comes damaged is asked for once more: the way here may be at fault, and an object less to take means a
-        longer way. Raises IntegrityError if it is not what the manifest promised, ObjectNotFoundError or StoreError.
-        """
-        with suppress(IntegrityError):
-            return self._fetch(ref)
-        return self._fetch(ref)
-
-    def _fetch(self, ref: ObjectRef) -> bytearray:
-        data = bytearray()
-        for part in self.fetch_parts(ref):
-            data += part
-        return data
-
-    def fetch_parts(self, ref: ObjectRef) -> Iterator[memoryview]:
-        """The parts of an object; the hash is proved when the last part has been taken, so use none before."""
-        hasher, taken = blake3(), 0
-        try:
-            for part in self.store.stream(ref.name):
-                taken += len(part)
-                if taken > ref.nbytes:
-                    break
-                hasher.update(part)
-                yield part
-        except FileNotFoundError:
-            raise ObjectNotFoundError(f"{ref.name} is missing from {self.store.url}") from None
-        if taken != ref.nbytes or hasher.hexdigest() != ref.blake3:
-            raise IntegrityError(
-                f"{ref.name} in {self.store.url} is corrupt: expected {ref.nbytes} bytes with BLAKE3 "
-                f"{ref.blake3[:16]}…, found {taken} bytes with {hasher.hexdigest()[:16]}…"
-            )
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make a version visible, all at once. Its objects must be in the store already.
-
-        Raises StoreError if another publisher has committed at this place, or beyond it and pruned.
-        """
-        name = manifest_name(manifest.sequence)
-        data = manifests.seal(manifest, self._sign_with.sign if self._sign_with else None)
-        try:
-            self.store.put(name, data, mode="create")
-        except FileExistsError:
-            # A retried request can meet its own first attempt: what stands there decides.
-            try:
-                stands = bytes(self.store.get(name)) == data
-            except FileNotFoundError:
-                raise StoreError(
-                    f"cannot write {name} in {self.store.url}: its service refuses it as one that exists already, and "
-                    "does not have it; publish again"
-                ) from None
-            if not stands:
-                other = self.read(manifest.sequence)
-                raise StoreError(
-                    f"another publisher ({other.publisher}) has committed version {other.version} to "
-                    f"{self.store.url}: a history has one publisher at a time; open a new Publisher to go on "
-                    "from its newest version, or use a store of your own"
-                ) from None
-        except StoreError:
-            if not self._stands(name, data):
-                raise
-        pruned = False
-        with suppress(StoreError, IntegrityError):  # the commit stands; that somebody has pruned beyond it is rare
-            pruned = self.first() > manifest.sequence
-        if pruned:
-            self.store.delete(name)
-            raise StoreError(
-                f"another publisher has gone on with {self.store.url} and pruned it: a history has one publisher at a "
-                "time; open a new Publisher to go on from its newest version"
-            )
-        _remember(self._manifests, manifest.sequence, manifest, KEPT)
-
-    def _stands(self, name: str, data: bytes) -> bool:
-        """Whether a commit whose answer was lost has happened after all."""
-        try:
-            return bytes(self.store.get(name)) == data
-        except (StoreError, FileNotFoundError):
-            return False
-
 
 def _remember(known: dict[K, V], key: K, value: V, most: int) -> None:
-    """Keep a value, and no more than so many: the oldest goes."""
+    """Keep a value; beyond the most, drop the oldest."""
     known[key] = value
     if len(known) > most:
         del known[next(iter(known))]

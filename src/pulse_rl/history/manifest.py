@@ -1,19 +1,20 @@
-"""A manifest: what one version is, which objects it is made of, and the seal that binds both.
+"""A manifest: what one version is, which objects it consists of, and the seal that binds both.
 
 The last member of the JSON object is `blake3`, the hash of all bytes before it; in a signed history `signature`
-comes after that, Ed25519's of all bytes before it. So what is checked are the bytes as they came, before anything of
-them is believed.
+follows, the Ed25519 signature of all bytes before it. So the received bytes themselves are checked, before any of
+them is decoded. Names of objects are made and parsed here too.
 """
 
 import re
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
 from blake3 import blake3
 
-from pulse_rl.errors import IntegrityError
+from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
+from pulse_rl.errors import FormatError, IntegrityError, translate
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 FORMAT = "pulse-rl/history"
 FORMAT_VERSION = 2
 MAX_MANIFEST_NBYTES = 16 << 20
-MAX_SEQUENCE = 10**12 - 1  # as many as 12 digits hold
+MAX_SEQUENCE = 10**12 - 1  # the greatest number of 12 digits
 
 _MANIFEST = re.compile(r"manifests/(\d{12})\.json")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -31,14 +32,15 @@ _OBJECT = re.compile(
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
 _SIGNATURE_NBYTES = len(',"signature":""}') + 128
 
-Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
 
 class ObjectRef(msgspec.Struct, frozen=True):
-    """One immutable object, bound by its hash."""
+    """One immutable object of a history, bound by its hash.
+
+    Attributes:
+        name: Its name in the store.
+        nbytes: Its size in bytes.
+        blake3: Its BLAKE3 hash, 64 hex digits.
+    """
 
     name: str
     nbytes: Count
@@ -46,15 +48,42 @@ class ObjectRef(msgspec.Struct, frozen=True):
 
 
 class PatchRef(ObjectRef, frozen=True):
-    """The patch from the previous manifest's version to this one's."""
+    """The patch from the previous manifest's version to this one's.
 
-    base: Count  # version
+    Attributes:
+        name: Its name in the store.
+        nbytes: Its size in bytes.
+        blake3: Its BLAKE3 hash, 64 hex digits.
+        base: The version that it starts from.
+        codec: The codec of its changes.
+        changes: How many elements it changes.
+    """
+
+    base: Count
     codec: str
     changes: Count
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One version of a history."""
+    """One version of a history.
+
+    Attributes:
+        format: "pulse-rl/history".
+        format_version: The version of that format.
+        sequence: The sequence number: the place of this version in the history.
+        version: The version, as it was published.
+        digest: The digest of its weights, 16 hex digits.
+        elements: How many elements its weights have.
+        full_nbytes: How many bytes they have.
+        tied: Further names of tensors, each with the name of the tensor that it is tied to.
+        patch: The patch from the version before; None for the first version and for one with only an anchor.
+        anchor: The files of its full checkpoint; empty for a version without an anchor.
+        anchor_sequence: The sequence number of the newest version with an anchor, up to and including this one.
+        anchor_number: The number of that anchor in the history: 0, 1, 2, ….
+        trail: The object that lists the patches between the last versions; None if there are none.
+        publisher: 16 random hex digits that name the publisher that committed it.
+        created: When, in seconds since 1970 by the publisher's clock. For people: nothing depends on it.
+    """
 
     format: str
     format_version: int
@@ -63,17 +92,18 @@ class Manifest(msgspec.Struct, frozen=True):
     digest: Digest
     elements: Count
     full_nbytes: Count
-    tied: dict[str, str]  # further names of tensors → the name that stands for them
-    patch: PatchRef | None  # None for the first version, and for any that is an anchor only
-    anchor: tuple[ObjectRef, ...]  # the files of the full checkpoint; empty if this version has none
-    anchor_sequence: Count  # the newest manifest with an anchor, this one included
-    anchor_number: Count  # of that anchor: 0 for the history's first, 1 for its second, …
-    trail: ObjectRef | None  # where the patches of the last versions are told of; None without any
-    publisher: Token  # random, of the publisher that committed it
-    created: float  # seconds since 1970 by the publisher's clock; for people, nothing depends on it
+    tied: dict[str, str]
+    patch: PatchRef | None
+    anchor: tuple[ObjectRef, ...]
+    anchor_sequence: Count
+    anchor_number: Count
+    trail: ObjectRef | None
+    publisher: Token
+    created: float
 
     @property
     def anchor_nbytes(self) -> int:
+        """The bytes of the anchor's files; 0 without one."""
         return sum(ref.nbytes for ref in self.anchor)
 
 
@@ -107,13 +137,22 @@ def manifest_sequence(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def object_sequence(name: str) -> int | None:
+    """The sequence number in the name of a patch, a trail or an anchor's file; None for any other name."""
+    match = _OBJECT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def new_token() -> str:
-    """16 random hex digits: makes the names of one attempt's objects its own."""
+    """16 random hex digits, which make the names of one attempt's objects unique."""
     return secrets.token_hex(8)
 
 
 def seal(manifest: Manifest, sign: Callable[[bytes], bytes] | None) -> bytes:
-    """The bytes of a manifest. sign: gives the 64 bytes of a signature of its argument; None for none."""
+    """Encode a manifest.
+
+    sign: returns the 64 bytes of a signature of its argument; None for no signature.
+    """
     body = msgspec.json.encode(manifest)[:-1]  # without the closing brace
     sealed = body + f',"blake3":"{blake3(body).hexdigest()}"'.encode()
     if sign is not None:
@@ -122,57 +161,54 @@ def seal(manifest: Manifest, sign: Callable[[bytes], bytes] | None) -> bytes:
 
 
 def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:
-    """A manifest from the bytes of an object, checked.
+    """Decode and check a manifest.
 
-    sequence: the number in the object's name. key: what its signature must verify with; None believes any, and
-    none. where: what to call it in messages. Raises IntegrityError.
+    sequence: the number in the object's name. key: the key that its signature must verify with; None to check no
+    signature. where: what messages call it. Raises IntegrityError.
     """
+    name = manifest_name(sequence)
+
+    def wrong(message: str) -> IntegrityError:
+        return IntegrityError(f"{where}{message}", name=name)
+
     if len(data) > MAX_MANIFEST_NBYTES:
-        raise IntegrityError(f"{where}: expected at most {MAX_MANIFEST_NBYTES} bytes, found more")
+        raise wrong(f": expected at most {MAX_MANIFEST_NBYTES} bytes, found more")
     data = bytes(data)
     tail = max(0, len(data) - _SIGNATURE_NBYTES - len(',"blake3":""') - 64)
     found = next((m for m in _SEAL.finditer(data, tail) if m.end() == len(data)), None)
     if found is None or blake3(data[: found.start()]).hexdigest() != found[1].decode():
-        raise IntegrityError(f"{where} is no manifest, or was damaged: its BLAKE3 hash does not match its bytes")
+        raise wrong(" is not a manifest, or was damaged: its BLAKE3 hash does not match its bytes")
     if key is not None:
-        _verify(data, found[2], key, where)
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise IntegrityError(f"{where} is no manifest: {error}") from None
+        _verify(data, found[2], key, wrong)
+    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
+        manifest = decode_json(data, Manifest, f"{where} is not a manifest")
     if (manifest.format, manifest.format_version) != (FORMAT, FORMAT_VERSION):
-        raise IntegrityError(
-            f"{where}: expected {FORMAT} version {FORMAT_VERSION}, "
-            f"found {manifest.format} version {manifest.format_version}"
+        raise wrong(
+            f": expected {FORMAT} version {FORMAT_VERSION}, found {manifest.format} version {manifest.format_version}"
         )
     if manifest.sequence != sequence or manifest.anchor_sequence > sequence:
-        raise IntegrityError(f"{where}: it says it is number {manifest.sequence}")
+        raise wrong(f": it says it is number {manifest.sequence}")
     if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
-        raise IntegrityError(f"{where}: its anchor and anchor_sequence contradict each other")
+        raise wrong(": its anchor and anchor_sequence contradict each other")
     if manifest.patch is None and not manifest.anchor:
-        raise IntegrityError(f"{where}: expected a patch, an anchor or both, found neither")
+        raise wrong(": expected a patch, an anchor or both, found neither")
     for folder, refs in (("patches", [manifest.patch]), ("trails", [manifest.trail]), ("anchors", manifest.anchor)):
         for ref in filter(None, refs):
-            match = _OBJECT.fullmatch(ref.name)
-            if not match or int(match[1]) != sequence or not ref.name.startswith(f"{folder}/"):
-                raise IntegrityError(f"{where}: it names an impossible object {ref.name!r}")
+            if object_sequence(ref.name) != sequence or not ref.name.startswith(f"{folder}/"):
+                raise wrong(f": it names an impossible object {ref.name!r}")
     return manifest
 
 
-def object_sequence(name: str) -> int | None:
-    """The sequence number in the name of a patch, a trail or an anchor's file; None for any other name."""
-    match = _OBJECT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def _verify(data: bytes, signature: bytes | None, key: "Ed25519PublicKey", where: str) -> None:
+def _verify(
+    data: bytes, signature: bytes | None, key: "Ed25519PublicKey", wrong: Callable[[str], IntegrityError]
+) -> None:
     from cryptography.exceptions import InvalidSignature
 
     if signature is None:
-        raise IntegrityError(f"{where}: expected a signed manifest, found none: a public key was given to check it by")
+        raise wrong(": expected a signed manifest, as a public key was given to check it by, found no signature")
     try:
         key.verify(bytes.fromhex(signature.decode()), data[: len(data) - _SIGNATURE_NBYTES])
     except InvalidSignature:
-        raise IntegrityError(
-            f"{where}: its signature is not by the key that was given: it was altered, or comes from another publisher"
+        raise wrong(
+            ": its signature is not by the key that was given: it was altered, or comes from another publisher"
         ) from None

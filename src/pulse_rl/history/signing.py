@@ -1,4 +1,4 @@
-"""Ed25519 keys: read from PEM files, or taken as they are. Needs the extra `sign`.
+"""Ed25519 keys, from PEM files or as they are. Needs the extra `sign`.
 
 `openssl genpkey -algorithm ed25519 -out key.pem` makes a private key, and
 `openssl pkey -in key.pem -pubout -out key.pub.pem` its public one.
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def private_key(key: PrivateKey) -> Ed25519PrivateKey:
-    """Raises MissingExtraError, FileNotFoundError, ValueError for what is no Ed25519 private key."""
+    """An Ed25519 private key. Raises MissingExtraError, FileNotFoundError, ValueError for anything else."""
     found: Ed25519PrivateKey = _key(key, "private", password=None)
     return found
 
 
 def public_key(key: PublicKey) -> Ed25519PublicKey:
-    """Raises MissingExtraError, FileNotFoundError, ValueError for what is no Ed25519 public key."""
+    """An Ed25519 public key. Raises MissingExtraError, FileNotFoundError, ValueError for anything else."""
     found: Ed25519PublicKey = _key(key, "public")
     return found
 

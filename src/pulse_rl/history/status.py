@@ -1,96 +1,183 @@
 """status: what an operator wants to know of a store at a glance, at the cost of a glance.
 
-Names, sizes and times come from listing the store; what the newest version is, from its manifest; how large the last
-patches are, from the newest trail, which tells of up to 64 versions; and each subscriber from its heartbeat. So a
-history of 100,000 versions takes a few requests beside its listing. Nothing is proved here: that is `verify`'s.
+Names, sizes and times come from listing the store; the newest version from its manifest; the sizes of the last
+patches from its trail, which reaches back up to 64 versions; each subscriber from its heartbeat. So a history of
+100,000 versions takes a few requests besides its listing. Nothing is proved here: `verify` does that.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pulse_rl.errors import CannotListError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.errors import (
+    CannotListError,
+    IntegrityError,
+    PulseError,
+    VersionNotFoundError,
+    one_line,
+    printable,
+)
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.trail import Trail, step_of
+from pulse_rl.history.targets import open_history
+from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
 
+if TYPE_CHECKING:
+    from pulse_rl.history.signing import PublicKey
+
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
-INTERVALS = 64  # of the newest versions, of which the time between them is told
-MAX_SUBSCRIBERS = 1000  # of which heartbeats are read, those seen last
-AT_ONCE = 16  # requests
+INTERVALS = 64  # between the newest versions, of which the median is reported
+MAX_SUBSCRIBERS = 1000  # whose heartbeats are read, those seen last
+AT_ONCE = 16  # requests; also the newest manifests that are tried until one can be read
 
 
 class Objects(msgspec.Struct, frozen=True):
-    """Some objects of a store."""
+    """Some objects of a store.
+
+    Attributes:
+        count: How many there are.
+        nbytes: Their size in bytes.
+    """
 
     count: int
     nbytes: int
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """What listing a store tells: of objects, their names, sizes, and times by the store's own clock."""
+    """What a listing of a store tells: names, sizes, and times by the store's own clock.
+
+    Attributes:
+        manifests: The manifests.
+        patches: The patches, skip patches included.
+        anchors: The files of anchors.
+        trails: The trails.
+        unnamed: Those of them whose sequence number has no manifest: left by a failed attempt, or being written.
+        anchor_sequences: The sequence numbers of the versions that have an anchor.
+        modified: When the newest manifest was written, in seconds since 1970.
+        interval_s: The median seconds between the newest versions; None for a single one.
+    """
 
     manifests: Objects
-    patches: Objects  # skip patches among them
-    anchors: Objects  # files
+    patches: Objects
+    anchors: Objects
     trails: Objects
-    unnamed: Objects  # of those, what bears no listed version's number: a failed attempt's, or one's under way
-    anchor_sequences: tuple[int, ...]  # sequence numbers of the versions that have an anchor
-    modified: float  # when the newest manifest was written, seconds since 1970
-    interval_s: float | None  # median time between the newest versions; None for a single one
+    unnamed: Objects
+    anchor_sequences: tuple[int, ...]
+    modified: float
+    interval_s: float | None
 
 
 class Recent(msgspec.Struct, frozen=True):
-    """What the newest trail tells of the patches between the last versions."""
+    """What the newest trail tells of the patches between the last versions.
 
-    versions: int  # that it reaches back
-    patches: Objects  # from each version to the next
-    skips: Objects  # over several versions
-    patch_nbytes: int  # median of the patches; 0 without any
-    reduction: float  # full_nbytes / patch_nbytes; 1 without any
+    Attributes:
+        versions: How many versions it reaches back.
+        patches: The patches from each version to the next.
+        skips: The patches over several versions.
+        patch_nbytes: The median size of the former in bytes; 0 without any.
+        reduction: How many times smaller that is than the weights; 1 without any.
+    """
+
+    versions: int
+    patches: Objects
+    skips: Objects
+    patch_nbytes: int
+    reduction: float
 
 
 class SubscriberInfo(msgspec.Struct, frozen=True):
-    """What a subscriber last said of itself. Its text is made safe to print; none of it is to be relied on."""
+    """What a subscriber last reported. Its text is safe to print; none of it is to be relied on.
+
+    Attributes:
+        id: Its id.
+        seen: When its heartbeat was written, in seconds since 1970 by the store's clock.
+        version: The version that it holds, proved; None for none.
+        lag: How many versions that is behind the newest one now.
+        lag_then: How many versions it was behind the newest one that it knew of.
+        error: The error of its last sync; None if that succeeded.
+        sync_s: The seconds that its last sync took.
+        fetched_nbytes: The bytes that its last sync read.
+        unreadable: Why its heartbeat cannot be read; then nothing else is known.
+    """
 
     id: str
-    seen: float  # when its heartbeat was written, seconds since 1970 by the store's clock
-    version: int | None  # None if it holds none that is proved
-    lag: int | None  # versions that it is behind the newest one now, unless it has taken some since
-    lag_then: int | None  # versions that it was behind the newest one that it had seen
-    error: str | None  # what its last sync failed with
-    sync_s: float | None  # what that sync took
-    fetched_nbytes: int | None  # and read
-    unreadable: str | None  # why its heartbeat cannot be read; then nothing else is known
+    seen: float
+    version: int | None
+    lag: int | None
+    lag_then: int | None
+    error: str | None
+    sync_s: float | None
+    fetched_nbytes: int | None
+    unreadable: str | None
 
 
 class Status(msgspec.Struct, frozen=True):
-    """A store at a glance."""
+    """A store at a glance.
+
+    Attributes:
+        url: The store.
+        versions: How many versions it holds.
+        first: The sequence number from which on there is no gap; before it are anchors that are kept permanently.
+        oldest: The oldest version; None if its manifest cannot be read.
+        newest: The newest version whose manifest can be read.
+        sequence: Its sequence number.
+        digest: Its digest, 16 hex digits.
+        created: When it was published, in seconds since 1970 by the publisher's clock.
+        elements: How many elements its weights have.
+        full_nbytes: How many bytes they have.
+        anchor_sequence: The sequence number of the newest anchor.
+        listing: What listing the store tells; None where it cannot be listed.
+        recent: The patches between the last versions; None where the trail cannot be read.
+        subscribers: What each subscriber last reported, by id; None where the store cannot be listed.
+        problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
+    """
 
     url: str
-    versions: int  # how many there are
-    first: int  # the sequence number from which on there is no gap; before it are anchors kept for good
-    oldest: int | None  # version; None if its manifest cannot be read
-    newest: int  # version, the newest whose manifest can be read
-    sequence: int  # its sequence number
+    versions: int
+    first: int
+    oldest: int | None
+    newest: int
+    sequence: int
     digest: str
-    created: float  # seconds since 1970 by the publisher's clock
+    created: float
     elements: int
-    full_nbytes: int  # of all its bits
-    anchor_sequence: int  # of the newest anchor
-    listing: Listing | None  # None where the store cannot be listed
-    recent: Recent | None  # None where the trail cannot be read
-    subscribers: tuple[SubscriberInfo, ...] | None  # by id; None where the store cannot be listed
-    problems: tuple[str, ...]  # what stands out; `verify` looks at everything
+    full_nbytes: int
+    anchor_sequence: int
+    listing: Listing | None
+    recent: Recent | None
+    subscribers: tuple[SubscriberInfo, ...] | None
+    problems: tuple[str, ...]
 
 
-def status(history: History) -> Status:
-    """Look at a store. Raises VersionNotFoundError for a store without versions, StoreError, and IntegrityError if
-    none of the newest manifests can be read."""
+def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -> Status:
+    """Look at a store: its versions, sizes, last patches, and who follows it.
+
+    Takes a listing and a few requests, however long the history is, and one request for each heartbeat.
+
+    Args:
+        target: A Store, or the URL or path of one, or the directory of a run with one.
+        public_key: The Ed25519 public key that the manifests that are read must be signed by: a PEM file or the key
+            itself. By default signatures are not checked.
+
+    Returns:
+        What was found. Problems are listed in it where something is left to report.
+
+    Raises:
+        FileNotFoundError: If there is nothing at target.
+        ValueError: If target is a patch or a checkpoint.
+        VersionNotFoundError: If the store holds no versions.
+        IntegrityError: If none of the newest manifests can be read.
+        StoreError: If the store cannot be read.
+    """
+    history = open_history(target, public_key)
     store = history.store
     problems: list[str] = []
     objects = _list(store)
@@ -105,18 +192,18 @@ def status(history: History) -> Status:
         if missing:
             problems.append(f"{missing} manifests are missing from {manifest_name(line[0])} on")
     if not sequences:
-        raise VersionNotFoundError(f"{store.url} holds no version yet")
+        raise VersionNotFoundError(f"{store.url} holds no version yet", url=store.url)
     newest = _newest(history, sequences, problems)
     recent = None
     try:
         recent = _recent(history.trail(newest), newest, first)
     except PulseError as error:
-        problems.append(_line(error))
+        problems.append(one_line(error))
     oldest = None
     try:
         oldest = history.read(sequences[0]).version
     except PulseError as error:
-        problems.append(_line(error))
+        problems.append(one_line(error))
     return Status(
         url=store.url,
         versions=len(sequences),
@@ -149,7 +236,7 @@ def _first(history: History, problems: list[str]) -> int:
     try:
         return history.first()
     except IntegrityError as error:
-        problems.append(_line(error))
+        problems.append(one_line(error))
         return 0
 
 
@@ -159,7 +246,7 @@ def _newest(history: History, sequences: list[int], problems: list[str]) -> Mani
         try:
             return history.read(sequence)
         except (IntegrityError, VersionNotFoundError) as error:
-            problems.append(_line(error))
+            problems.append(one_line(error))
     raise IntegrityError(f"none of the newest manifests in {history.store.url} can be read: {problems[-1]}")
 
 
@@ -173,7 +260,7 @@ def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int]) -> Listi
     anchors = {object_sequence(info.name) for info in objects["anchors"]}
     manifests = [info for info in objects["manifests"] if manifest_sequence(info.name) is not None]
     times = [info.modified for info in manifests[-1 - INTERVALS :]]
-    # A clock that was set back between two versions tells nothing of the time between them.
+    # Where the clock was set back between two versions, it does not tell the time between them.
     between = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later >= earlier]
     return Listing(
         manifests=_total(manifests),
@@ -188,12 +275,12 @@ def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int]) -> Listi
 
 
 def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
-    """The patches that a trail tells of, or without one the newest version's own; without what has been pruned."""
-    own = step_of(newest)
-    steps = trail.steps() if trail else [own] if own else []
-    steps = [step for step in steps if step.to.sequence >= first]
-    patches = [step.ref.nbytes for step in steps if step.to.sequence - step.base == 1]
-    skips = [step.ref.nbytes for step in steps if step.to.sequence - step.base > 1]
+    """The patches that a trail lists, or without one the newest version's own; without those that were pruned."""
+    own = link_of(newest)
+    links = trail.links() if trail else [own] if own else []
+    links = [link for link in links if link.to.sequence >= first]
+    patches = [link.ref.nbytes for link in links if link.to.sequence - link.base == 1]
+    skips = [link.ref.nbytes for link in links if link.to.sequence - link.base > 1]
     middle = int(median(patches)) if patches else 0
     return Recent(
         versions=len(patches),
@@ -207,7 +294,7 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
 def _subscribers(
     store: Store, objects: list[ObjectInfo], newest: Manifest, problems: list[str]
 ) -> tuple[SubscriberInfo, ...]:
-    """Read the heartbeats that a listing shows."""
+    """Read the heartbeats of a listing."""
     beats = [info for info in objects if heartbeat.heartbeat_id(info.name) is not None]
     if len(beats) > MAX_SUBSCRIBERS:
         problems.append(f"of {len(beats)} heartbeats, the {MAX_SUBSCRIBERS} written last are shown")
@@ -221,8 +308,8 @@ def _subscriber(store: Store, info: ObjectInfo, newest: int) -> SubscriberInfo:
     assert name is not None  # the caller has looked
     try:
         beat = heartbeat.read(store, info.name)
-    except (PulseError, FileNotFoundError) as error:
-        return SubscriberInfo(name, info.modified, None, None, None, None, None, None, _line(error))
+    except PulseError as error:
+        return SubscriberInfo(name, info.modified, None, None, None, None, None, None, one_line(error))
     return SubscriberInfo(
         id=name,
         seen=info.modified,
@@ -234,12 +321,3 @@ def _subscriber(store: Store, info: ObjectInfo, newest: int) -> SubscriberInfo:
         fetched_nbytes=beat.fetched_nbytes,
         unreadable=None,
     )
-
-
-def printable(text: str) -> str:
-    """Text of somebody else as one line that does nothing to a terminal: no control or invisible characters."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(text.split()))
-
-
-def _line(error: BaseException) -> str:
-    return printable(heartbeat.sentence(error))

@@ -1,10 +1,12 @@
-"""The way through a history: which patches lead from version to version, and the cheapest chain of them.
+"""Links and trails: which patches lead from version to version, and the cheapest chain of them.
 
-Beside the patch from each version to the next there are skip patches, over 4, 16 and 64 versions: from a sequence
-number that the span divides to the next such number. So any version is reached from any other over at most three
-patches of a kind on the way up to the longer ones, and as many on the way down. A trail tells of the patches between
-the last versions in one small object, and of the longer ones further back: a subscriber that slept reads it and no
-manifest in between.
+Besides the patch from each version to the next there are skip patches, over 4, 16 and 64 versions. Both ends of a
+skip patch are sequence numbers that its span divides. So any version can be reached from any older one by at most
+three patches of each span up to the longest, and at most three of each span down again.
+
+A trail is one small object that lists the patches between the last versions, and the longer ones further back. A
+subscriber that has slept reads it instead of every manifest in between. `search` reads trails from a store; here they
+are only decoded, extended and encoded.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -14,58 +16,48 @@ import msgspec
 import zstandard
 
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.errors import IntegrityError, ObjectNotFoundError, PatchFormatError, PulseError, StoreError
-from pulse_rl.history.manifest import Count, Digest, Hash, Manifest, ObjectRef, Token, patch_name
+from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
+from pulse_rl.errors import FormatError, IntegrityError, translate
+from pulse_rl.history.manifest import Manifest, ObjectRef, patch_name
 
-REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span, versions: how far back a trail tells of such patches
+REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how many versions back a trail lists such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
 MAX_TRAIL_NBYTES = 1 << 20
-# What one more object costs beside its own bytes: its request and a round trip. Small, so that bytes decide.
+# What one more object costs on top of its bytes: its request and a round trip. Small, so that bytes decide.
 REQUEST_NBYTES = 4096
 
 
 class State(NamedTuple):
-    """A version and its place in the history."""
+    """A version and its place in the history.
+
+    Attributes:
+        sequence: Its sequence number.
+        version: The version.
+        digest: The digest of its weights, 16 hex digits.
+    """
 
     sequence: int
     version: int
     digest: str
 
 
-class Step(NamedTuple):
-    """One patch: from the version at the sequence number `base` to another."""
+class PatchLink(NamedTuple):
+    """One patch between two versions of a history.
+
+    Attributes:
+        ref: The patch.
+        base: The sequence number of the version that it starts from.
+        to: The version that it leads to.
+    """
 
     ref: ObjectRef
     base: int
     to: State
 
 
-class Faults:
-    """What was wrong with a history on the way, and the objects to keep away from since."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.said: list[str] = []
-        self.damaged = False  # whether any was more than missing or out of reach
-        self._unreachable = False
-
-    def add(self, name: str, error: PulseError) -> None:
-        """Note a fault of one object. Raises the error if it looks as if the store itself were out of reach."""
-        elsewhere = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-        if elsewhere and self._unreachable:
-            raise error  # another object, the same failure: to try them all would take hours
-        self._unreachable |= elsewhere
-        self.damaged |= not isinstance(error, StoreError)
-        self.names.add(name)
-        self.say(str(error))
-
-    def say(self, what: str) -> None:
-        """Note what was wrong, once."""
-        if what not in self.said:
-            self.said.append(what)
-
-
 class _Patch(msgspec.Struct, frozen=True, array_like=True):
+    """A link as a trail stores it."""
+
     base: Count  # sequence numbers
     target: Count
     version: Count  # at the target
@@ -76,15 +68,20 @@ class _Patch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trail(msgspec.Struct, frozen=True):
-    """What patches there are up to a version, within reach."""
+    """The patches that lead to a version and to those before it, as far as a trail reaches.
+
+    Attributes:
+        sequence: The sequence number of the version.
+        patches: The patches, as they are stored; `links` gives them with names.
+    """
 
     sequence: Count
     patches: tuple[_Patch, ...] = ()
 
-    def steps(self) -> list[Step]:
-        """The patches, in order of the versions that they lead to."""
+    def links(self) -> list[PatchLink]:
+        """The patches, in the order of the versions that they lead to."""
         return [
-            Step(
+            PatchLink(
                 ObjectRef(patch_name(p.target, p.token), p.nbytes, p.blake3),
                 p.base,
                 State(p.target, p.version, p.digest),
@@ -92,17 +89,17 @@ class Trail(msgspec.Struct, frozen=True):
             for p in sorted(self.patches, key=lambda p: (p.target, p.base))
         ]
 
-    def extended(self, sequence: int, steps: Iterable[Step]) -> "Trail":
-        """This trail up to a later version, with more patches; what is out of reach is dropped."""
+    def extended(self, sequence: int, links: Iterable[PatchLink]) -> "Trail":
+        """This trail up to a later version, with more patches, without those that are now out of reach."""
         new = (
-            _Patch(s.base, s.to.sequence, s.to.version, s.to.digest, _token(s.ref.name), s.ref.nbytes, s.ref.blake3)
-            for s in steps
+            _Patch(a.base, a.to.sequence, a.to.version, a.to.digest, _token(a.ref.name), a.ref.nbytes, a.ref.blake3)
+            for a in links
         )
         within = (p for p in (*self.patches, *new) if p.base >= sequence - REACH[p.target - p.base])
         return Trail(sequence, tuple(within))
 
     def encode(self) -> bytes:
-        """zstd of JSON."""
+        """The bytes of its object: JSON, compressed by zstd."""
         return zstandard.ZstdCompressor(level=9).compress(msgspec.json.encode(self))
 
 
@@ -111,65 +108,74 @@ def _token(name: str) -> str:
 
 
 def state_of(manifest: Manifest) -> State:
+    """The version that a manifest commits."""
     return State(manifest.sequence, manifest.version, manifest.digest)
 
 
-def step_of(manifest: Manifest) -> Step | None:
-    """The patch that a manifest names itself, if it has one."""
-    return Step(manifest.patch, manifest.sequence - 1, state_of(manifest)) if manifest.patch else None
+def link_of(manifest: Manifest) -> PatchLink | None:
+    """The patch that a manifest itself names; None for a version that has only an anchor."""
+    return PatchLink(manifest.patch, manifest.sequence - 1, state_of(manifest)) if manifest.patch else None
 
 
 def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Trail:
-    """The trail of a version. Raises IntegrityError unless it is one, and leads to that version."""
-    try:
-        trail = msgspec.json.decode(decompress(memoryview(data), MAX_TRAIL_NBYTES, where), type=Trail)
-    except (PatchFormatError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise IntegrityError(f"{where} is no trail: {error}") from None
-    states = {step.to for step in trail.steps()}
+    """Decode the trail of a version.
+
+    where: what messages call it. Raises IntegrityError unless it is a trail that leads to the manifest's version.
+    """
+    name = manifest.trail.name if manifest.trail else where
+    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
+        what = f"{where} is not a trail"
+        trail = decode_json(decompress(memoryview(data), MAX_TRAIL_NBYTES, what), Trail, what)
+    states = {link.to for link in trail.links()}
     if (
         trail.sequence != manifest.sequence
         or state_of(manifest) not in states
         or len(states) != len({state.sequence for state in states})
         or any(p.target > manifest.sequence or p.target - p.base not in REACH for p in trail.patches)
     ):
-        raise IntegrityError(f"{where} is no trail to version {manifest.version}")
+        raise IntegrityError(f"{where} is not a trail to version {manifest.version}", name=name)
     return trail
 
 
-def costs(steps: Iterable[Step], goal: int, avoid: Collection[str] = ()) -> dict[int, int]:
-    """For each sequence number from which a chain leads to a later one: what the cheapest chain costs, bytes.
+def costs(links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()) -> dict[int, int]:
+    """What the cheapest chain to a sequence number costs, by the sequence number that it starts from; bytes.
 
-    avoid: names of patches not to use.
+    avoid: names of patches not to use. A sequence number from which no chain leads there is left out.
     """
-    return {sequence: cost for sequence, (cost, _) in _ways(steps, goal, avoid).items()}
+    return _shortest(links, goal, avoid)[0]
 
 
-def cheapest(steps: Iterable[Step], start: int, goal: int) -> list[Step] | None:
-    """The chain of fewest bytes from one sequence number to a later one; None if the steps do not lead there."""
-    ways = _ways(steps, goal)
-    if start not in ways:
+def cheapest(links: Iterable[PatchLink], start: int, goal: int) -> list[PatchLink] | None:
+    """The chain of links with the fewest bytes between two sequence numbers; None if the links do not connect them."""
+    nbytes, first_link = _shortest(links, goal)
+    if start not in nbytes:
         return None
-    chain: list[Step] = []
+    chain: list[PatchLink] = []
     while start != goal:
-        step = ways[start][1]
-        assert step is not None  # only the goal has none
-        chain.append(step)
-        start = step.to.sequence
+        chain.append(first_link[start])
+        start = chain[-1].to.sequence
     return chain
 
 
-def _ways(steps: Iterable[Step], goal: int, avoid: Collection[str] = ()) -> dict[int, tuple[int, Step | None]]:
-    """For each sequence number the cost of the cheapest chain to the goal, and its first step."""
-    best: dict[int, tuple[int, Step | None]] = {goal: (0, None)}
-    # Every step leads forward, so backwards from the goal each is looked at when its end is settled.
-    for step in sorted(steps, key=lambda step: (-step.to.sequence, -step.base)):
-        if step.to.sequence in best and step.ref.name not in avoid:
-            cost = best[step.to.sequence][0] + step.ref.nbytes + REQUEST_NBYTES
-            if step.base not in best or cost < best[step.base][0]:
-                best[step.base] = (cost, step)
-    return best
+def cost(chain: Sequence[PatchLink]) -> int:
+    """What a chain costs: the bytes of its patches and of the requests for them."""
+    return sum(map(_cost, chain))
 
 
-def cost(chain: Sequence[Step]) -> int:
-    """Bytes of the patches of a chain, and what their requests cost beside."""
-    return sum(step.ref.nbytes + REQUEST_NBYTES for step in chain)
+def _cost(link: PatchLink) -> int:
+    return link.ref.nbytes + REQUEST_NBYTES
+
+
+def _shortest(
+    links: Iterable[PatchLink], goal: int, avoid: Collection[str] = ()
+) -> tuple[dict[int, int], dict[int, PatchLink]]:
+    """The shortest paths to a goal: the cost from each sequence number that has one, and the first link of each."""
+    nbytes: dict[int, int] = {goal: 0}
+    first_link: dict[int, PatchLink] = {}
+    # All links lead forward. From the goal backwards, the cost of a link's end is final when the link is looked at.
+    for link in sorted(links, key=lambda link: (-link.to.sequence, -link.base)):
+        if link.to.sequence in nbytes and link.ref.name not in avoid:
+            total = nbytes[link.to.sequence] + _cost(link)
+            if link.base not in nbytes or total < nbytes[link.base]:
+                nbytes[link.base], first_link[link.base] = total, link
+    return nbytes, first_link

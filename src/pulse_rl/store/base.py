@@ -1,8 +1,8 @@
-"""The protocol of a store: seven methods, and what they promise.
+"""The protocol of a store: six methods, and what they guarantee.
 
-Names are relative, "/"-separated, made of letters, digits, ".", "_" and "-". Objects are immutable: nothing in
-pulse-rl writes one name twice, but for `put` with mode="create", which decides who was first, and for small objects
-that no version is made of: where a pruned history begins, and what subscribers say of themselves.
+Names are relative, "/"-separated, made of letters, digits, ".", "_" and "-". Objects are immutable: pulse-rl writes no
+name twice, except for `put` with mode="create", which decides who was first, and for small objects that no version
+consists of: where a pruned history begins, and the heartbeats of subscribers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,56 +10,86 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class ObjectInfo(NamedTuple):
-    """One object of a store."""
+    """One object of a store.
+
+    Attributes:
+        name: Its name.
+        nbytes: Its size in bytes.
+        modified: When it was written, in seconds since 1970 by the store's own clock.
+    """
 
     name: str
     nbytes: int
-    modified: float  # seconds since 1970 by the store's own clock
+    modified: float
 
 
 class Store(Protocol):
-    """A flat set of named, immutable objects. Thread-safe. Every failure is a StoreError."""
+    """A flat set of named, immutable objects.
+
+    `pulse.open_store` opens one; any object with these methods is one too. It must be thread-safe, and every failure
+    must be a StoreError.
+    """
 
     @property
     def url(self) -> str:
-        """Where it is, for messages; without credentials."""
+        """Where the store is, for messages; without credentials."""
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
-        """Write one object; no reader can observe a part of it.
+        """Write one object. No reader can observe a part of it.
 
-        mode="create": atomically, only if no object of that name exists; raises FileExistsError otherwise.
-        It takes bytes. mode="overwrite" also takes an iterable of parts, which is streamed in bounded memory.
+        Args:
+            name: The object.
+            data: Its bytes; with mode="overwrite" also an iterable of parts, which is streamed in bounded memory.
+            mode: "create" writes only if no object of that name exists, atomically. "overwrite" replaces it.
+
+        Raises:
+            ObjectExistsError: If it exists and mode is "create".
+            StoreError: If it cannot be written.
         """
 
     def check_create(self) -> None:
-        """Raise StoreError unless mode="create" can be relied on here; looks once, before anything is published."""
+        """Test, before anything is published, whether mode="create" can be relied on.
+
+        Raises:
+            StoreError: If it cannot, or if nothing can be written.
+        """
 
     def get(self, name: str) -> memoryview:
-        """A whole object. Raises FileNotFoundError if there is none."""
+        """Read a whole object.
 
-    def get_range(self, name: str, start: int, length: int) -> memoryview:
-        """Bytes [start, start + length) of an object. Raises FileNotFoundError if there is none."""
+        Raises:
+            ObjectNotFoundError: If it does not exist.
+            StoreError: If it cannot be read.
+        """
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        """A whole object in parts of a few MB. Raises FileNotFoundError if there is none."""
+        """Read a whole object in parts of a few MB.
+
+        Raises:
+            ObjectNotFoundError: If it does not exist, at the first part.
+            StoreError: If it cannot be read.
+        """
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        """All objects whose name starts with prefix + "/" and is greater than `after`, sorted by name.
+        """List the objects whose names begin with prefix + "/" and are greater than `after`, sorted by name.
 
-        Raises CannotListError where there is nothing to list by, which a history can do without.
+        Raises:
+            CannotListError: If the store has no listing; a history can be read without one.
+            StoreError: If it cannot be listed now.
         """
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Delete an object, if it exists.
+
+        Raises:
+            StoreError: If it cannot be deleted.
+        """
 
 
 def read_up_to(store: Store, name: str, limit: int) -> bytes:
-    """An object whose size nothing has promised: all of it, or one byte more than the limit.
-
-    Raises FileNotFoundError if there is none.
-    """
+    """Read an object of unknown size: all of it, or one byte more than the limit. Raises as `Store.stream`."""
     data = bytearray()
     for part in store.stream(name):
         data += part[: limit + 1 - len(data)]

@@ -1,15 +1,15 @@
 """Every store that obstore opens: memory, directories, the buckets of three clouds, and what a web server serves.
 
-obstore (Rust's object_store) brings credentials, atomic puts, conditional puts, ranges, multipart, streams and
-retries; this file maps its exceptions to ours, creates a directory when something is first written, and believes
-no bucket's put-if-absent before it has seen it work.
+obstore (Rust's object_store) brings credentials, atomic puts, conditional puts, multipart uploads, streams and
+retries. This file turns its exceptions into ours, creates a directory at the first write, and relies on a bucket's
+put-if-absent only after it has tested it.
 """
 
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -19,23 +19,24 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
-from pulse_rl.errors import CannotListError, StoreError
+from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, Store
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
-PARTS_AT_ONCE = 3  # parts held while they are written; obstore's own 12 would take 100 MB on a slow disk
+PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 takes 100 MB where the disk is slow
 
-# By the scheme of their URLs: the store, and how the names of its environment variables begin.
+# By the scheme of their URLs: the store, and the prefix of its environment variables.
 CLOUDS = {"s3": (S3Store, "AWS"), "gs": (GCSStore, "GOOGLE"), "az": (AzureStore, "AZURE")}
 
-# obstore's own 30 s for a whole request would end every download of an anchor over a home connection. What counts
-# is that bytes come: a part of an upload has this long to be answered, which three at once make at 1.6 Mbit/s.
+# obstore's default of 30 s for a whole request would end every download of an anchor over a home connection. What
+# counts is that bytes arrive: the response to one part of an upload may take read_timeout, which is enough for three
+# concurrent parts at 1.6 Mbit/s.
 CLIENT = {"timeout": "1 day", "read_timeout": "2 min", "connect_timeout": "10 s"}
-# Options given in code make obstore overlook those of the environment, so these are handed on: AWS_ALLOW_HTTP, ….
+# Options given in code make obstore ignore those of the environment, so these are passed on: AWS_ALLOW_HTTP, ….
 CLIENT_ENVIRONMENT = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
 
 
-_threads = {"started": False, "lost": False}  # obstore's own, which carry out every request
+_threads = {"started": False, "lost": False}  # obstore's own threads, which make all requests
 
 
 def _forked() -> None:
@@ -63,88 +64,78 @@ class ObjectStore:
         self._inner = inner
         self.url = url
 
-    def _reach(self, *, write: bool) -> Any:
-        """obstore's store; for a directory that is not there yet, None unless it is to be written."""
+    def _open(self, *, write: bool) -> Any:
+        """obstore's store; None for a directory that does not exist, unless it is opened to write."""
         _need_threads()
         return self._inner
 
-    def _reason(self, verb: str, name: str, error: Exception) -> StoreError:
-        return StoreError(f"cannot {verb} {name} in {self.url}: {_for_people(error)}")
+    def _open_existing(self, name: str) -> Any:
+        inner = self._open(write=False)
+        if inner is None:
+            raise self._not_found(name)
+        return inner
+
+    def _not_found(self, name: str) -> ObjectNotFoundError:
+        return ObjectNotFoundError(f"{name} is missing from {self.url}", url=self.url, name=name)
+
+    @contextmanager
+    def _translated(self, verb: Literal["read", "create", "write", "list", "delete"], name: str) -> Iterator[None]:
+        """The one place where exceptions of obstore and of the system become ours."""
+        try:
+            yield
+        except PulseError:
+            raise
+        except (BaseError, OSError) as error:
+            # A write or a list that finds nothing misses its bucket or directory, not an object.
+            if verb == "read" and isinstance(error, FileNotFoundError):
+                raise self._not_found(name) from None
+            # An overwrite can meet a conflict too (409), which says nothing of the object.
+            if verb == "create" and isinstance(error, AlreadyExistsError):
+                raise ObjectExistsError(f"{name} exists already in {self.url}", url=self.url, name=name) from None
+            verb = "write" if verb == "create" else verb
+            raise StoreError(
+                f"cannot {verb} {name} in {self.url}: {_one_line(error)}", url=self.url, name=name
+            ) from error
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
     ) -> None:
-        try:
-            inner = self._reach(write=True)
-            if mode == "create":
-                obstore.put(inner, name, data, mode="create")
-            else:
+        if mode == "create":
+            with self._translated("create", name):
+                obstore.put(self._open(write=True), name, data, mode="create")
+        else:
+            with self._translated("write", name):
+                inner = self._open(write=True)
                 obstore.put(inner, name, data, chunk_size=PART_NBYTES, max_concurrency=PARTS_AT_ONCE)
-        except AlreadyExistsError as error:
-            if mode == "overwrite":  # a conflict that the service speaks of (409), and no object's
-                raise self._reason("write", name, error) from error
-            raise FileExistsError(f"{name} exists already in {self.url}") from None
-        except (BaseError, OSError) as error:
-            raise self._reason("write", name, error) from error
 
     def check_create(self) -> None:
         """Memory and directories can be relied on."""
 
     def get(self, name: str) -> memoryview:
-        try:
-            return memoryview(obstore.get(self._there(name), name).bytes())
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no object {name} in {self.url}") from None
-        except (BaseError, OSError) as error:
-            raise self._reason("read", name, error) from error
-
-    def get_range(self, name: str, start: int, length: int) -> memoryview:
-        try:
-            return memoryview(obstore.get_range(self._there(name), name, start=start, length=length))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no object {name} in {self.url}") from None
-        except (BaseError, OSError) as error:
-            raise self._reason("read", name, error) from error
+        with self._translated("read", name):
+            return memoryview(obstore.get(self._open_existing(name), name).bytes())
 
     def stream(self, name: str) -> Iterator[memoryview]:
-        try:
-            for part in obstore.get(self._there(name), name).stream(min_chunk_size=PART_NBYTES):
+        with self._translated("read", name):
+            for part in obstore.get(self._open_existing(name), name).stream(min_chunk_size=PART_NBYTES):
                 yield memoryview(part)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no object {name} in {self.url}") from None
-        except (BaseError, OSError) as error:
-            raise self._reason("read", name, error) from error
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        inner = self._reach(write=False)
+        inner = self._open(write=False)
         if inner is None:
             return []
-        try:
-            found = [
+        with self._translated("list", prefix):
+            return sorted(
                 ObjectInfo(o["path"], o["size"], o["last_modified"].timestamp())
                 for page in obstore.list(inner, prefix, offset=after or None)
                 for o in page
-            ]
-        except (BaseError, OSError) as error:
-            raise self._reason("list", prefix, error) from error
-        return sorted(found)
+            )
 
     def delete(self, name: str) -> None:
-        inner = self._reach(write=False)
-        if inner is None:
-            return
-        try:
-            obstore.delete(inner, name)
-        except FileNotFoundError:
-            pass
-        except (BaseError, OSError) as error:
-            raise self._reason("delete", name, error) from error
-
-    def _there(self, name: str) -> Any:
-        inner = self._reach(write=False)
-        if inner is None:
-            raise FileNotFoundError(name)
-        return inner
+        inner = self._open(write=False)
+        if inner is not None:
+            with self._translated("delete", name), suppress(FileNotFoundError):
+                obstore.delete(inner, name)
 
 
 class DirectoryStore(ObjectStore):
@@ -154,7 +145,7 @@ class DirectoryStore(ObjectStore):
         super().__init__(None, path.absolute().as_uri())
         self._path = path
 
-    def _reach(self, *, write: bool) -> Any:
+    def _open(self, *, write: bool) -> Any:
         _need_threads()
         if self._inner is None and (write or self._path.is_dir()):
             self._path.mkdir(parents=True, exist_ok=True)
@@ -163,16 +154,16 @@ class DirectoryStore(ObjectStore):
 
 
 class CloudStore(ObjectStore):
-    """A store in a bucket. Its put-if-absent is tried out before it is relied on, never trusted.
+    """A store in a bucket, whose put-if-absent is tested before the first use.
 
-    Some services that speak S3 take no notice of `If-None-Match` and let the second of two publishers overwrite the
-    first one's commit, without an error anywhere.
+    Some services that speak S3 ignore `If-None-Match` and let the second of two publishers overwrite the commit of
+    the first, without any error.
     """
 
     def __init__(self, inner: Any, url: str) -> None:
         super().__init__(inner, url)
         self._lock = Lock()
-        self._proved = False
+        self._tested = False
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
@@ -183,43 +174,47 @@ class CloudStore(ObjectStore):
 
     def check_create(self) -> None:
         with self._lock:
-            if not self._proved:
-                self._prove_create(f"probes/{secrets.token_hex(8)}")
-                self._proved = True
+            if not self._tested:
+                self._test_create(f"probes/{secrets.token_hex(8)}")
+                self._tested = True
 
-    def _prove_create(self, probe: str) -> None:
-        """Put two contents under one new name, only if absent; raise StoreError unless the first one stands."""
+    def _test_create(self, probe: str) -> None:
+        """Put two contents under one new name, only if absent; raise StoreError unless the first one stays."""
         try:
-            # The name is random: what exists already can only be this very request, sent again by a retry.
-            with suppress(FileExistsError):
+            # The name is random: what exists already can only be the first attempt of this request, which was retried.
+            with suppress(ObjectExistsError):
                 super().put(probe, b"first", mode="create")
             refused = False
             try:
                 super().put(probe, b"second", mode="create")
-            except FileExistsError:
+            except ObjectExistsError:
                 refused = True
             try:
-                stands = bytes(self.get(probe)) == b"first"
-            except FileNotFoundError:
+                stays = bytes(self.get(probe)) == b"first"
+            except ObjectNotFoundError:
                 raise StoreError(
                     f"cannot write {probe} in {self.url}: its service refuses it as one that exists already, and does "
-                    "not have it; try again"
+                    "not have it; try again",
+                    url=self.url,
+                    name=probe,
                 ) from None
-            if not (refused and stands):
+            if not (refused and stays):
                 raise StoreError(
                     f"{self.url} cannot hold a history: expected its service to refuse a put-if-absent "
                     "(If-None-Match) of an object that exists, found that it overwrites it, so that two publishers "
                     "could destroy each other's versions; use a service or a release of it that honours conditional "
-                    "writes, or a directory"
+                    "writes, or a directory",
+                    url=self.url,
+                    name=probe,
                 )
         finally:
-            # Whoever may write but not delete can publish: a probe that stays is a few bytes that nothing names.
+            # Publishing needs no permission to delete; a probe that stays is a few bytes that nothing refers to.
             with suppress(StoreError):
                 self.delete(probe)
 
 
 class WebStore(ObjectStore):
-    """What a plain web server serves of a store: to be read only, and with nothing to list it by."""
+    """What a plain web server serves of a store: read-only, without a listing."""
 
     def put(
         self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
@@ -233,35 +228,50 @@ class WebStore(ObjectStore):
         raise self._read_only("delete", name)
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        raise CannotListError(f"cannot list {prefix} in {self.url}: a web server has no reliable listing")
+        raise CannotListError(
+            f"cannot list {prefix} in {self.url}: a web server has no reliable listing", url=self.url, name=prefix
+        )
 
     def _read_only(self, verb: str, name: str) -> StoreError:
         return StoreError(
             f"cannot {verb} {name} in {self.url}: over HTTP a store can only be read; publish to the directory or "
-            "bucket behind it"
+            "bucket behind it",
+            url=self.url,
+            name=name,
         )
 
 
-def _for_people(error: Exception) -> str:
-    """What obstore's message says to people: one line, without its own counts of retries and its debug dump."""
+def _one_line(error: Exception) -> str:
+    """obstore's message as one line, without its counts of retries and its debug output."""
     text = str(error).partition("\n\nDebug source")[0]
     line = re.sub(r" in [0-9.]+m?µ?s(, after \d+ retries)?(, max_retries: .*?)? +- ", r"\1: ", text.splitlines()[0])
-    said = re.search(r"<Message>([^<]*)", text)  # the body of an S3 or Azure error
-    return line.partition(": <?xml")[0] + (f": {said[1].splitlines()[0]}" if said and said[1] else "")
+    answer = re.search(r"<Message>([^<]*)", text)  # the body of an S3 or Azure error
+    return line.partition(": <?xml")[0] + (f": {answer[1].splitlines()[0]}" if answer and answer[1] else "")
 
 
 def open_store(url: str | Path) -> Store:
-    """Open the store at a URL.
+    """Open a store.
 
-    `file:///runs/a` or a path; `memory://` (a new, empty one); `s3://bucket/prefix`, `gs://bucket/prefix` and
-    `az://container/prefix`, with the credentials and endpoints that the environment gives (`AWS_ENDPOINT_URL`,
-    `AWS_ACCESS_KEY_ID`, …; obstore's documentation lists them all); `https://host/path` (and `http://`), where any
-    web server serves the files of a store, to be read only.
+    Nothing is read or written yet. A directory is created at the first write; a bucket must exist. Credentials and
+    endpoints come from the environment (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, …; obstore's documentation lists
+    them all).
 
-    A directory is created when something is first written; a bucket must exist, and is not talked to before
-    something is read or written. Raises ValueError for a URL of another kind and for a directory that has a store
-    in it (a run's), NotADirectoryError for a file, TypeError for anything else, StoreError where the environment
-    lacks what a cloud needs.
+    Args:
+        url: One of:
+            a path, or `file:///runs/a`: a directory;
+            `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: a bucket;
+            `https://host/path` or `http://host/path`: the files of a store behind any web server, read-only;
+            `memory://`: a new, empty store in this process.
+
+    Returns:
+        The store.
+
+    Raises:
+        ValueError: For any other URL, for credentials in it, and for the directory of a run, whose store is the
+            directory `store` in it.
+        NotADirectoryError: For a file.
+        TypeError: For anything that is neither text nor a path.
+        StoreError: If the environment lacks what the cloud needs.
     """
     if not isinstance(url, str | Path):
         raise TypeError(f"store: expected a URL or a path, found {type(url).__name__}")
@@ -298,11 +308,11 @@ def _open_remote(parts: SplitResult) -> Store:
             return CloudStore(kind.from_url(url, client_options=client), url)
         return WebStore(HTTPStore(url, client_options=CLIENT | {"allow_http": parts.scheme == "http"}), url)
     except BaseError as error:
-        raise StoreError(f"store: cannot open {url}: {_for_people(error)}") from None
+        raise StoreError(f"store: cannot open {url}: {_one_line(error)}", url=url) from None
 
 
 def _open_directory(path: Path) -> Store:
-    # A directory that is empty, or not there yet, is a new store; what is surely no store would pass for one too.
+    # An empty or missing directory is a new store; what is certainly not a store would be taken for one too.
     inside = path / "store"
     if path.is_file():
         raise NotADirectoryError(f"store: expected a directory, found the file {path}")

@@ -1,0 +1,90 @@
+"""Descriptions of a checkpoint and of a store, for people and for `--json`.
+
+A patch describes itself (`patch.inspect`). Nothing is proved here beyond what reading takes: `verify` does that.
+"""
+
+import msgspec
+
+from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout, TensorSpec
+
+
+class CheckpointInfo(msgspec.Struct, frozen=True):
+    """A checkpoint."""
+
+    path: str
+    elements: int
+    full_nbytes: int  # of the tensors, without headers
+    digest: str  # 16 hex digits, as in a manifest
+    tensors: tuple[TensorSpec, ...]  # in canonical order
+
+
+class VersionInfo(msgspec.Struct, frozen=True):
+    """One version of a history."""
+
+    version: int
+    sequence: int  # its place in the history: 0, 1, 2, …
+    digest: str  # 16 hex digits
+    patch: str | None  # its name in the store, which begins with the sequence number; None without one
+    anchor: str | None  # the directory of its files in the store, likewise; None without one
+    patch_nbytes: int  # 0 without a patch
+    anchor_nbytes: int  # 0 without an anchor
+    changes: int  # elements that differ from the version before; 0 without a patch
+    density: float  # changes / elements
+    reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
+    codec: str | None  # None without a patch
+
+
+class StoreInfo(msgspec.Struct, frozen=True):
+    """What the manifests of a store list."""
+
+    url: str
+    versions: tuple[VersionInfo, ...]  # oldest first
+    newest: int
+    elements: int  # of the newest version
+    full_nbytes: int  # of the newest version
+
+
+def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
+    """Describe an opened checkpoint. Reads every element once, for the digest."""
+    return CheckpointInfo(
+        path=path,
+        elements=tensors.elements,
+        full_nbytes=tensors.nbytes,
+        digest=digests.to_hex(digests.state_digest(tensors)),
+        tensors=tuple(TensorSpec(name, bits.dtype, bits.shape) for name, bits in tensors.items()),
+    )
+
+
+def store_info(history: History) -> StoreInfo:
+    """Describe a history from its manifests. Raises VersionNotFoundError for an empty one."""
+    manifests = history.manifests()
+    if not manifests:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    return StoreInfo(
+        url=history.store.url,
+        versions=tuple(map(_version_info, manifests)),
+        newest=manifests[-1].version,
+        elements=manifests[-1].elements,
+        full_nbytes=manifests[-1].full_nbytes,
+    )
+
+
+def _version_info(manifest: Manifest) -> VersionInfo:
+    patch = manifest.patch
+    return VersionInfo(
+        version=manifest.version,
+        sequence=manifest.sequence,
+        digest=manifest.digest,
+        patch=patch.name if patch else None,
+        anchor=manifest.anchor[0].name.rpartition("/")[0] if manifest.anchor else None,
+        patch_nbytes=patch.nbytes if patch else 0,
+        anchor_nbytes=manifest.anchor_nbytes,
+        changes=patch.changes if patch else 0,
+        density=patch.changes / manifest.elements if patch and manifest.elements else 0.0,
+        reduction=manifest.full_nbytes / patch.nbytes if patch and patch.nbytes else 1.0,
+        codec=patch.codec if patch else None,
+    )

@@ -1,0 +1,118 @@
+"""The search for a route to a version: the patches and the anchors that lead there, and what is wrong with some.
+
+Reads manifests and trails, never a patch or an anchor: whoever fetches those reports what is wrong with them to the
+same FaultLog, and searches again.
+"""
+
+from collections.abc import Iterator
+
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, PulseError, StoreError, VersionNotFoundError
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.trail import PatchLink, costs, link_of
+
+MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
+
+
+class FaultLog:
+    """What was wrong with a history during one operation, and which objects to avoid for the rest of it."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # objects to avoid
+        self.messages: list[str] = []
+        self.damaged = False  # whether any fault was more than an object that is missing or unreachable
+        self._unreachable = False
+
+    def add(self, name: str, error: PulseError) -> None:
+        """Report a fault of one object.
+
+        Raises the error where a second object cannot be read for a reason of the store's: then the store is
+        unreachable, and to try all its objects would take hours.
+        """
+        unreachable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
+        if unreachable and self._unreachable:
+            raise error
+        self._unreachable |= unreachable
+        self.damaged |= not isinstance(error, StoreError)
+        self.names.add(name)
+        self.note(str(error))
+
+    def note(self, message: str) -> None:
+        """Report what was wrong, in words, once."""
+        if message not in self.messages:
+            self.messages.append(message)
+
+
+def find_links(
+    history: History, held: int, target: Manifest, faults: FaultLog, limit: int | None = None
+) -> list[PatchLink]:
+    """The patches between a version that is held and a later one.
+
+    held: its sequence number. limit: bytes; stop searching where the cheapest chain costs more.
+    They are listed in trails. Where a trail is broken, which is reported to faults, manifest after manifest is read
+    instead. Reads nothing where held is the version before the target.
+    Raises StoreError where the store is unreachable.
+    """
+    links: dict[str, PatchLink] = {}  # by the name of the patch
+    manifest, reached = target, target.sequence
+    while manifest.sequence > held:
+        own = link_of(manifest)
+        if own is None:
+            break  # only an anchor: no patch leads here
+        links[own.ref.name] = own
+        if own.base > held:
+            # What a manifest says of its own patch counts more than what the trail of a later one lists.
+            links = _listed(history, manifest, faults) | links
+        reach = costs(links.values(), target.sequence, faults.names)
+        earliest = min(sequence for sequence in reach if sequence >= held)
+        if earliest in (held, reached) or (limit is not None and reach[earliest] >= limit):
+            break  # arrived, or no progress, or too expensive
+        reached = earliest
+        # Skip patches to a version are made after its trail is written: the trail of the next version lists them.
+        following = earliest + 1 if earliest + 1 < manifest.sequence else earliest
+        try:
+            manifest = history.read(following)
+        except VersionNotFoundError:
+            break  # pruned
+        except PulseError as error:
+            faults.add(manifest_name(following), error)
+            break
+    return [link for link in links.values() if link.base >= held and link.ref.name not in faults.names]
+
+
+def _listed(history: History, manifest: Manifest, faults: FaultLog) -> dict[str, PatchLink]:
+    """What a version's trail lists, by name; nothing if it is broken or has been before."""
+    if manifest.trail is None or manifest.trail.name in faults.names:
+        return {}
+    try:
+        trail = history.trail(manifest)
+    except PulseError as error:
+        faults.add(manifest.trail.name, error)
+        return {}
+    return {link.ref.name: link for link in (trail.links() if trail else [])}
+
+
+def find_anchors(history: History, target: Manifest, faults: FaultLog) -> Iterator[Manifest]:
+    """The versions with an anchor, from the newest one at or before the target to the oldest.
+
+    Damaged manifests are reported to faults and skipped, up to 64 of them. Raises StoreError.
+    """
+    sequence, damaged = target.anchor_sequence, 0
+    promised = True  # whether a manifest says that this version has an anchor
+    while sequence >= 0 and damaged < MOST_DAMAGED:
+        try:
+            manifest = history.read(sequence)
+        except VersionNotFoundError:
+            return  # pruned
+        except IntegrityError as error:
+            faults.add(manifest_name(sequence), error)
+            damaged += 1
+            sequence, promised = sequence - 1, False
+            continue
+        if manifest.anchor:
+            yield manifest
+            sequence, promised = sequence - 1, False
+            continue
+        if promised:
+            faults.note(f"version {manifest.version} has no anchor, although another manifest says so")
+        sequence, promised = manifest.anchor_sequence, True

@@ -1,0 +1,55 @@
+"""What a path or URL names, as a user gives one to a command or to `verify`: a patch, a checkpoint or a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.checkpoint.shards import INDEX
+from pulse_rl.disk import map_file
+from pulse_rl.history.log import History
+from pulse_rl.patch import format as patch_format
+from pulse_rl.store.base import Store
+
+if TYPE_CHECKING:
+    from pulse_rl.history.signing import PublicKey
+
+Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
+
+
+def kind_of(target: str) -> tuple[Kind, str]:
+    """Tell what a path or URL names; the directory of a run stands for the store in it.
+
+    Returns the kind, and the path or URL of the patch, checkpoint or store. Raises FileNotFoundError if nothing is
+    there, or a directory without any of these, and CheckpointFormatError for a file that is neither patch nor
+    checkpoint.
+    """
+    if "://" in target:
+        return "store", target
+    path = Path(target)
+    if path.is_dir():
+        if (path / "manifests").is_dir():
+            return "store", target
+        if (path / "store").is_dir():
+            return "store", str(path / "store")
+        if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
+            raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}")
+        return "checkpoint", target
+    if not path.exists():
+        raise FileNotFoundError(f"no such file or directory: {target}")
+    metadata = safetensors_header.parse(map_file(path), target).metadata
+    return ("patch" if metadata.get("format") == patch_format.FORMAT else "checkpoint"), target
+
+
+def open_history(target: Store | str | Path, public_key: PublicKey | None = None) -> History:
+    """Open the history in a store, at a URL or path, or in the directory of a run.
+
+    Raises as `kind_of`, and ValueError for a patch or a checkpoint.
+    """
+    if isinstance(target, str | Path):
+        kind, place = kind_of(str(target))
+        if kind != "store":
+            raise ValueError(f"{target}: expected a store or the directory of a run, found a {kind}")
+        target = place
+    return History(target, public_key=public_key)

@@ -1,0 +1,307 @@
+"""The walk that proves a whole history, once from its oldest version to its newest.
+
+A copy of the model in scratch files follows the walk. It starts from an anchor and takes every patch, each proved as
+a subscriber would prove it; skip patches are proved on it where they begin, and not taken; at every anchor and at the
+end its digest is counted over all bits. A fault does not end the walk: it goes on from the next anchor.
+"""
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pulse_rl.errors import (
+    BaseMismatchError,
+    CannotListError,
+    IntegrityError,
+    PulseError,
+    VersionNotFoundError,
+    one_line,
+)
+from pulse_rl.history.fetch import fetch
+from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
+from pulse_rl.history.trail import PatchLink, link_of, state_of
+from pulse_rl.parallel import ordered_map
+from pulse_rl.patch import format as patch_format
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout, compare_layouts
+from pulse_rl.weights.segments import segments
+
+FAULTS = (PulseError, ValueError, FileNotFoundError)  # of what is verified; other OSErrors are this machine's
+MOST_NAMED = 8  # tensors that a problem lists by name
+
+
+@dataclass
+class _Copy:
+    """The weights of one version, proved, in scratch files."""
+
+    held: Manifest
+    tensors: Layout  # mapped from the files
+    files: Path
+
+
+class Walk:
+    """The walk through one history, and what it finds."""
+
+    def __init__(self, history: History, sequences: list[int], scratch: Path, weights: Layout | None) -> None:
+        self.problems: list[str] = []
+        self.good: list[Manifest] = []  # versions that a new subscriber can load
+        self.bad: list[Manifest] = []
+        self.leftovers: tuple[str, ...] = ()  # objects that nothing refers to
+        self.effort = Effort()
+        self.weights_version: int | None = None  # the version that the given weights hold
+        self._history = history
+        self._scratch = scratch
+        self._weights = weights
+        self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
+        self._copy: _Copy | None = None
+        self._visited: int | None = None  # the sequence number visited last, with a broken manifest or not
+        self._last: Manifest | None = None  # the last manifest that could be read
+        self._named: set[str] = set()  # objects that manifests and trails refer to
+        self._first = self._check_first(sequences)
+        self._skips = self._read_trails(sequences)
+
+    def visit(self, sequence: int) -> None:
+        """Prove one version: its manifest, its patch on the copy, its anchor against the copy."""
+        before, self._visited = self._visited, sequence
+        # Before the first number there may be gaps between anchors that are kept permanently.
+        if before is not None and sequence != before + 1 and sequence > self._first:
+            self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
+        try:
+            manifest = self._history.read(sequence)
+        except FAULTS as error:
+            self.problems.append(one_line(error))
+            return
+        self._named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])))
+        self._check_place(manifest)
+        skipped = False  # whether only a skip patch leads here
+        if manifest.patch:
+            self._take_patch(manifest)
+            skipped = not self._holds(manifest) and self._take_skip(manifest)
+        if manifest.anchor:
+            self._recount()
+            skipped = not self._load(manifest) and skipped
+        # The skip patch helps only subscribers to later versions: it is listed in the next version's trail.
+        (self.good if self._holds(manifest) and not skipped else self.bad).append(manifest)
+        for link in self._skips.get(sequence, {}).values():
+            self._prove_skip(link, manifest)
+        if manifest.digest == self._weights_digest and self._holds(manifest) and not self._differences():
+            self.weights_version = manifest.version
+        self._last = manifest
+
+    def finish(self) -> None:
+        """Count the last version's digest over all bits, compare the given weights with it, and list leftovers."""
+        self._recount()
+        self._compare_weights()
+        with suppress(CannotListError):  # what nothing refers to can only be found by listing
+            listed = [o.name for folder in ("patches", "trails", "anchors") for o in self._history.store.list(folder)]
+            self.leftovers = tuple(name for name in listed if name not in self._named)
+
+    # Before the walk
+
+    def _check_first(self, sequences: list[int]) -> int:
+        """The sequence number from which on there is no gap; 0 where what says so is wrong."""
+        try:
+            first = self._history.first()
+        except IntegrityError as error:
+            self.problems.append(one_line(error))
+            return 0
+        if first <= sequences[-1]:
+            return first
+        self.problems.append(
+            f"{FIRST} says that the history begins with {manifest_name(first)}, beyond its newest one, "
+            f"{manifest_name(sequences[-1])}: nobody can publish, and where it cannot be listed nobody can read it; "
+            f"delete {FIRST}"
+        )
+        return 0
+
+    def _read_trails(self, sequences: list[int]) -> dict[int, dict[str, PatchLink]]:
+        """The skip patches that trails list, by the sequence number where they begin and by name."""
+        skips: dict[int, dict[str, PatchLink]] = {}
+        existing = set(sequences)
+        for sequence in sequences:
+            try:
+                manifest = self._history.read(sequence)
+            except FAULTS:
+                continue  # the visit reports it
+            try:
+                trail = self._history.trail(manifest)
+            except FAULTS as error:
+                self._report(manifest, one_line(error))
+                continue
+            for link in trail.links() if trail else []:
+                if link.to.sequence in existing and link.to.sequence >= self._first:
+                    self._named.add(link.ref.name)
+                    if link.to.sequence - link.base > 1:
+                        skips.setdefault(link.base, {})[link.ref.name] = link
+        return skips
+
+    # The copy
+
+    def _holds(self, manifest: Manifest) -> bool:
+        return self._copy is not None and self._copy.held == manifest
+
+    def _take_patch(self, manifest: Manifest) -> None:
+        """Bring the copy from the version before to this one; without such a copy, only decode the patch."""
+        link = link_of(manifest)
+        assert link is not None  # the caller has looked
+        copy = self._copy
+        try:
+            data = fetch(self._history.store, link.ref)
+            self.effort.nbytes += len(data)
+            if copy is None or copy.held.sequence != link.base:
+                decode_all(patch_format.unpack(data))
+            else:
+                prove(unpack(data, link, state_of(copy.held)), copy.tensors, Effort()).write()
+                copy.held = manifest
+        except FAULTS as error:
+            self._report(manifest, one_line(error))
+
+    def _take_skip(self, manifest: Manifest) -> bool:
+        """Bring the copy to this version by a skip patch; whether there was one."""
+        copy = self._copy
+        if copy is None:
+            return False
+        for link in self._skips.get(copy.held.sequence, {}).values():
+            if link.to == state_of(manifest):
+                with suppress(*FAULTS):  # reported where it begins
+                    patch = unpack(fetch(self._history.store, link.ref), link, state_of(copy.held))
+                    prove(patch, copy.tensors, Effort()).write()
+                    copy.held = manifest
+                    return True
+        return False
+
+    def _prove_skip(self, link: PatchLink, manifest: Manifest) -> None:
+        """Prove a skip patch that begins with a version: on the copy if that holds the version."""
+        try:
+            data = fetch(self._history.store, link.ref)
+            self.effort.nbytes += len(data)
+            patch = unpack(data, link, state_of(manifest))
+            if self._copy is not None and self._holds(manifest):
+                prove(patch, self._copy.tensors, Effort())
+            else:
+                decode_all(patch)
+        except FAULTS as error:
+            self.problems.append(
+                f"the skip patch from version {manifest.version} to {link.to.version}: {one_line(error)}"
+            )
+
+    def _load(self, manifest: Manifest) -> bool:
+        """Load and prove an anchor, which replaces the copy; a faulty one leaves the copy as it was."""
+        files = self._scratch / str(manifest.sequence)
+        files.mkdir()
+        try:
+            tensors = load_anchor(self._history, manifest, files, self.effort)
+            counts = (tensors.elements, tensors.nbytes)
+            if counts != (manifest.elements, manifest.full_nbytes):
+                raise IntegrityError(
+                    f"its manifest promises (elements, bytes) {(manifest.elements, manifest.full_nbytes)}, "
+                    f"its anchor holds {counts}"
+                )
+        except FAULTS as error:
+            shutil.rmtree(files)
+            note = "; patches from the anchor before still lead to it" if self._holds(manifest) else ""
+            self._report(manifest, f"{one_line(error)}{note}")
+            return False
+        self._drop_copy()
+        self._copy = _Copy(manifest, tensors, files)
+        return True
+
+    def _recount(self) -> None:
+        """Count the copy's digest over all bits; drop the copy if it is not its version's."""
+        if self._copy is None:
+            return
+        held, found = self._copy.held, digests.to_hex(digests.state_digest(self._copy.tensors))
+        if found == held.digest:
+            return
+        self._report(held, f"patches lead to digest {found}, its manifest says {held.digest}")
+        if held in self.good:
+            self.good.remove(held)
+            self.bad.append(held)
+        self._drop_copy()
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            shutil.rmtree(self._copy.files)
+        self._copy = None
+
+    # Findings
+
+    def _report(self, manifest: Manifest, problem: str) -> None:
+        self.problems.append(f"version {manifest.version}: {problem}")
+
+    def _check_place(self, manifest: Manifest) -> None:
+        """Report what a manifest says that contradicts the manifest before it."""
+        last = self._last
+        if last is None:
+            if not manifest.anchor:
+                self._report(manifest, "it is the oldest one and has no anchor to start from")
+            return
+        contiguous = manifest.sequence == last.sequence + 1
+        if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
+            expected, found = last.anchor_sequence, manifest.anchor_sequence
+            self._report(manifest, f"its newest anchor should be number {expected}, its manifest says {found}")
+        if manifest.version <= last.version:
+            self._report(manifest, f"it comes after version {last.version}")
+
+    def _compare_weights(self) -> None:
+        """Report where the given weights differ from the copy, unless they hold a version that was visited."""
+        if self._weights is None or self.weights_version is not None:
+            return
+        differences = self._differences()
+        if self._copy is not None and not differences:
+            # Tied tensors are separate in these weights, so they have another digest and the same bits.
+            self.weights_version = self._copy.held.version
+            return
+        version = f"version {self._copy.held.version}, the last sound one," if self._copy else "any version"
+        self.problems.append(f"the weights given hold no version; from {version} they differ in {differences}")
+
+    def _differences(self) -> str:
+        """In which tensors the given weights differ from the copy, and in how many elements; "" for none."""
+        assert self._weights is not None
+        if self._copy is None:
+            return "everything, as none could be rebuilt"
+        ours, theirs = self._copy.tensors.all_names(), self._weights.all_names()
+        ours |= {alias: ours[owner] for alias, owner in self._copy.held.tied.items() if alias in theirs}
+        try:
+            compare_layouts(ours, theirs, "the weights given")
+        except BaseMismatchError as error:
+            return str(error)
+        counts = {
+            name: sum(int((bits.read(a, b) != theirs[name].read(a, b)).sum()) for a, b in segments(bits.size))
+            for name, bits in ours.items()
+        }
+        differing = [f"{name} ({count} of {ours[name].size})" for name, count in counts.items() if count]
+        more = f" and {len(differing) - MOST_NAMED} tensors more" if len(differing) > MOST_NAMED else ""
+        return ", ".join(differing[:MOST_NAMED]) + more
+
+
+def walk(history: History, progress: Callable[[int, int, str], None], weights: Layout | None = None) -> Walk:
+    """Walk a whole history. Raises VersionNotFoundError if it is empty, and StoreError where it cannot be listed.
+
+    progress: called before each step with the number of steps done, the number of all, and what comes next.
+    weights: to find out which version they hold.
+    """
+    sequences = history.sequences()
+    if not sequences:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    with tempfile.TemporaryDirectory(prefix="pulse-rl-verify-") as scratch:
+        found = Walk(history, sequences, Path(scratch), weights)
+        for done, sequence in enumerate(sequences):
+            progress(done, len(sequences) + 1, f"manifest {sequence}")
+            found.visit(sequence)
+        progress(len(sequences), len(sequences) + 1, "the newest version, all bits")
+        found.finish()
+    return found
+
+
+def decode_all(patch: patch_format.Patch) -> None:
+    """Decode what can be decoded without the base, which proves its indices. Raises PatchFormatError."""
+    pieces = list(patch.pieces())
+    if not patch.codec.conditional:
+        deque(ordered_map(lambda piece: piece[1].decode([]), pieces), maxlen=0)
