@@ -1,12 +1,18 @@
 """The public surface: what is exported, and what importing it costs."""
 
+import inspect
+import pickle
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import pulse_rl as pulse
 from pulse_rl import errors
+
+ERRORS = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 
 
 def test_all_is_complete_and_resolves() -> None:
@@ -38,6 +44,20 @@ def test_unknown_attribute() -> None:
         _ = pulse.nothing
 
 
+@pytest.mark.parametrize("room", ["study", "integrations"])
+def test_public_rooms_are_attributes_and_cost_nothing_before(room: str) -> None:
+    code = (
+        "import sys, pulse_rl as p\n"
+        f"assert 'pulse_rl.{room}' not in sys.modules and '{room}' in dir(p)\n"
+        f"assert p.{room}.__name__ == 'pulse_rl.{room}'\n"
+        "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Errors
+
+
 def test_every_error_hangs_below_the_root() -> None:
     for name in pulse.__all__:
         value = getattr(pulse, name)
@@ -45,9 +65,99 @@ def test_every_error_hangs_below_the_root() -> None:
             assert issubclass(value, pulse.PulseError)
 
 
+def test_every_error_is_public() -> None:
+    assert [error.__name__ for error in ERRORS if getattr(pulse, error.__name__, None) is not error] == []
+    assert {error.__name__ for error in ERRORS} <= set(pulse.__all__)
+
+
+def test_the_module_draws_every_error_under_its_parent() -> None:
+    """The tree in the docstring, read line by line, against the classes."""
+    drawn: dict[str, str] = {}
+    above: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"([\s│├└─]*)([A-Za-z]+Error)\b", line):
+            depth, name = len(found[1]), found[2]
+            above = [(d, parent) for d, parent in above if d < depth]
+            drawn[name] = above[-1][1] if above else "Exception"
+            above.append((depth, name))
+    assert drawn == {error.__name__: error.__bases__[0].__name__ for error in ERRORS}
+
+
+def fields_of(kind: type[Exception]) -> list[str]:
+    """The keyword arguments of an error, each of which becomes a field."""
+    if kind is pulse.PulseError:  # which takes what Exception takes
+        return []
+    parameters = inspect.signature(kind).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_keeps_its_fields_through_pickle(kind: type[Exception]) -> None:
+    """As on the way from a process of a run to the one that waits for it."""
+    values: dict[str, Any] = {"ranks": [1, 2], "round": 3, "version": 7, "missing": ["a"], "unexpected": ["b"]}
+    values |= {"reshaped": ["c"], "retyped": ["d"]}
+    fields = {name: values.get(name, f"some {name}") for name in fields_of(kind)}
+    error = kind("what happened", **fields)
+    error.add_note("what to do")
+    for found in (error, pickle.loads(pickle.dumps(error))):
+        assert type(found) is kind
+        assert {n: list(v) if isinstance(v := getattr(found, n), tuple) else v for n in fields} == fields
+        assert str(found) == str(error)
+        assert "what happened" in str(found)
+        assert found.__notes__ == ["what to do"]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_needs_a_message_alone(kind: type[Exception]) -> None:
+    """Fields that are not given are None, or empty, and are listed in the docstring."""
+    error = kind("what happened")
+    for name in fields_of(kind):
+        assert getattr(error, name) in (None, ())
+        assert f"    {name}: " in inspect.cleandoc(kind.__doc__ or "")
+    assert str(error) == "what happened"
+
+
+def test_a_source_stands_before_the_message() -> None:
+    assert str(pulse.PatchFormatError("too short", source="a/b.safetensors")) == "a/b.safetensors: too short"
+
+
 def test_missing_extra_names_it() -> None:
-    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[run\]'"):
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[run\]'") as raised:
         errors.require("no_such_module_here", "run")
+    assert (raised.value.name, raised.value.extra) == ("no_such_module_here", "run")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\n  two\t three"), "one two three"),
+        (ValueError(), "ValueError"),
+        (ValueError("\x1b[2Jred \u202e\ud800"), "�[2Jred ��"),
+        (FileNotFoundError(2, "No such file or directory", "a\nb"), "a b: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (OSError("a sentence"), "a sentence"),
+        (pulse.ObjectNotFoundError("no x in y", name="x"), "no x in y"),
+    ],
+)
+def test_an_error_as_one_line(error: Exception, line: str) -> None:
+    assert errors.one_line(error) == line
+    error.add_note("and\nmore")
+    assert errors.one_line(error) == f"{line}; and more"
+    assert errors.one_line(error, 5) == f"{line[:4]}…"
+
+
+def test_only_foreign_errors_are_translated() -> None:
+    with pytest.raises(pulse.StoreError, match="^it said: no$"), errors.translate(KeyError, OSError, to=_said):
+        raise OSError("no")
+    with pytest.raises(ValueError, match="^no$"), errors.translate(KeyError, OSError, to=_said):
+        raise ValueError("no")
+
+
+def _said(text: str) -> Exception:
+    return pulse.StoreError(f"it said: {text}")
+
+
+# What an import costs
 
 
 @pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["diff", "--help"]])
