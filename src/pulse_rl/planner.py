@@ -1,11 +1,11 @@
-"""What a link asks of a run: bytes, seconds and GPU use of full checkpoints and of patches, before anything is built.
+"""What a link costs a run: bytes, seconds and GPU use of full checkpoints and of patches, before anything is built.
 
     U = Tc / (Tc + S / B)
 
-A trainer computes for Tc seconds, then everybody waits while S bits go over a link of B bit/s (arXiv 2602.03839, with
-whose two points `docs/plan.md` and the tests compare). Sizes come from what this library's patches were measured to
-take (bench/README.md, "Codecs" and "Trainers"), as bits a change: the entropy of where changes are, and a constant.
-`docs/plan.md` has the formulas beside the measurements, and what they leave out.
+A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
+`docs/plan.md` and the tests compare with its two points). Sizes are bits per change as measured with this library
+(`docs/measurements.md`, "Codecs" and "Trainers"): the entropy of where changes are, plus a constant. `docs/plan.md` compares
+the formulas with the measurements, and says what they leave out.
 """
 
 import math
@@ -13,129 +13,185 @@ from typing import NamedTuple
 
 import msgspec
 
+from pulse_rl import units
+
 BF16, FLOAT32 = 2, 4  # bytes
-SHARE = 0.9  # the GPU use that the needed bandwidth is told for
+TARGET_USE = 0.9  # the GPU use for which the needed bandwidth is calculated
+LARGEST_COUNT = 10**18  # of parameters, workers, trainers or steps: so that no product of them overflows
 
 
 class Rates(NamedTuple):
-    """What a change takes, in bits, and a byte of the model, in seconds of one thread for coding and applying."""
+    """The cost of a change, in bits, and of a byte of the model, in seconds of one thread that codes and applies."""
 
-    positions: float  # at most; where changes are evenly spread it is their entropy, if that is less
-    rest: float  # new values or moves, and the container
+    positions: float  # at most, for where a change is; their entropy if that is less
+    rest: float  # for new values or moves, and the container
     fixed_s: float
-    each_s: float  # more of it where all elements change
+    per_density_s: float  # more, times the density
 
 
 RATES = {
-    # 19.5 to 25.5 bits at densities of 0.14 to 5.5 %, within 0.6 of this.
+    # Measured 19.5 to 25.5 bits at densities of 0.14 to 5.5 %, within 0.6 of this.
     "gap": Rates(math.inf, 14.4, 1.34e-10, 9.5e-9),
-    # 5.6 to 6.0 bits for a step once a run is under way; given the old exponents, positions do not depend on density.
+    # Measured 5.6 to 6.0 bits per step once a run is under way: given the old exponents, positions cost the same at any
+    # density.
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
-SENT = Rates(1.9, 27.0, 0.0, 0.0)  # of PULSELoCo, 27.4 to 28.9 bits: values are float32, and their exponents are alike
+LOCO_RATES = Rates(1.9, 27.0, 0.0, 0.0)  # PULSELoCo: 27.4 to 28.9 bits; values are float32 with similar exponents
 
 
-class Way(msgspec.Struct, frozen=True):
-    """One way to bring a version from the trainer to the rollout workers."""
+class Channel(msgspec.Struct, frozen=True):
+    """The weights of one version, from the trainer to the rollout workers: as a full checkpoint or as a patch.
 
-    name: str  # full, gap or context
-    nbytes: int  # of a version
-    reduction: float  # against full
-    seconds: float  # over one link: the trainer's to a store, or a worker's from it
-    utilization: float  # U with these seconds
-    bandwidth_needed: float  # bit/s of that link for U = SHARE
-    direct_seconds: float  # from the trainer's link to every worker, without a store between
+    Attributes:
+        name: "full", "gap" or "context".
+        nbytes: Bytes of a version.
+        reduction: The bytes of "full", divided by these.
+        seconds: The time over one link: the trainer's to a store, or a worker's from it.
+        utilization: The share of time that the GPUs compute, with these seconds.
+        bandwidth_needed: The bandwidth of that link for a utilization of 90 %, bits per second.
+        direct_seconds: The time over the trainer's link if it sends to every worker itself, without a store.
+        direct_utilization: The utilization with these seconds.
+        coding_seconds: The time of one thread to encode and to apply; not included in `seconds`.
+        dense_density: The lowest density at which "full" arrives sooner, coding included; None: at none.
+    """
+
+    name: str
+    nbytes: int
+    reduction: float
+    seconds: float
+    utilization: float
+    bandwidth_needed: float
+    direct_seconds: float
     direct_utilization: float
-    coding_seconds: float  # of one thread, encode and apply together; not in `seconds`
-    dense_density: float | None  # from here on full is there sooner, coding counted; None: at no density
+    coding_seconds: float
+    dense_density: float | None
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One way for trainers to stay together, over as many steps as PULSELoCo takes between two exchanges."""
+    """The traffic between trainers in one round: the steps from one exchange of PULSELoCo to the next.
 
-    name: str  # ddp, diloco or pulseloco
-    nbytes: int  # that one trainer receives; it sends as many
-    reduction: float  # against DDP
+    Attributes:
+        name: "ddp", "diloco" or "pulseloco".
+        nbytes: Bytes that one trainer receives; it sends as many.
+        reduction: The bytes of "ddp", divided by these.
+        seconds: The time over one trainer's link.
+        utilization: The share of time that the GPUs compute.
+        bandwidth_needed: The bandwidth of each trainer's link for a utilization of 90 %, bits per second.
+    """
+
+    name: str
+    nbytes: int
+    reduction: float
     seconds: float
     utilization: float
-    bandwidth_needed: float  # bit/s of each trainer's link for U = SHARE
+    bandwidth_needed: float
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What was asked, and what it comes to."""
+    """What `plan` calculated, and from what.
+
+    Attributes:
+        params: Parameters of the model.
+        density: The fraction of elements that change from version to version.
+        bandwidth: Bits per second of each link, each way.
+        compute_s: Seconds of a step.
+        workers: The number of rollout workers.
+        trainers: The number of trainers.
+        sync_every: Steps of a round.
+        loco_density: The fraction of elements that PULSELoCo sends in a round.
+        weights: A full checkpoint, and a patch by each codec.
+        rounds: The traffic between trainers, by method; empty with one trainer.
+    """
 
     params: int
     density: float
-    bandwidth: float  # bit/s
-    compute_s: float  # of a step
+    bandwidth: float
+    compute_s: float
     workers: int
     trainers: int
     sync_every: int
     loco_density: float
-    weights: tuple[Way, ...]
-    rounds: tuple[Round, ...]  # none with one trainer
-
-
-def utilization(compute_s: float, transfer_s: float) -> float:
-    """The share of time that is spent computing."""
-    return compute_s / (compute_s + transfer_s)
-
-
-def bandwidth_needed(compute_s: float, nbytes: float) -> float:
-    """Bit/s at which the utilization is SHARE."""
-    return 8 * nbytes * SHARE / (1 - SHARE) / compute_s
-
-
-def bits(rates: Rates, density: float) -> float:
-    """Bits an element of the model, changed or not: changes times positions and rest."""
-    entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p)
-    return min(entropy, rates.positions * density) + rates.rest * density
+    weights: tuple[Channel, ...]
+    rounds: tuple[Round, ...]
 
 
 def plan(
     *,
     params: int,
     density: float,
-    bandwidth: float,
+    bandwidth: float | str,
     compute_s: float,
     workers: int = 1,
     trainers: int = 1,
     sync_every: int = 8,
     loco_density: float = 0.03,
 ) -> Plan:
-    """Calculate all of it. A version is published after every step.
+    """Calculate what links cost a run: bytes, seconds and GPU use of full checkpoints and of patches.
 
-    params: of the model, published in BF16. density: of a version's changes. bandwidth: bit/s of every link, each way.
-    compute_s: seconds of a step. sync_every: steps between exchanges of DiLoCo and PULSELoCo; loco_density: of what
-    PULSELoCo sends in one. Raises ValueError for what makes no sense.
+    A version is published after every step, and everybody waits for it. Sizes of patches follow measurements;
+    docs/plan.md has the formulas and what they leave out.
+
+    Args:
+        params: Parameters of the model, which is published in BF16.
+        density: The fraction of elements that change from version to version.
+        bandwidth: Bits per second of each link, each way; a number, or text with a unit: "200Mbit", "25MB/s".
+        compute_s: Seconds of a step, without its sync.
+        workers: The number of rollout workers. Default: 1.
+        trainers: The number of trainers. Default: 1, which exchanges nothing.
+        sync_every: Steps between two exchanges of DiLoCo or PULSELoCo. Default: 8.
+        loco_density: The fraction of elements that PULSELoCo sends in an exchange. Default: 0.03.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: A count below 1 or above 10^18, a time or bandwidth not above 0, or a fraction outside (0, 1].
     """
-    whole = {"params": params, "workers": workers, "trainers": trainers, "sync_every": sync_every}
-    for name, count in whole.items():
-        if count < 1:
-            raise ValueError(f"{name}: expected at least 1, found {count}")
-    for name, amount in (("bandwidth", bandwidth), ("compute", compute_s)):
+    if isinstance(bandwidth, str):
+        bandwidth = units.parse_bandwidth(bandwidth, "bandwidth")
+    counts = {"params": params, "workers": workers, "trainers": trainers, "sync_every": sync_every}
+    for name, count in counts.items():
+        if not 1 <= count <= LARGEST_COUNT:
+            raise ValueError(f"{name}: expected 1 to {LARGEST_COUNT:.0e}, found {count:,}")
+    for name, amount in (("bandwidth", bandwidth), ("compute_s", compute_s)):
         if not 0 < amount < math.inf:
             raise ValueError(f"{name}: expected more than 0, found {amount:g}")
     for name, fraction in (("density", density), ("loco_density", loco_density)):
         if not 0 < fraction <= 1:
             raise ValueError(f"{name}: expected a fraction above 0, at most 1, found {fraction:g}")
     return Plan(
-        **whole,
+        **counts,
         density=density,
         bandwidth=bandwidth,
         compute_s=compute_s,
         loco_density=loco_density,
-        weights=tuple(_way(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES)),
+        weights=tuple(_channel(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES)),
         rounds=_rounds(params, bandwidth, sync_every * compute_s, trainers, sync_every, loco_density),
     )
 
 
-def _way(name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int) -> Way:
+def utilization(compute_s: float, transfer_s: float) -> float:
+    """The share of time spent computing."""
+    return compute_s / (compute_s + transfer_s)
+
+
+def bandwidth_needed(compute_s: float, nbytes: float) -> float:
+    """The bandwidth, bit/s, at which the utilization is TARGET_USE."""
+    return 8 * nbytes * TARGET_USE / (1 - TARGET_USE) / compute_s
+
+
+def bits(rates: Rates, density: float) -> float:
+    """Bits per element of the model, changed or not."""
+    entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p)
+    return min(entropy, rates.positions * density) + rates.rest * density
+
+
+def _channel(name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int) -> Channel:
     full = params * BF16
     rates = RATES.get(name)
     nbytes = full if rates is None else params * bits(rates, density) / 8
     seconds = 8 * nbytes / bandwidth
-    return Way(
+    return Channel(
         name=name,
         nbytes=round(nbytes),
         reduction=full / nbytes,
@@ -150,42 +206,42 @@ def _way(name: str, params: int, density: float, bandwidth: float, compute_s: fl
 
 
 def _coding(rates: Rates, density: float) -> float:
-    """Seconds of one thread for a byte of the model."""
-    return rates.fixed_s + rates.each_s * density
+    """Seconds of one thread per byte of the model."""
+    return rates.fixed_s + rates.per_density_s * density
 
 
 def _dense_density(rates: Rates, bandwidth: float) -> float | None:
-    """The density, in tenths of a per cent, from which a patch takes longer to code and send than the model to send."""
-    full_s = 8 * BF16 / bandwidth  # for one parameter
+    """The lowest density, in tenths of a per cent, at which coding and sending a patch takes as long as the model."""
+    full_s = 8 * BF16 / bandwidth  # per parameter
     densities = (k / 1000 for k in range(1001))
-    later = (d for d in densities if bits(rates, d) / bandwidth + BF16 * _coding(rates, d) >= full_s)
-    return next(later, None)
+    slower = (d for d in densities if bits(rates, d) / bandwidth + BF16 * _coding(rates, d) >= full_s)
+    return next(slower, None)
 
 
 def _rounds(
     params: int, bandwidth: float, compute_s: float, trainers: int, sync_every: int, density: float
 ) -> tuple[Round, ...]:
-    """compute_s: of a round's steps."""
+    """The traffic of a round by each method. compute_s: of the round's steps."""
     if trainers == 1:
         return ()
     others = trainers - 1
-    dense = 2 * others / trainers * params * FLOAT32  # a ring: ranges to be added up, then their sums
+    dense = 2 * others / trainers * params * FLOAT32  # a ring: first ranges to be added up, then their sums
     union = 1 - (1 - density) ** trainers
-    payload, sums = (params * bits(SENT, d) / 8 for d in (density, union))
-    ways = {
+    payload, sums = (params * bits(LOCO_RATES, d) / 8 for d in (density, union))
+    sizes = {
         "ddp": sync_every * dense,
         "diloco": dense,
-        # All payloads, or those of an own range and then all sums: `loco.exchange` takes what is less.
+        # Every payload whole, or each trainer's range of every payload and then all sums: `loco.exchange` chooses.
         "pulseloco": min(others * payload, others / trainers * (payload + sums)),
     }
     return tuple(
         Round(
             name=name,
             nbytes=round(nbytes),
-            reduction=ways["ddp"] / nbytes,
+            reduction=sizes["ddp"] / nbytes,
             seconds=8 * nbytes / bandwidth,
             utilization=utilization(compute_s, 8 * nbytes / bandwidth),
             bandwidth_needed=bandwidth_needed(compute_s, nbytes),
         )
-        for name, nbytes in ways.items()
+        for name, nbytes in sizes.items()
     )

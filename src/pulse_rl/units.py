@@ -24,6 +24,20 @@ def parse(text: str, units: Mapping[str, float], what: str) -> float:
     return float(found[1]) * units[found[2]]
 
 
+def parse_bandwidth(text: str, what: str) -> float:
+    """Read bits per second: 200Mbit, 200 Mbit/s and 200Mbps are 2e8; 25MB and 25MB/s are bytes, the same.
+
+    what: the setting's name, which the error begins with. Raises ValueError for other text.
+    """
+    plain = re.sub(r"(bit|B)/s\s*$|bps\s*$", lambda found: found[1] or "bit", text)
+    try:
+        return parse(plain, BANDWIDTHS, what)
+    except ValueError:
+        raise ValueError(
+            f"{what}: expected bits or bytes per second, as 200Mbit, 200Mbps or 25MB/s, found {text!r}"
+        ) from None
+
+
 def nbytes(count: float) -> str:
     """A size in decimal units, three digits: 13.4 MB."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -41,7 +41,7 @@ def plan(
         result = calculate(
             params=round(units.parse(params, units.COUNTS, "params")),
             density=units.parse(density, units.FRACTIONS, "density"),
-            bandwidth=units.parse(bandwidth.removesuffix("/s"), units.BANDWIDTHS, "bandwidth"),
+            bandwidth=bandwidth,
             compute_s=units.parse(compute, units.SECONDS, "compute"),
             workers=workers,
             trainers=trainers,
