@@ -107,7 +107,7 @@ def test_what_is_not_run_says_why() -> None:
 def commands(text: str) -> Iterator[list[str]]:
     """The simple commands of a piece of shell, with the first value of every loop's variable."""
     text = text.replace("\\\n", " ")
-    values = dict(re.findall(r"for (\w+) in (\S+)", text))
+    values = dict(re.findall(r"for (\w+) in ([^\s;]+)", text))
     values |= dict(re.findall(r"(?m)^(\w+)=(\S+)$", text))
     text = re.sub(r"\$\(\(.*?\)\)", "1", text)
     text = re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), text)
