@@ -1,7 +1,9 @@
 """What several tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import numpy as np
@@ -10,6 +12,9 @@ import torch
 
 from pulse_rl.store.base import Store
 from pulse_rl.store.objects import open_store
+
+if TYPE_CHECKING:
+    from loco_ranks import Ranks
 
 # Times mean nothing on a shared machine; CI tries the same examples every time.
 hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI" in os.environ)
@@ -49,3 +54,12 @@ class Trainee:
 @pytest.fixture
 def trainee() -> Trainee:
     return Trainee()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> "Iterator[Ranks]":
+    """Four trainers' processes, which all tests of trainers share: they take long to start."""
+    from loco_ranks import running
+
+    with running() as run:
+        yield run

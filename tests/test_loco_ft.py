@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from blake3 import blake3
-from test_loco_ranks import Model, adam, bits, inner_step, seen, trainable
+from loco_ranks import Model, adam, bits, inner_step, picklable, seen, trainable
 
 import pulse_rl as pulse
 from pulse_rl.loco import payload
@@ -24,7 +24,7 @@ EVERY = 2
 
 
 def work(number: int, lighthouse: str, pipe: Connection) -> None:
-    """A trainer that takes part when told so, and then one round at a time."""
+    """A trainer that takes part when it is sent options, and then one round at a time."""
     os.environ["PULSE_THREADS"] = "2"
     torch.set_num_threads(1)
     pipe.send("ready")
@@ -32,7 +32,7 @@ def work(number: int, lighthouse: str, pipe: Connection) -> None:
         try:
             take_part(number, lighthouse, pipe, options)
         except (pulse.PulseError, FloatingPointError) as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+            pipe.send(picklable(error))
 
 
 def take_part(number: int, lighthouse: str, pipe: Connection, options: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def residual(loco: Any) -> dict[str, bytes]:
 
 
 def die(owner: type, name: str, call: int) -> None:
-    """Kill this process at the so manieth call of a method."""
+    """Kill this process at a method's call of that number, from 1."""
     real, calls = getattr(owner, name), iter(range(1, 100))
 
     def instead(*arguments: Any, **options: Any) -> Any:
@@ -79,7 +79,7 @@ def die(owner: type, name: str, call: int) -> None:
 
 
 def spoil() -> None:
-    """Payloads of this process lose their last byte."""
+    """Drop the last byte of every payload of this process."""
     whole = payload.encode
 
     def encode(*arguments: Any, **named: Any) -> bytes:
@@ -97,7 +97,7 @@ class World:
         self.trainers: dict[int, tuple[Any, Connection]] = {}
 
     def start(self, *numbers: int) -> None:
-        """Have these trainers heard by the lighthouse, whose quorums wait for all that it hears."""
+        """Start these trainers' processes."""
         context = mp.get_context("spawn")
         for number in numbers:
             here, there = context.Pipe()
@@ -105,21 +105,21 @@ class World:
             process.start()
             self.trainers[number] = process, here
         for number in numbers:
-            assert self.hear(number) == "ready"
+            assert self.receive(number) == "ready"
 
-    def tell(self, order: Any, *numbers: int) -> None:
+    def send(self, order: Any, *numbers: int) -> None:
         for number in numbers:
             self.trainers[number][1].send(order)
 
-    def hear(self, number: int) -> Any:
+    def receive(self, number: int) -> Any:
         pipe = self.trainers[number][1]
         assert pipe.poll(60), f"trainer {number} hangs"
         return pipe.recv()
 
     def round(self, *numbers: int) -> dict[int, Any]:
         """One round of these trainers."""
-        self.tell((), *numbers)
-        return {number: self.hear(number) for number in numbers}
+        self.send((), *numbers)
+        return {number: self.receive(number) for number in numbers}
 
     def stop(self) -> None:
         for process, pipe in self.trainers.values():
@@ -143,9 +143,9 @@ def world() -> Iterator[World]:
 
 
 def naive(history: list[list[int]]) -> list[tuple[dict[str, bytes], dict[int, dict[str, bytes]]]]:
-    """Section 5 of the algorithm in plain torch, by those that took part in each round: θ and their residuals.
+    """Section 5 of the algorithm in plain torch, by who took part in each round: θ and the residuals after it.
 
-    One that took no part in a round before is new: θ as it is, an inner optimizer and a residual without a past.
+    A trainer that took no part in the round before is new: it gets θ, a new inner optimizer and an empty residual.
     """
     shared = Model()
     outer = torch.optim.SGD(trainable(shared).values(), lr=0.7, momentum=0.9, nesterov=True)
@@ -179,102 +179,107 @@ def naive(history: list[list[int]]) -> list[tuple[dict[str, bytes], dict[int, di
 
 
 def test_trainers_die_and_join(world: World) -> None:
-    """Killed amid a round, a hand-over, and after a round; stopped for too long; joining, with other options, too."""
+    """Killed during a round, a hand-over, and after a round; stopped for too long; joining, also with other options."""
     history: list[list[int]] = []
 
     def check(answers: dict[int, Any], taken: list[int]) -> None:
-        """What these trainers hold now, and with how many, against those who took part in plain torch."""
+        """Compare what these trainers hold with plain torch, for a round in which `taken` took part."""
         history.append(taken)
         theta, kept = naive(history)[-1]
         for number, answer in answers.items():
             assert answer == (len(taken), len(history), theta, kept[number]), number
 
-    def rounds_until_heard(number: int, *others: int) -> None:
-        """Rounds of the others, until this one has something to say: it joins where its question came in time."""
+    def rounds_until_sent(number: int, *others: int) -> None:
+        """Rounds of the others until this one sends something: it joins once it has asked in time."""
         while not world.trainers[number][1].poll(0.5):
             check(world.round(*others), list(others))
 
     def joined(number: int) -> None:
-        what, rounds, theta, kept = world.hear(number)
+        what, rounds, theta, kept = world.receive(number)
         assert (what, rounds) == ("joined", len(history))
         assert theta == (naive(history)[-1][0] if history else bits(trainable(Model())))
         assert not any(any(values) for values in kept.values())
 
     world.start(0, 1, 2)
-    world.tell({}, 0, 1, 2)
+    world.send({}, 0, 1, 2)
     for number in (0, 1, 2):
-        assert world.hear(number) == "heard"
-    world.tell("enter", 0, 1, 2)
+        assert world.receive(number) == "heard"
+    world.send("enter", 0, 1, 2)
     for number in (0, 1, 2):
         joined(number)
     check(world.round(0, 1, 2), [0, 1, 2])
 
     # Killed in the third collective of a round, where payloads go, as the one at whose store all met: a round of two.
-    world.tell((Group, "_gather", 3), 0)
+    world.send((Group, "_gather", 3), 0)
     check(world.round(1, 2), [1, 2])
 
     # Started again, with other weights than the rest: refused with other options, then let in with theirs.
     world.start(0)
     for options in ({"sync_every": 3}, {"off": 1.0}):
-        world.tell(options, 0)
-        assert world.hear(0) == "heard"
-        world.tell("enter", 0)
-        rounds_until_heard(0, 1, 2)
+        world.send(options, 0)
+        assert world.receive(0) == "heard"
+        world.send("enter", 0)
+        rounds_until_sent(0, 1, 2)
         if "sync_every" in options:
-            assert world.hear(0).startswith("IntegrityError: expected trainer-0 to have the model, sync_every and opt")
+            refused = world.receive(0)
+            assert isinstance(refused, pulse.IntegrityError)
+            assert refused.expected != refused.found
     joined(0)
     check(world.round(0, 1, 2), [0, 1, 2])
 
-    # Stopped for longer than an exchange may take: the others go on, and it is told when it comes back.
+    # Stopped for longer than an exchange may take: the others go on, and it raises when it is continued.
     os.kill(world.trainers[1][0].pid, signal.SIGSTOP)
-    world.tell((), 1)
+    world.send((), 1)
     check(world.round(0, 2), [0, 2])
     os.kill(world.trainers[1][0].pid, signal.SIGCONT)
-    rounds_until_heard(1, 0, 2)
-    assert world.hear(1).startswith("ExchangeError: the other trainers went on without trainer-1")
-    world.tell({}, 1)
-    assert world.hear(1) == "heard"
-    world.tell("enter", 1)
+    rounds_until_sent(1, 0, 2)
+    assert isinstance(left_behind := world.receive(1), pulse.ExchangeError)
+    assert "trainer-1" in str(left_behind)
+    world.send({}, 1)
+    assert world.receive(1) == "heard"
+    world.send("enter", 1)
 
     # Killed while it hands its state over: the newcomer gets it from the other one, after a round of that one alone.
     order: tuple[object, ...] = (pulse.Membership, "_transfer", 1)
     while world.trainers[0][0].is_alive():
-        world.tell(order, 0)
+        world.send(order, 0)
         check(world.round(2), [0, 2])
         order = ()
         world.trainers[0][0].join(1)
-    rounds_until_heard(1, 2)
+    rounds_until_sent(1, 2)
     joined(1)
     check(world.round(1, 2), [1, 2])
 
-    # Killed when all of its round has arrived at all: it is in that round's mean, and not in the next.
-    world.tell((pulse.Membership, "agree", 1), 2)
+    # Killed when all of its round has arrived at all: it is in the mean of that round, and not of the next.
+    world.send((pulse.Membership, "agree", 1), 2)
     check(world.round(1), [1, 2])
     check(world.round(1), [1])
 
 
-def test_the_one_that_sends_what_nobody_can_read_goes(world: World) -> None:
-    """So does one whose numbers are none: the others exchange the round again without it, and none of them goes."""
+def test_only_the_trainer_whose_payload_is_broken_goes(world: World) -> None:
+    """So does one whose numbers are not finite: the others exchange the round again without it, and all stay."""
     world.start(0, 1, 2)
     orders: tuple[Any, ...] = ({}, "enter")
     for order in orders:
-        world.tell(order, 0, 1, 2)
+        world.send(order, 0, 1, 2)
         for number in (0, 1, 2):
-            world.hear(number)
-    world.tell("spoil", 2)
+            world.receive(number)
+    world.send("spoil", 2)
     answers = world.round(0, 1)
-    assert world.hear(2).startswith("BlamedError: rank ")
+    assert isinstance(blamed := world.receive(2), pulse.ExchangeError)
+    assert (blamed.ranks, blamed.round) == ((2,), 1)
     theta, kept = naive([[0, 1]])[-1]
     for number in (0, 1):
         assert answers[number] == (2, 1, theta, kept[number])
-    world.tell("nan", 1)
+    world.send("nan", 1)
     ((workers, rounds, *_),) = world.round(0).values()
     assert (workers, rounds) == (1, 2)
-    assert world.hear(1).startswith("FloatingPointError: rank 1, round 2")
+    assert isinstance(left := world.receive(1), FloatingPointError)
+    assert str(left).startswith("rank 1, round 2")
 
 
 def test_a_checkpoint_is_each_trainers_own(world: World) -> None:
-    """A trainer among those that come and go, stopped after two rounds and begun again: as without the stop."""
+    """A trainer with a Membership, stopped after two rounds and resumed: as without the stop."""
 
     def rounds(loco: pulse.PulseLoCo, model: Model, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
         with loco:
@@ -305,7 +310,7 @@ def test_without_torchft_the_extra_is_named() -> None:
         "import sys; sys.modules['torchft'] = None\n"
         "import pulse_rl as p\n"
         "try: p.Membership('http://localhost:1', 'a')\n"
-        "except p.MissingExtraError as error: assert 'pulse-rl[ft]' in str(error)\n"
+        "except p.MissingExtraError as error: assert error.extra == 'ft', vars(error)\n"
         "else: sys.exit('made')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

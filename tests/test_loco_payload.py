@@ -1,4 +1,4 @@
-"""A payload: what goes in comes out, how large it is, and that nothing else is taken for one."""
+"""A payload: what is encoded is decoded, how large it is, and that broken ones are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.errors import PatchFormatError
+from pulse_rl.errors import FormatError
 from pulse_rl.loco import exchange, payload
 from pulse_rl.loco.gate import GATES, Sends, cast, find_sends
 from pulse_rl.loco.payload import VALUE_DTYPES, Span, rounded
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 
 
 def trained(shapes: list[tuple[int, ...]], step: float, seed: int, gate: str = "bfloat16") -> tuple[Any, Any]:
-    """Segments of normally distributed weights, and what is sent after they have moved by about so much."""
+    """Segments of normally distributed weights, and what is sent of them after each has moved by about `step`."""
     random = np.random.default_rng(seed)
     spans, sends = [], []
     for shape in shapes:
@@ -47,7 +47,7 @@ def same(found: list[Sends], expected: list[Sends]) -> bool:
     st.sampled_from(GATES),
     st.sampled_from(VALUE_DTYPES),
 )
-def test_what_goes_in_comes_out(shapes: Any, step: float, seed: int, gate: str, value_dtype: str) -> None:
+def test_what_is_encoded_is_decoded(shapes: Any, step: float, seed: int, gate: str, value_dtype: str) -> None:
     spans, sends = trained(shapes, step, seed, gate)
     sends = [one._replace(values=rounded(one.values, value_dtype)) for one in sends]
     data = payload.encode(sends, spans, gate, value_dtype)
@@ -79,7 +79,7 @@ def golden() -> tuple[list[Span], list[Sends]]:
 
 
 def test_golden_bytes() -> None:
-    """What is read for ever; what is written, but for the zstd frame, which may differ between versions of zstd."""
+    """Read as they are for ever; written as they are but for the zstd frame, which differs between versions of zstd."""
     spans, sends = golden()
     pinned = bytes.fromhex(GOLDEN)
     assert same([d() for d in payload.open_payload(memoryview(pinned), spans, "bfloat16")], sends)
@@ -101,11 +101,11 @@ def test_the_document_shows_the_golden_bytes() -> None:
 
 @pytest.mark.parametrize(("step", "density"), [(5e-8, 0.002), (3e-7, 0.01), (2e-6, 0.04)])
 def test_size_against_the_conditional_entropy(step: float, density: float) -> None:
-    """At most 1.03 · (32 bits + H(position | exponent of θ)) a sent element, at three densities; in fact 0.9 times."""
+    """At most 1.03 · (32 bits + H(position | exponent of θ)) a sent element, at three densities; measured: 0.9."""
     spans, sends = trained([(2048, 512)] * 2, step, 1)
     elements, sent = np.zeros(256), np.zeros(256)
     for span, one in zip(spans, sends, strict=True):
-        exponents = span.seen >> 7 & 0xFF
+        exponents = span.bits >> 7 & 0xFF
         elements += np.bincount(exponents, minlength=256)
         sent += np.bincount(exponents[one.indices], minlength=256)
     share = np.clip(sent / np.maximum(elements, 1), 1e-12, 1 - 1e-12)
@@ -120,24 +120,24 @@ def sealed(body: bytes) -> memoryview:
     return memoryview(blake3(body).digest(payload.HASH) + body)
 
 
-def test_what_is_damaged_is_refused() -> None:
-    """Any byte of it, any cut, anything after it."""
+def test_a_damaged_payload_is_refused() -> None:
+    """A bit in any byte, a cut anywhere, a byte appended."""
     spans, sends = trained([(40, 64), (300,)], 1e-4, 3)
     data = payload.encode(sends, spans, "bfloat16")
     for at in range(len(data)):
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
-        with pytest.raises(PatchFormatError):
+        with pytest.raises(FormatError):
             payload.open_payload(memoryview(bad), spans, "bfloat16")
     for cut in (*range(0, len(data), 97), len(data) - 1):
-        with pytest.raises(PatchFormatError):
+        with pytest.raises(FormatError):
             payload.open_payload(memoryview(data)[:cut], spans, "bfloat16")
-    with pytest.raises(PatchFormatError):
+    with pytest.raises(FormatError):
         payload.open_payload(memoryview(data + b"x"), spans, "bfloat16")
 
 
-def test_what_is_sealed_and_wrong_is_refused_or_in_range() -> None:
-    """A sender that hashes nonsense: nothing but PatchFormatError, and never an index out of range."""
+def test_a_hashed_but_wrong_payload_is_refused_or_in_range() -> None:
+    """A sender that hashes nonsense: FormatError and no other, and never an index out of range."""
     spans, sends = trained([(40, 64), (300,)], 1e-4, 3)
     data = payload.encode(sends, spans, "bfloat16")
     refused = 0
@@ -148,7 +148,7 @@ def test_what_is_sealed_and_wrong_is_refused_or_in_range() -> None:
             body[random.integers(0, len(body))] = random.integers(0, 256)
         try:
             found = [decode() for decode in payload.open_payload(sealed(bytes(body)), spans, "bfloat16")]
-        except PatchFormatError:
+        except FormatError:
             refused += 1
             continue
         for one, span in zip(found, spans, strict=True):
@@ -158,8 +158,8 @@ def test_what_is_sealed_and_wrong_is_refused_or_in_range() -> None:
     assert refused > 100
 
 
-def test_the_way_with_fewer_bytes_is_chosen() -> None:
-    """W > 1 + U / P by hand: at 1 % of independent sends the ways cross between 14 and 15 workers."""
+def test_the_method_with_fewer_bytes_is_chosen() -> None:
+    """W > 1 + U / P by hand: at 1 % of independent sends split is better from 15 workers on."""
     assert exchange.choose([0, 0], 100) == "gather"
     assert [exchange.choose([10_000] * w, 1_000_000) for w in (2, 14, 15, 40)] == ["gather"] * 2 + ["split"] * 2
     assert exchange.choose([100, 100, 100], 100) == "split"

@@ -1,33 +1,53 @@
-"""What PULSELoCo refuses: models and states that a round would get wrong, and rounds that one rank has to give up."""
+"""What PulseLoCo and DiLoCo refuse before a round: arguments, models and states that a round would get wrong."""
 
+import subprocess
+import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from test_loco_ranks import Model, Ranks, adam, good, inner_step, ranks
+from loco_ranks import Model, Ranks, adam, good, inner_step
 
 import pulse_rl as pulse
-from pulse_rl.loco import optimizer as optimizers
-from pulse_rl.loco import payload
-
-__all__ = ["ranks"]  # a fixture
 
 
-def refusals(group: Any, rank: int, size: int) -> dict[str, str]:
-    said = {}
+def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    """Before the process group is looked for: there is none here."""
+    model = Model()
+    with pytest.raises(pulse.ExchangeError, match="init_process_group"):
+        pulse.PulseLoCo(model, adam(model), sync_every=1)
+    with pytest.raises(ValueError, match="sync_every.* found 0"):
+        pulse.DiLoCo(model, adam(model), sync_every=0)
+    with pytest.raises(ValueError, match="overlap: expected 0 to 2 inner steps"):
+        pulse.DiLoCo(model, adam(model), sync_every=3, overlap=3)
+    with pytest.raises(ValueError, match="gate: expected one of bfloat16, .* found 'int8'"):
+        pulse.PulseLoCo(model, adam(model), sync_every=1, gate="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outer_lr"):
+        pulse.PulseLoCo(model, adam(model), sync_every=1, outer_momentum=1.0)
+    some = torch.optim.SGD([model.b], lr=1.0)
+    with pytest.raises(ValueError, match="4 that are not: a, scale, empty, strided"):
+        pulse.PulseLoCo(model, some, sync_every=1)
+    with pytest.raises(ValueError, match="found none"):
+        pulse.PulseLoCo(torch.nn.Module(), adam(model), sync_every=1)
+
+
+def refuse_models(group: Any, rank: int, size: int) -> dict[str, str]:
+    messages = {}
 
     def refused(what: str, kind: type[Exception], run: Any) -> None:
         with pytest.raises(kind) as caught:
             run()
-        said[what] = str(caught.value)
+        messages[what] = str(caught.value)
 
     def made(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> pulse.PulseLoCo:
         return pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group)
 
     model = Model()
-    model.part = torch.nn.Parameter(model.b.data[5:20])  # a view of another's memory
-    refused("overlap", ValueError, lambda: made(model, adam(model)))
+    model.b = torch.nn.Parameter(model.b.detach().bfloat16())
+    refused("narrow", TypeError, lambda: made(model, adam(model)))
+    model = Model()
+    model.part = torch.nn.Parameter(model.b.data[5:20])  # a view of another parameter's memory
+    refused("shared", ValueError, lambda: made(model, adam(model)))
     model = Model()
     model.wide = torch.nn.Parameter(torch.zeros(1).expand(5))
     refused("expanded", ValueError, lambda: made(model, adam(model)))
@@ -40,6 +60,8 @@ def refusals(group: Any, rank: int, size: int) -> dict[str, str]:
     with made(model, optimizer) as loco:
         for step in range(2):
             inner_step(model, optimizer, rank, step)
+        refused("entered twice", RuntimeError, loco.__enter__)
+        refused("loaded late", RuntimeError, lambda: loco.load_state_dict({}))
     state = loco.state_dict()
     model = Model()
     again = made(model, adam(model))
@@ -47,62 +69,47 @@ def refusals(group: Any, rank: int, size: int) -> dict[str, str]:
     with torch.no_grad():
         model.b.add_(1)  # as a model that is loaded after it does
     refused("order", ValueError, again.__enter__)
-    return said
+    return messages
 
 
-def test_what_a_round_would_get_wrong_is_refused(ranks: Ranks) -> None:
-    (said,) = good(ranks(refusals, 1))
-    assert "found part in that of another or expanded" in said["overlap"]
-    assert "found wide in" in said["expanded"]
-    assert "found 1 others, which no round would share" in said["strangers"]
-    assert "load the model before this state" in said["order"]
+def test_models_that_a_round_would_get_wrong_are_refused(ranks: Ranks) -> None:
+    (messages,) = good(ranks(refuse_models, 1))
+    assert messages["narrow"].startswith("parameter 'b': expected float32, found torch.bfloat16")
+    assert "memory" in messages["shared"]
+    assert ": part:" in messages["shared"]
+    assert ": wide:" in messages["expanded"]
+    assert "1 others" in messages["strangers"]
+    assert "load the model before this state" in messages["order"]
 
 
-def fails(group: Any, rank: int, size: int, where: str, way: str) -> tuple[str, str]:
-    """Rank 1 runs out of memory in a round."""
-
-    def empty(*_: Any, **__: Any) -> Any:
-        raise MemoryError("none left")
-
+def differ(group: Any, rank: int, size: int, what: str) -> None:
+    """Rank 1 has other parameters, or another option."""
     model = Model()
-    optimizer = adam(model)
-    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group, exchange=way)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch, loco:
-        if rank == 1:
-            patch.setattr(*((optimizers, "find_sends") if where == "gate" else (payload, "encode")), empty)
-        inner_step(model, optimizer, rank, 0)
-        with pytest.raises((pulse.ExchangeError, MemoryError)) as caught:
-            inner_step(model, optimizer, rank, 1)
-    with pytest.raises(pulse.ExchangeError) as entered:
-        loco.__enter__()
-    return f"{caught.type.__name__}: {caught.value}", str(entered.value)
+    if what == "parameters" and rank == 1:
+        with torch.no_grad():
+            model.b[3] += 1e-3
+    options: dict[str, Any] = {"outer_lr": 0.5} if what == "options" and rank == 1 else {}
+    with pulse.PulseLoCo(model, adam(model), sync_every=1, process_group=group, **options):
+        pass
 
 
-@pytest.mark.parametrize(("where", "way"), [("gate", "gather"), ("encode", "gather"), ("encode", "split")])
-def test_a_rank_that_fails_on_its_own_tells_the_others(ranks: Ranks, where: str, way: str) -> None:
-    """All raise in the same collective; nobody waits for the group's timeout, which would say that a worker is lost."""
-    found = good(ranks(fails, 3, where, way))
-    assert found[1][0] == "MemoryError: none left"
-    for said, entered in found:
-        assert said.startswith(("ExchangeError: rank 1 could not go on", "MemoryError"))
-        assert entered.startswith("an earlier round failed")
+@pytest.mark.parametrize("what", ["parameters", "options"])
+def test_a_rank_that_starts_unlike_the_others_is_named_on_all(ranks: Ranks, what: str) -> None:
+    errors = ranks(differ, 3, what)
+    for error in errors:
+        assert isinstance(error, pulse.IntegrityError)
+        assert error.ranks == (1,)
+        assert f"{what} differ before round 1: rank 1 of 3" in str(error)
+        assert (error.expected, error.found) == (errors[0].expected, errors[0].found)
+        assert error.expected != error.found
 
 
-def overflows(group: Any, rank: int, size: int, way: str) -> tuple[str, bool]:
-    model = torch.nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        model.weight.zero_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    loco = pulse.PulseLoCo(model, optimizer, sync_every=1, process_group=group, exchange=way)  # type: ignore[arg-type]
-    before = loco.digest
-    with loco, pytest.raises((FloatingPointError, pulse.ExchangeError)) as caught:
-        model.weight.grad = torch.full((4, 4), float(np.finfo(np.float32).max))
-        optimizer.step()
-    return f"{caught.type.__name__}: {caught.value}", loco.digest == before
-
-
-@pytest.mark.parametrize("way", ["gather", "split"])
-def test_sums_that_float32_cannot_hold_are_refused_by_either_way(ranks: Ranks, way: str) -> None:
-    found = good(ranks(overflows, 2, way))
-    assert all(untouched for _, untouched in found)
-    assert any(said.startswith("FloatingPointError: expected sums that float32 can hold") for said, _ in found)
+def test_without_torch_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import pulse_rl as p\n"
+        "try: p.PulseLoCo\n"
+        "except p.MissingExtraError as error: assert (error.name, error.extra) == ('torch', 'torch'), vars(error)\n"
+        "else: sys.exit('imported')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

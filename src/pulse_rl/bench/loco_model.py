@@ -28,6 +28,7 @@ from pulse_rl.bench.loco import ModelResult
 from pulse_rl.bench.supervised import loss
 from pulse_rl.loco.gate import cast
 from pulse_rl.loco.group import Group
+from pulse_rl.loco.members import FixedMembers
 from pulse_rl.rl import model, tasks
 from pulse_rl.weights.bits import Bits, HostBits
 
@@ -41,7 +42,7 @@ class Echo(Group):
     """A group without others: what this rank sends comes back as the bytes of all."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
+        super().__init__(None, 0, size)
 
     def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         return np.tile(np.array(numbers, np.int64), (self.size, 1))
@@ -52,16 +53,17 @@ class Echo(Group):
     def gather(self, data: bytes, limit: int) -> list[memoryview]:
         return [memoryview(data)] * self.size
 
-    def swap_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def all_to_all_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         return values
 
 
 def position_bits(loco: pulse.PulseLoCo) -> float:
     """The entropy of which elements the next round sends, given θ's BF16 exponents; a table a segment."""
-    sends, _ = loco._find()
+    sends = loco._contribution.find()
+    assert isinstance(sends, list)
     old: dict[str, Bits] = {}
     new: dict[str, Bits] = {}
-    for segment, sent in zip(loco._masters.segments, sends, strict=True):
+    for segment, sent in zip(loco._masters.slices, sends, strict=True):
         before = cast(segment.shared, loco.gate).copy()
         after = before.copy()
         after[sent.indices] ^= 1
@@ -120,7 +122,7 @@ def measure(name: str, rounds: int, lr: float) -> ModelResult:
     optimizer.state.clear()
     dense = pulse.DiLoCo(net, optimizer, sync_every=SYNC_EVERY)
     for each in (loco, dense):
-        each._group = each._saved_as = Echo(WORKERS)
+        each._members = FixedMembers(Echo(WORKERS))
     before["workers"] = WORKERS
     seconds: dict[str, list[dict[str, float]]] = {"pulse": [], "diloco": []}
     for _ in range(REPEATS):

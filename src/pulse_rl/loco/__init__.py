@@ -1,4 +1,13 @@
-"""PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, its dense baseline."""
+"""PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, its dense baseline.
+
+    gate, payload           what one trainer sends of a segment, and its bytes
+    group, exchange         collectives, and the mean of what all send
+    masters, checkpoint     what a trainer holds, and its state as a dict
+    members, membership     who takes part: a fixed group, or trainers that come and go (with `lighthouse`)
+    rounds, optimizer       the states of a trainer, and PulseLoCo and DiLoCo themselves
+
+Inner steps and their data are the caller's. How weights reach rollout workers is another room's (`sync`).
+"""
 
 from pulse_rl.errors import require
 

@@ -1,4 +1,4 @@
-"""What all ranks have to hold alike: numbers compared in one collective, and the ranks named that are not like most."""
+"""What all ranks must hold alike: compared in one collective, with the ranks named that differ from the majority."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,18 +7,24 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.loco.group import Group
 
 
-def compare(group: Group, numbers: Mapping[str, int], when: str, remedy: str) -> None:
+def compare(group: Group, values: Mapping[str, int | str], when: str, remedy: str) -> None:
     """Make sure that all ranks hold the same. A collective.
 
-    numbers: "parameters differ" → a number below 2^64, such as a digest. Raises IntegrityError for the first that is
-    not the same on all: what differs, when, which ranks are not like most, and the remedy.
+    values: "parameters differ" → a digest (16 hex digits) or a whole number from 0. Raises IntegrityError for the
+    first value that differs between ranks: what, when, which ranks differ from the majority, and the remedy.
     """
-    table = group.gather_numbers([_signed(number) for number in numbers.values()])
-    for what, column in zip(numbers, table.T.tolist(), strict=True):
-        if odd := _odd_ones(column):
+    numbers = [_signed(int(value, 16) if isinstance(value, str) else value) for value in values.values()]
+    table = group.gather_numbers(numbers)
+    for (what, value), column in zip(values.items(), table.T.tolist(), strict=True):
+        majority = Counter(column).most_common(1)[0][0]  # of two equally common values rank 0's
+        if odd := [rank for rank, number in enumerate(column) if number != majority]:
+            shown = _hex if isinstance(value, str) else int
             raise IntegrityError(
                 f"{what} {when}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {group.size} "
-                f"{'are' if len(odd) > 1 else 'is'} not like the others: {remedy}"
+                f"{'are' if len(odd) > 1 else 'is'} not like the others: {remedy}",
+                expected=shown(majority),
+                found=shown(column[odd[0]]),
+                ranks=odd,
             )
 
 
@@ -27,7 +33,5 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _odd_ones(values: list[int]) -> list[int]:
-    """The ranks that are not like most; of two equally many, not like rank 0's."""
-    most = Counter(values).most_common(1)[0][0]
-    return [rank for rank, value in enumerate(values) if value != most]
+def _hex(number: int) -> str:
+    return f"{number & (1 << 64) - 1:016x}"

@@ -1,52 +1,42 @@
-"""The mean of what all trainers send of a fragment: the same bits on every rank, by either of two ways.
+"""The mean of what all trainers send of a fragment: the same bits on every rank, by one of two methods.
 
 **gather**: every rank gets every payload and adds them up itself, so (W − 1) · P come in, where P is a payload.
 **split**: every rank gets what all send of its own range of segments, adds that up, and all gather the sums, so
-(W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula the split is better when
+(W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula split is better when
 W > 1 + U / P. `choose` takes k_r sends of rank r, of n elements, for independent: U = n · (1 − Π(1 − k_r / n)). Both
-ways add in rank order from +0 in float32 and divide by W once, so they agree to the bit. A dense copy exists only of
-the segment that is being added up; what a round holds are sends and means, both sparse.
+methods add in rank order from +0 in float32 and divide by W once, so they agree to the bit. Only the segment that is
+being added up exists densely; what a round holds are sends and means, both sparse.
 
-What a rank does with the payloads it got is its own, and may fail there alone: so each such part ends in one number
-from every rank, and where one cannot go on, none does (`together`).
+Decoding and adding up can fail on one rank alone: so each such phase ends in one small report from every rank, and when
+one cannot go on, none does (`fail_together`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.errors import ExchangeError, FormatError
+from pulse_rl.errors import ExchangeError, FormatError, translate
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.group import Group, could_not_go_on
+from pulse_rl.loco.group import Group, rank_failed
 from pulse_rl.loco.payload import Span
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import find_changes
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
-ACCOUNT = 4000  # bytes of what a rank that cannot go on tells the others
-EXPONENT = np.uint32(0x7F800000)  # of an infinity or NaN, all ones
-
-
-class BrokenPayloadError(FormatError):
-    """A payload that cannot be read. rank: whose it is."""
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class BlamedError(ExchangeError):
-    """Another rank could not read this one's payload."""
+FAILURE_CHARACTERS = 1000  # of an error's text, as one rank reports it to the others
+FAILURE_NBYTES = 1 << 16
+EXPONENT = np.uint32(0x7F800000)  # all ones in an infinity or NaN
 
 
 class Mean(NamedTuple):
@@ -56,7 +46,7 @@ class Mean(NamedTuple):
     values: F32
 
     def dense(self, size: int) -> F32:
-        """All of it, (size,). Scratch: good until this thread's next call."""
+        """All elements, (size,). Scratch: valid until this thread's next call."""
         if self.indices is None:
             return self.values
         found: F32 = cpu.buffer("mean", size, np.float32)[:size]
@@ -64,98 +54,123 @@ class Mean(NamedTuple):
         found[self.indices] = self.values
         return found
 
+    def sparse(self) -> Sends:
+        """The elements that are stored; of a dense mean all."""
+        if self.indices is None:
+            return Sends(np.arange(len(self.values), dtype=np.uint32), self.values)
+        return Sends(self.indices, self.values)
 
-class Work:
-    """Seconds by part and bytes of one round, as they add up.
 
-    stalled: seconds of the inner loop, which waits for parts of a round or for all of it.
+class Fragment(NamedTuple):
+    """What one rank exchanges at once: its sends of a run of segments, and how they are encoded."""
+
+    sends: Sequence[Sends]  # of each segment
+    spans: Sequence[Span]  # the segments
+    gate: str
+    value_dtype: str
+
+    def only(self, numbers: range) -> "Fragment":
+        """These segments alone."""
+        return self._replace(sends=[self.sends[i] for i in numbers], spans=[self.spans[i] for i in numbers])
+
+    def encode(self) -> bytes:
+        """The sends as a payload; no bytes where there are no segments."""
+        return payload.encode(self.sends, self.spans, self.gate, self.value_dtype) if self.spans else b""
+
+
+class Timings:
+    """Seconds by part and bytes of one round, added up as it goes on.
+
+    stalled: seconds in which the inner loop waited, for parts of a round or for all of it.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.sent = 0
-        self.received = 0
+        self.sent_nbytes = 0
+        self.received_nbytes = 0
         self.stalled = 0.0
         self.start()
 
     def start(self) -> None:
-        """Time counts from now on."""
+        """Count time from now on."""
         self._clock = time.perf_counter()
 
     def spent(self, part: str) -> None:
-        """The time since the last call went into this part."""
+        """Add the time since the last call to this part."""
         now = time.perf_counter()
         self.seconds[part] += now - self._clock
         self._clock = now
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """Why a rank cannot go on, as it reports it to the others."""
+
+    at_fault: tuple[int, ...]  # the ranks whose payload it could not read; itself for any other error
+    error: str
+
+
 def choose(counts: Sequence[int], elements: int) -> Literal["gather", "split"]:
-    """The way with fewer bytes to receive, from each rank's number of sends of so many elements."""
+    """The method with fewer bytes to receive, from each rank's number of sends and the number of elements."""
     mean = sum(counts) / len(counts)
     union = elements * (1 - float(np.prod([1 - count / elements for count in counts])))
     return "split" if mean and len(counts) > 1 + union / mean else "gather"
 
 
-def gather(
-    group: Group, sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype: str, work: Work
-) -> list[Mean]:
-    """Every rank gets every payload."""
-    with _own(group, 1):
-        mine = payload.encode(sends, spans, gate, value_dtype)
-    work.spent("encode")
-    found = group.gather(mine, payload.limit(spans))
-    work.spent("exchange")
-    work.sent += len(mine)
-    work.received += sum(map(len, found)) - len(mine)
-    with together(group):
-        means = _means(group, found, sends, spans, gate, value_dtype)
-        work.spent("decode")
-    work.spent("exchange")
+def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
+    """Every rank gets every payload and adds up all segments."""
+    with report_failure(group, lengths=1):
+        mine = fragment.encode()
+    timings.spent("encode")
+    payloads = group.gather(mine, payload.limit(fragment.spans))
+    timings.spent("exchange")
+    timings.sent_nbytes += len(mine)
+    timings.received_nbytes += sum(map(len, payloads)) - len(mine)
+    with fail_together(group):
+        means = _add_up(group, payloads, fragment)
+        timings.spent("decode")
+    timings.spent("exchange")
     return means
 
 
-def split(
-    group: Group, sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype: str, work: Work
-) -> list[Mean]:
-    """Every rank adds up its own range of segments."""
-    ranges = owned(spans, group.size)
-    with _own(group, group.size):
-        pieces = [
-            payload.encode([sends[i] for i in r], [spans[i] for i in r], gate, value_dtype) if r else b""
-            for r in ranges
+def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
+    """Every rank adds up its own range of segments, then all gather the means."""
+    limit = payload.limit(fragment.spans)
+    ranges = owned(fragment.spans, group.size)
+    own = fragment.only(ranges[group.rank])
+
+    # 1. Each rank sends, of each range, its payload to the range's owner.
+    with report_failure(group, lengths=group.size):
+        outgoing = [fragment.only(numbers).encode() for numbers in ranges]
+    timings.spent("encode")
+    incoming = group.all_to_all(outgoing, limit)
+    timings.spent("exchange")
+
+    # 2. The owner adds up all payloads of its range, and encodes the means as one more payload.
+    with fail_together(group):
+        means = _add_up(group, incoming, own)
+        timings.spent("decode")
+        encoded = own._replace(sends=[mean.sparse() for mean in means], value_dtype="float32").encode()
+        timings.spent("encode")
+
+    # 3. All gather all means.
+    gathered = group.gather(encoded, limit)
+    timings.spent("exchange")
+    timings.sent_nbytes += sum(map(len, outgoing)) - len(outgoing[group.rank]) + len(encoded)
+    timings.received_nbytes += sum(map(len, incoming)) - len(incoming[group.rank])
+    timings.received_nbytes += sum(map(len, gathered)) - len(encoded)
+
+    # 4. Each rank decodes the others' means.
+    with fail_together(group):
+        by_range = [
+            means if rank == group.rank else _decode_means(rank, gathered[rank], fragment.only(numbers))
+            for rank, numbers in enumerate(ranges)
         ]
-    work.spent("encode")
-    limit = payload.limit(spans)
-    found = group.swap(pieces, limit)
-    work.spent("exchange")
-    own = ranges[group.rank]
-    mine, reduced = [spans[i] for i in own], b""
-    with together(group):
-        if own:
-            sums = _means(group, found, [sends[i] for i in own], mine, gate, value_dtype)
-            work.spent("decode")
-            sparse = [_sparse(mean) for mean in sums]
-            reduced = payload.encode(sparse, mine, gate)
-        work.spent("encode")
-    gathered = group.gather(reduced, limit)
-    work.spent("exchange")
-    work.sent += sum(map(len, pieces)) - len(pieces[group.rank]) + len(reduced)
-    work.received += sum(map(len, found)) - len(found[group.rank]) + sum(map(len, gathered)) - len(reduced)
-    means: list[Mean] = []
-    with together(group):
-        for rank, r in enumerate(ranges):
-            if rank == group.rank:
-                means += sums if own else []
-            elif r:
-                with _blamed(rank):
-                    decoders = payload.open_payload(gathered[rank], [spans[i] for i in r], gate)
-                    means += ordered_map(lambda decode: Mean(*decode()), decoders)
-        work.spent("decode")
-    work.spent("exchange")
-    return means
+        timings.spent("decode")
+    timings.spent("exchange")
+    return [mean for each in by_range for mean in each]
 
 
-def dense(group: Group, values: F32, work: Work) -> F32:
+def dense(group: Group, values: F32, timings: Timings) -> F32:
     """The mean of float32 values (k,) over all ranks, in rank order: the dense baseline's exchange.
 
     Each rank adds up a range and all gather the sums, as a ring all-reduce does and with its bytes, but in an order
@@ -164,104 +179,111 @@ def dense(group: Group, values: F32, work: Work) -> F32:
     width = -(-len(values) // group.size)
     padded = np.zeros((group.size, width), np.float32)
     padded.reshape(-1)[: len(values)] = values
-    work.spent("encode")
-    rows = group.swap_floats(padded)
-    work.spent("exchange")
+    timings.spent("encode")
+    rows = group.all_to_all_floats(padded)
+    timings.spent("exchange")
     total = np.zeros(width, np.float32)
     for row in rows:
         total += row
     total /= np.float32(group.size)
-    work.spent("decode")
+    timings.spent("decode")
     found = group.gather_floats(total).reshape(-1)[: len(values)]
-    work.spent("exchange")
+    timings.spent("exchange")
     return found
 
 
 @contextmanager
-def _own(group: Group, numbers: int) -> Iterator[None]:
-    """Work of this rank alone, before a `gather` or `swap`: where it fails the others learn of it there."""
+def report_failure(group: Group, lengths: int) -> Iterator[None]:
+    """Run work of this rank that precedes a `gather` (1 length) or `all_to_all` (W): if it fails, they report it."""
     try:
         yield
     except Exception:
-        group.give_up(numbers)
+        group.report_failure(lengths)
         raise
 
 
 @contextmanager
-def together(group: Group) -> Iterator[None]:
-    """Each rank does its own work, without collectives; then all know whether one could not. A collective.
+def fail_together(group: Group) -> Iterator[None]:
+    """Run each rank's own work, without collectives; afterwards all know whether a rank failed. A collective.
 
-    Raises what was raised here, and ExchangeError, naming the rank and its error, on all ranks that were fine; on one
-    whose payload was broken it is a BlamedError.
+    Raises what was raised here; on all other ranks ExchangeError with the ranks at fault: those whose payload could not
+    be read, or the one that failed.
     """
     mine: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised below, when the others know
         mine = error
-    blamed = mine.rank if isinstance(mine, BrokenPayloadError) else -1
-    account = f"{blamed} {type(mine).__name__}: {mine}"[: ACCOUNT // 4].encode() if mine else b""
-    told = [bytes(one).decode(errors="replace") for one in group.gather(account, ACCOUNT)]
+    failure = b""
+    if mine is not None:
+        at_fault = mine.ranks if isinstance(mine, ExchangeError) else (group.rank,)
+        failure = msgspec.msgpack.encode(Failure(at_fault, f"{type(mine).__name__}: {mine}"[:FAILURE_CHARACTERS]))
+    reports = group.gather(failure, FAILURE_NBYTES)
     if mine is not None:
         raise mine
-    failed = [(rank, *one.partition(" ")) for rank, one in enumerate(told) if one]
-    for rank, accused, _, why in failed:
-        if accused == str(group.rank):
-            raise BlamedError(could_not_go_on(rank, why))
-    for rank, _, _, why in failed:
-        raise ExchangeError(could_not_go_on(rank, why))
+    failures = {rank: _decode_failure(rank, report) for rank, report in enumerate(reports) if report}
+    for rank, found in failures.items():
+        at_fault = tuple(sorted({fault for each in failures.values() for fault in each.at_fault}))
+        raise rank_failed(rank, found.error, at_fault=at_fault)
 
 
 def owned(spans: Sequence[Span], ranks: int) -> list[range]:
-    """Which segments each rank adds up: runs of about equally many elements, some empty if there are few segments."""
+    """The segments that each rank adds up: runs of about equally many elements, some empty if segments are few."""
     middles = np.cumsum([span.size for span in spans]) - np.array([span.size for span in spans]) / 2
     owners = (middles * ranks / sum(span.size for span in spans)).astype(np.int64)
     cuts = np.searchsorted(owners, np.arange(ranks + 1)).tolist()
     return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def _means(
-    group: Group,
-    payloads: Sequence[memoryview],
-    sends: Sequence[Sends],
-    spans: Sequence[Span],
-    gate: str,
-    value_dtype: str,
-) -> list[Mean]:
-    """Add up these segments' payloads of all ranks, in rank order; this rank's own sends need no decoding."""
-    opened: list[list[Callable[[], Sends]] | None] = []
+def sent_by(rank: int) -> AbstractContextManager[None]:
+    """Decode a rank's bytes: whatever is wrong with them (header, codec, zstd) becomes ExchangeError with that rank."""
+    return translate(
+        FormatError,
+        msgspec.DecodeError,
+        to=lambda text: ExchangeError(f"rank {rank}: {text}", ranks=(rank,)),
+    )
+
+
+def _add_up(group: Group, payloads: Sequence[memoryview], mine: Fragment) -> list[Mean]:
+    """The mean of these segments over all ranks, added in rank order; this rank's own sends need no decoding."""
+    if not mine.spans:
+        return []
+    decoders = []
     for rank, data in enumerate(payloads):
-        with _blamed(rank):
-            opened.append(None if rank == group.rank else payload.open_payload(data, spans, gate, value_dtype))
+        with sent_by(rank):
+            decoders.append(
+                [] if rank == group.rank else payload.open_payload(data, mine.spans, mine.gate, mine.value_dtype)
+            )
 
     def add(number: int) -> Mean:
-        size = spans[number].size
+        size = mine.spans[number].size
         total: F32 = cpu.buffer("total", size, np.float32)[:size]
         total.fill(0)
-        for rank, decoders in enumerate(opened):
-            with _blamed(rank):
-                loco.add(total, *(sends[number] if decoders is None else decoders[number]()))
+        for rank, decode in enumerate(decoders):
+            with sent_by(rank):
+                loco.add(total, *(mine.sends[number] if rank == group.rank else decode[number]()))
         np.divide(total, np.float32(group.size), out=total)
         changes = find_changes(np.zeros(size, np.uint32), total.view(np.uint32))
         if (changes.values & EXPONENT == EXPONENT).any():
-            raise FloatingPointError("expected sums that float32 can hold, found an infinity in a mean pseudo-gradient")
+            raise FloatingPointError(
+                "the mean pseudo-gradient overflows float32: expected finite sums, found an infinity"
+            )
         if 2 * len(changes.indices) > size:
             return Mean(None, total.copy())
         return Mean(changes.indices, changes.values.view(np.float32))
 
-    return list(ordered_map(add, range(len(spans))))
+    return list(ordered_map(add, range(len(mine.spans))))
 
 
-@contextmanager
-def _blamed(rank: int) -> Iterator[None]:
-    """A payload that is broken says whose it is."""
-    try:
-        yield
-    except FormatError as error:
-        raise BrokenPayloadError(rank, f"rank {rank}: {error}") from error
+def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
+    """The means of the range that another rank added up."""
+    if not part.spans:
+        return []
+    with sent_by(rank):
+        decoders = payload.open_payload(data, part.spans, part.gate)
+        return list(ordered_map(lambda decode: Mean(*decode()), decoders))
 
 
-def _sparse(mean: Mean) -> Sends:
-    if mean.indices is None:
-        return Sends(np.arange(len(mean.values), dtype=np.uint32), mean.values)
-    return Sends(mean.indices, mean.values)
+def _decode_failure(rank: int, data: memoryview) -> Failure:
+    with sent_by(rank):
+        return msgspec.msgpack.decode(data, type=Failure)

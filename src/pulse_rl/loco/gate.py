@@ -3,8 +3,8 @@
     s    = residual + (θ − live)              error feedback plus pseudo-gradient, float32
     send where bits(cast(θ)) ≠ bits(cast(θ − s))
 
-Casts round to the nearest, ties to even, bit for bit as torch does. Nothing is changed here: the residual moves
-only when the whole round is certain (`masters.commit`), so a round that fails can be forgotten.
+Casts round to nearest, ties to even, bit for bit as torch does. Nothing is changed here: the residual moves
+only when the whole round is certain (`masters.commit`), so a round that fails leaves no trace.
 """
 
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -30,7 +30,7 @@ class Sends(NamedTuple):
 
 
 def cast(values: F32, gate: str) -> UIntArray:
-    """The bits (n,) of values in the gate's format. Scratch: good until this thread's next call."""
+    """The bits (n,) of values in the gate's format. Scratch: valid until this thread's next call."""
     itemsize = DTYPES[gate][1]
     bits: UIntArray = cpu.buffer(f"cast{itemsize}", len(values), UINTS[itemsize])[: len(values)]
     loco.cast(values, loco.FORMATS[gate], bits)
@@ -38,10 +38,10 @@ def cast(values: F32, gate: str) -> UIntArray:
 
 
 def find_sends(shared: F32, live: F32, residual: F32, gate: str) -> Sends | None:
-    """What to send of a segment; None if an s is infinite or no number.
+    """What to send of a segment; None if any s is NaN or infinite.
 
-    shared: θ (n,), as all trainers hold it. live: (n,), where the inner steps have led. residual: (n,). None is
-    changed. Reads each once: memory-bound, 12 bytes an element.
+    shared: θ (n,), as all trainers hold it. live: (n,), the weights after the inner steps. residual: (n,). None of them
+    is changed. Reads each once: memory-bound, 12 bytes an element.
     """
     n, itemsize = len(shared), DTYPES[gate][1]
     before, after = (cpu.buffer(f"{name}{itemsize}", n, UINTS[itemsize])[:n] for name in ("before", "after"))

@@ -1,9 +1,10 @@
 """What a trainer holds: θ as all trainers share it, the outer momentum, its own residual, and the live parameters.
 
 All of it is float32, by tensor and in host memory; the live parameters may be on any device and are read and
-written a segment at a time. While a round is under way beside further inner steps, a copy of them as they were at its
-begin is held, too. Tensors are in canonical order (by name), segments are at most 2^20 elements of one
-tensor, and fragments are runs of segments that are exchanged together, so that what a round holds is bounded.
+written one slice at a time. While a round is exchanged in the background, a copy of the live parameters as they were
+when it began is held too. Tensors are in canonical order (by name); a slice is at most 2^20 elements of one tensor,
+and one segment of a payload; fragments are runs of slices that are exchanged together, so that what a round holds is
+bounded.
 """
 
 from collections.abc import Mapping
@@ -25,16 +26,16 @@ from pulse_rl.weights.segments import segments
 FRAGMENT = 1 << 25  # elements: 128 MB of float32
 
 
-class Segment(NamedTuple):
-    """A piece of one tensor; the arrays are views."""
+class FlatSlice(NamedTuple):
+    """The elements [start, stop) of one flattened parameter; the arrays are views of the masters, (stop − start,)."""
 
     name: str
-    shape: tuple[int, ...]  # of its tensor
-    start: int  # its first element there, flat
+    shape: tuple[int, ...]  # of the whole parameter
+    start: int
     stop: int
     shared: F32  # θ
     momentum: F32
-    residual: F32 | None  # None: nothing is kept (DiLoCo)
+    residual: F32 | None  # None for DiLoCo, which keeps nothing back
 
     @property
     def size(self) -> int:
@@ -44,49 +45,43 @@ class Segment(NamedTuple):
 class Masters:
     """θ, momentum and residual of the trainable parameters of one trainer.
 
-    parameters: name → parameter, each once. kept: whether there is a residual. Raises TypeError for a parameter that
-    is not float32, and for one that is sharded or otherwise no dense tensor; ValueError for parameters whose memory
-    overlaps.
+    parameters: name → parameter, each once. with_residual: whether there is a residual. Raises TypeError for a
+    parameter that is not float32, or not a dense tensor in one piece; ValueError for parameters whose memory overlaps.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, kept: bool) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, with_residual: bool) -> None:
         self._live = _layout(parameters)
+        self.whole = True  # False while another trainer's state is copied in: θ and momentum are then of no round
         self.shapes = {name: bits.shape for name, bits in self._live.items()}
         self.elements = self._live.elements
         self.theta = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
         self.momentum = {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()}
-        self.residual = {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()} if kept else {}
-        self.segments = [
-            Segment(
+        self.residual = (
+            {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()} if with_residual else {}
+        )
+        self.slices = [
+            FlatSlice(
                 name,
                 bits.shape,
                 start,
                 stop,
                 self.theta[name][start:stop],
                 self.momentum[name][start:stop],
-                self.residual[name][start:stop] if kept else None,
+                self.residual[name][start:stop] if with_residual else None,
             )
             for name, bits in self._live.items()
             for start, stop in segments(bits.size)
         ]
-        self.fragments: list[range] = []  # of numbers of segments
-        first, held = 0, 0
-        for number, segment in enumerate(self.segments):
-            held += segment.size
-            if held > FRAGMENT and number > first:
-                self.fragments.append(range(first, number))
-                first, held = number, segment.size
-        if self.segments:
-            self.fragments.append(range(first, len(self.segments)))
+        self.fragments = _fragments([view.size for view in self.slices])
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
         self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
         self._frozen: dict[str, F32] = {}
-        self.take()
+        self.copy_from_live()
 
-    def follow(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Look where the live parameters are now: `model.to` and `parameter.data = …` give them other memory.
+    def rebind(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Find the live parameters again: `model.to` and `parameter.data = …` give them other memory.
 
-        Raises ValueError if they are others or of another shape, TypeError as on creation.
+        Raises ValueError if names or shapes differ from those on creation, TypeError as on creation.
         """
         live = _layout(parameters)
         found = {name: bits.shape for name, bits in live.items()}
@@ -94,81 +89,91 @@ class Masters:
             odd = sorted(n for n in found | self.shapes if found.get(n) != self.shapes.get(n))
             raise ValueError(
                 "expected the trainable parameters that the model had when this context was made, found others: "
-                f"{', '.join(odd[:8])} came, went or changed their shape: make another context"
+                f"{', '.join(odd[:8])} were added, removed or reshaped: make another context"
             )
         self._live = live
 
-    def take(self) -> None:
-        """θ becomes what the live parameters are."""
-        for segment in self.segments:
-            segment.shared[:] = self.live(segment)
+    def copy_from_live(self) -> None:
+        """Set θ to the live parameters."""
+        for view in self.slices:
+            view.shared[:] = self.live(view)
 
-    def equal(self) -> bool:
+    def copy_to_live(self) -> None:
+        """Set the live parameters to θ."""
+        for view in self.slices:
+            self._write(view)
+
+    def equals_live(self) -> bool:
         """Whether θ has the live parameters' bits."""
-        return all(
-            np.array_equal(segment.shared.view(np.uint32), self.live(segment).view(np.uint32))
-            for segment in self.segments
-        )
-
-    def put(self) -> None:
-        """The live parameters become θ."""
-        for segment in self.segments:
-            self._write(segment)
+        return all(np.array_equal(view.shared.view(np.uint32), self.live(view).view(np.uint32)) for view in self.slices)
 
     def freeze(self) -> None:
-        """Until `thaw`, `live` is what the live parameters are now, while they move on: 4 bytes a parameter."""
+        """Copy the live parameters, 4 bytes each: `live` reads the copy until `thaw`, while they move on."""
         frozen = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
-        for segment in self.segments:
-            frozen[segment.name][segment.start : segment.stop] = self._read(segment)
+        for view in self.slices:
+            frozen[view.name][view.start : view.stop] = self._read(view)
         self._frozen = frozen
 
     def thaw(self) -> None:
-        """Forget what `freeze` kept."""
+        """Drop the copy that `freeze` made."""
         self._frozen = {}
 
-    def live(self, segment: Segment) -> F32:
-        """The live parameters of a segment; not to be written to."""
-        return self._frozen_part(segment) if self._frozen else self._read(segment)
+    def live(self, view: FlatSlice) -> F32:
+        """The live parameters of a slice, or frozen ones; not to be written to."""
+        return self._frozen_part(view) if self._frozen else self._read(view)
 
-    def commit(self, segment: Segment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
-        """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
+    def commit(self, view: FlatSlice, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
+        """Take the outer step on a slice: residual, momentum, θ and the live parameters; returns θ's digest there.
 
-        sends: what this trainer sent, to be taken from the residual. gradient: the mean over all trainers, (n,).
-        The live parameters become θ, and frozen ones θ − (frozen − live): what they moved by since then is on top.
+        sends: what this trainer sent, to be subtracted from the residual. gradient: the mean over all trainers, (n,).
+        The live parameters become θ, and frozen ones θ − (frozen − live), which keeps the steps taken since `freeze`.
         """
-        if segment.residual is not None and sends is not None:
-            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
-        loco.outer(segment.shared, segment.momentum, gradient, lr, mu)
-        self._write(segment)
-        return self._digest(segment, segment.shared)
+        if view.residual is not None and sends is not None:
+            loco.keep(view.shared, self.live(view), view.residual, sends.indices, sends.values)
+        loco.outer(view.shared, view.momentum, gradient, lr, mu)
+        self._write(view)
+        return self._digest(view, view.shared)
 
     def digest(self) -> int:
         """The digest of θ: as `pulse.digest` of the trainable parameters."""
-        own = sum(self._digest(segment, segment.shared) for segment in self.segments)
-        return (self.empty_digest + own) & digests.MASK
+        return (self.empty_digest + sum(self._digest(view, view.shared) for view in self.slices)) & digests.MASK
 
     def momentum_digest(self) -> int:
         """Likewise of the momentum."""
-        return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
+        return sum(self._digest(view, view.momentum) for view in self.slices) & digests.MASK
 
-    def _digest(self, segment: Segment, values: F32) -> int:
-        return cpu.digest_range(self._seeds[segment.name], segment.start, values.view(np.uint32))
+    def _digest(self, view: FlatSlice, values: F32) -> int:
+        return cpu.digest_range(self._seeds[view.name], view.start, values.view(np.uint32))
 
-    def _read(self, segment: Segment) -> F32:
-        values: F32 = self._live[segment.name].read(segment.start, segment.stop).view(np.float32)
+    def _read(self, view: FlatSlice) -> F32:
+        values: F32 = self._live[view.name].read(view.start, view.stop).view(np.float32)
         return values
 
-    def _frozen_part(self, segment: Segment) -> F32:
-        return self._frozen[segment.name][segment.start : segment.stop]
+    def _frozen_part(self, view: FlatSlice) -> F32:
+        return self._frozen[view.name][view.start : view.stop]
 
-    def _write(self, segment: Segment) -> None:
-        values = segment.shared
+    def _write(self, view: FlatSlice) -> None:
+        values = view.shared
         if self._frozen:
             # In this order a parameter that has not moved gets θ's own bits: −0 − (+0) is −0, but −0 + (+0) is +0.
-            values = self._frozen_part(segment)
-            np.subtract(values, self._read(segment), out=values)
-            np.subtract(segment.shared, values, out=values)
-        self._live[segment.name].write(segment.start, values.view(np.uint32))
+            values = self._frozen_part(view)
+            np.subtract(values, self._read(view), out=values)
+            np.subtract(view.shared, values, out=values)
+        self._live[view.name].write(view.start, values.view(np.uint32))
+
+
+def _fragments(sizes: list[int]) -> list[range]:
+    """Runs of slices, by number, of at most FRAGMENT elements; a slice that is larger is a run by itself."""
+    fragments: list[range] = []
+    first, held = 0, 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held > FRAGMENT and number > first:
+            fragments.append(range(first, number))
+            first, held = number, size
+    if sizes:
+        fragments.append(range(first, len(sizes)))
+    return fragments
 
 
 def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
@@ -184,7 +189,7 @@ def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
     odd += [b for ((where, _, stop), _), ((there, start, _), b) in pairwise(extents) if where == there and start < stop]
     if odd:
         raise ValueError(
-            f"expected parameters with memory of their own, found {', '.join(odd[:8])} in that of another or expanded: "
-            "what is written to one element would change others"
+            f"parameters that share memory with another, or are expanded: {', '.join(odd[:8])}: writing one element "
+            "would change others; give each parameter memory of its own"
         )
     return live

@@ -1,40 +1,58 @@
-"""PulseLoCo and DiLoCo: what trainers exchange of a round, sparse or whole. The round itself is in `rounds`."""
+"""PulseLoCo and DiLoCo, as users meet them: their arguments, and which contribution each makes to a round."""
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import loco
-from pulse_rl.loco import exchange
-from pulse_rl.loco.exchange import EXCHANGES, Exchange, Mean, Work
-from pulse_rl.loco.gate import GATES, Gate, Sends, cast, find_sends
+from pulse_rl.loco.arguments import check_choices
+from pulse_rl.loco.contributions import DenseContribution, SparseContribution
+from pulse_rl.loco.exchange import EXCHANGES, Exchange
+from pulse_rl.loco.gate import GATES, Gate
 from pulse_rl.loco.membership import Membership
-from pulse_rl.loco.payload import VALUE_DTYPES, Span, ValueDtype, rounded
+from pulse_rl.loco.payload import VALUE_DTYPES, ValueDtype
 from pulse_rl.loco.rounds import LocalSteps
-from pulse_rl.parallel import ordered_map
 
 
 class PulseLoCo(LocalSteps):
     """Trainers that exchange only what the next forward pass can see, and keep the rest for later rounds.
 
-    model: its trainable parameters are float32 (compute under autocast, or in a cast copy). inner_optimizer: holds
-    all of them. sync_every: inner steps a round. process_group: a Membership where trainers come and go. gate: what
-    the forward pass computes in. value_dtype: "bfloat16" rounds what is sent, and the rounding error stays in the
-    residual. exchange: see `exchange.py`; the result is the same. Takes 12 bytes of host memory a parameter, and the
-    sends and means of one round; with overlap 16.
+    A context manager: within it, every `sync_every`-th step of the inner optimizer ends in a round, after which all
+    ranks hold the same parameters, bit for bit. All ranks take the same number of inner steps.
 
-    overlap: inner steps, fewer than sync_every, that are taken while a round is exchanged; the head of `rounds.py` says
-    what that changes. Meanwhile a thread uses the process group and nobody else may, so give it one of its own
-    (`dist.new_group()`) if you have other collectives. What goes wrong is raised at the round's end. Until then
-    `state_dict` is refused; leaving the context, or `sync()`, ends it early. `sync()` while none is under way is a
-    whole round without overlap, after which the live parameters are θ.
+    Takes 12 bytes of host memory a parameter (16 with overlap), and the sends and means of one round.
 
-    Raises ValueError for an option that does not fit and for a trainable parameter that the inner optimizer lacks,
-    TypeError for one that is not float32, ExchangeError if there is no process group.
+    With overlap a round is exchanged by a thread while inner steps go on. Until the round ends the thread uses the
+    process group and nobody else may: if you have other collectives, give it a group of its own (`dist.new_group()`).
+    Errors of the exchange are raised when the round ends, and `state_dict` is refused until then. Leaving the context,
+    or `sync()`, ends the round early; `sync()` between rounds is a whole round without overlap. See docs/loco.md.
+
+    Args:
+        model: Its trainable parameters are float32: compute under autocast, or in a cast copy.
+        inner_optimizer: Holds all trainable parameters of the model, and no others.
+        sync_every: Inner steps a round.
+        outer_lr: The outer optimizer's learning rate, above 0.
+        outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
+        overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
+        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, or None for the
+            default group.
+        gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". What rounds to the
+            same bits there is not sent yet.
+        value_dtype: "float32" sends values whole; "bfloat16" rounds them, and the rounding error stays in the residual.
+        exchange: "gather" (every rank gets every payload), "split" (each rank adds up a range, then all get the sums)
+            or "auto", which takes the one with fewer bytes to receive. The result is the same.
+
+    Attributes:
+        round: Rounds done.
+        inner_steps: Inner steps since the last round began.
+        reports: A LocoReport for each round of this context, oldest first.
+
+    Raises:
+        ValueError: An argument is out of range or unknown, the inner optimizer lacks a trainable parameter or has
+            others, or parameters share memory.
+        TypeError: A trainable parameter is not float32.
+        ExchangeError: There is no process group.
     """
 
-    _KEPT = True
+    _HAS_RESIDUAL = True
 
     def __init__(
         self,
@@ -50,13 +68,9 @@ class PulseLoCo(LocalSteps):
         value_dtype: ValueDtype = "float32",
         exchange: Exchange = "auto",
     ) -> None:
-        for name, value, known in (
-            ("gate", gate, GATES),
-            ("value_dtype", value_dtype, VALUE_DTYPES),
-            ("exchange", exchange, EXCHANGES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
+        check_choices(
+            ("gate", gate, GATES), ("value_dtype", value_dtype, VALUE_DTYPES), ("exchange", exchange, EXCHANGES)
+        )
         super().__init__(
             model,
             inner_optimizer,
@@ -69,65 +83,58 @@ class PulseLoCo(LocalSteps):
         self.gate = gate
         self.value_dtype = value_dtype
         self.exchange = exchange
+        self._contribution = SparseContribution(self._masters, gate, value_dtype, exchange)
 
     def _options(self) -> tuple[object, ...]:
         return (*super()._options(), self.gate, self.value_dtype, self.exchange)
-
-    def _find(self) -> tuple[list[Sends], int]:
-        masters = self._masters
-
-        def find(number: int) -> Sends | None:
-            segment = masters.segments[number]
-            assert segment.residual is not None
-            sends = find_sends(segment.shared, masters.live(segment), segment.residual, self.gate)
-            return sends and sends._replace(values=rounded(sends.values, self.value_dtype))
-
-        sends: list[Sends] = []
-        for found in ordered_map(find, range(len(masters.segments))):
-            if found is None:
-                return [], len(sends)
-            sends.append(found)
-        return sends, -1
-
-    def _counts(self, sends: list[Sends]) -> list[int]:
-        return [sum(len(one.indices) for one in sends[f.start : f.stop]) for f in self._masters.fragments]
-
-    def _exchange(self, fragment: range, sends: list[Sends], counts: list[int], work: Work) -> tuple[str, list[Mean]]:
-        segments = self._masters.segments[fragment.start : fragment.stop]
-        spans = list(ordered_map(lambda s: Span(s.shape, s.start, s.stop, cast(s.shared, self.gate).copy()), segments))
-        way = exchange.choose(counts, sum(span.size for span in spans)) if self.exchange == "auto" else self.exchange
-        run = exchange.split if way == "split" else exchange.gather
-        mine = sends[fragment.start : fragment.stop]
-        return way, run(self._group, mine, spans, self.gate, self.value_dtype, work)
 
 
 class DiLoCo(LocalSteps):
     """The dense baseline: the same rounds, with the whole float32 pseudo-gradient exchanged and nothing kept back.
 
-    Arguments and errors are those of PulseLoCo without gate, value_dtype and exchange. Takes 12 bytes of host memory
-    a parameter during a round, and with overlap 16.
+    Takes 12 bytes of host memory a parameter during a round, and 16 with overlap. Everything that PulseLoCo says of
+    rounds and overlap holds here too.
+
+    Args:
+        model: Its trainable parameters are float32: compute under autocast, or in a cast copy.
+        inner_optimizer: Holds all trainable parameters of the model, and no others.
+        sync_every: Inner steps a round.
+        outer_lr: The outer optimizer's learning rate, above 0.
+        outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
+        overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
+        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, or None for the
+            default group.
+
+    Attributes:
+        round: Rounds done.
+        inner_steps: Inner steps since the last round began.
+        reports: A LocoReport for each round of this context, oldest first.
+
+    Raises:
+        ValueError: An argument is out of range, the inner optimizer lacks a trainable parameter or has others, or
+            parameters share memory.
+        TypeError: A trainable parameter is not float32.
+        ExchangeError: There is no process group.
     """
 
-    def _find(self) -> tuple[list[Sends], int]:
-        masters = self._masters
-        for number, segment in enumerate(masters.segments):
-            scratch = cpu.buffer("mean", segment.size, np.float32)
-            if not loco.difference(segment.shared, masters.live(segment), scratch):
-                return [], number
-        return [], -1
-
-    def _counts(self, sends: list[Sends]) -> list[int]:
-        return [sum(self._masters.segments[number].size for number in f) for f in self._masters.fragments]
-
-    def _exchange(self, fragment: range, sends: list[Sends], counts: list[int], work: Work) -> tuple[str, list[Mean]]:
-        segments = [self._masters.segments[number] for number in fragment]
-        ends = np.cumsum([segment.size for segment in segments]).tolist()
-        gradient = np.empty(ends[-1], np.float32)
-        for segment, end in zip(segments, ends, strict=True):
-            shared = segment.shared
-            loco.difference(shared, self._masters.live(segment), gradient[end - len(shared) : end])
-        work.spent("encode")
-        mean = exchange.dense(self._group, gradient, work)
-        work.sent += gradient.nbytes
-        work.received += 2 * gradient.nbytes * (self._group.size - 1) // self._group.size  # ranges, then their sums
-        return "dense", [Mean(None, mean[end - s.size : end]) for s, end in zip(segments, ends, strict=True)]
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        overlap: int = 0,
+        process_group: dist.ProcessGroup | Membership | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            inner_optimizer,
+            sync_every=sync_every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            overlap=overlap,
+            process_group=process_group,
+        )
+        self._contribution = DenseContribution(self._masters)

@@ -1,4 +1,4 @@
-"""What one round did."""
+"""The report of one round."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,33 +6,52 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LocoReport:
-    """One round of one trainer; bytes and seconds are this rank's."""
+    """One round of one trainer. Bytes and seconds are this rank's own.
 
-    round: int  # from 1
+    Attributes:
+        round: The round's number, from 1.
+        workers: Trainers whose mean it is.
+        elements: Trainable parameters, tied ones once.
+        sent: How many of them this rank sent.
+        density: sent / elements.
+        exchange: How the bytes went; "mixed" if not all fragments went alike, "dense" for DiLoCo.
+        sent_nbytes: Bytes of this rank's payloads, each counted once however many ranks receive it; in a split, with
+            the means that it sends.
+        received_nbytes: Bytes of the other ranks' payloads.
+        dense_nbytes: Bytes of the whole float32 pseudo-gradient: what one rank of DiLoCo sends.
+        gate_s: Seconds to find what to send.
+        encode_s: Seconds to encode it.
+        exchange_s: Seconds on the network, waiting for the other ranks included.
+        decode_s: Seconds to decode the payloads and add them up.
+        outer_s: Seconds of the outer step and of θ's digest.
+        stalled_s: Seconds in which no inner step could be taken: without overlap the whole round, with overlap its
+            begin and its end, and what they wait for.
+        digest: θ after the round, 16 hex digits: the same on all ranks.
+    """
+
+    round: int
     workers: int
-    elements: int  # trainable parameters, tied ones once
-    sent: int  # of them, how many this rank sent
-    density: float  # sent / elements
-    exchange: Literal["gather", "split", "mixed", "dense"]  # mixed: not the same for all fragments
-    sent_nbytes: (
-        int  # this rank's payloads, each counted once however many receive it; in a split, the sums it sends too
-    )
-    received_nbytes: int  # payloads of the others
-    dense_nbytes: int  # the float32 pseudo-gradient, whole: what one rank of DiLoCo sends
-    gate_s: float  # finding what to send
+    elements: int
+    sent: int
+    density: float
+    exchange: Literal["gather", "split", "mixed", "dense"]
+    sent_nbytes: int
+    received_nbytes: int
+    dense_nbytes: int
+    gate_s: float
     encode_s: float
-    exchange_s: float  # on the network, waiting for the others included
-    decode_s: float  # and adding up
-    outer_s: float  # the outer step, and θ's digest
-    stalled_s: float  # in which no inner step could be taken: with overlap, the two ends and what they wait for
-    digest: str  # of θ after the round, 16 hexadecimal digits: the same on all ranks
+    exchange_s: float
+    decode_s: float
+    outer_s: float
+    stalled_s: float
+    digest: str
 
     @property
     def total_s(self) -> float:
-        """Seconds of all that a round does."""
+        """Seconds of all parts of the round."""
         return self.gate_s + self.encode_s + self.exchange_s + self.decode_s + self.outer_s
 
     @property
     def reduction(self) -> float:
-        """dense_nbytes / sent_nbytes."""
+        """dense_nbytes / sent_nbytes: how many times fewer bytes than DiLoCo sends."""
         return self.dense_nbytes / max(1, self.sent_nbytes)

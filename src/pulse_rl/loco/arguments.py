@@ -1,0 +1,50 @@
+"""Checks of the arguments of PulseLoCo and DiLoCo."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, elastic: bool) -> None:
+    """Raises ValueError for a number out of range. elastic: whether trainers come and go."""
+    if sync_every < 1:
+        raise ValueError(f"sync_every: expected at least 1 inner step, found {sync_every}")
+    if not 0 <= overlap < sync_every:
+        raise ValueError(
+            f"overlap: expected 0 to {sync_every - 1} inner steps, so that a round ends before the next begins, "
+            f"found {overlap}"
+        )
+    if overlap and elastic:
+        raise ValueError(f"overlap: expected 0 with a Membership, which may exchange a round again, found {overlap}")
+    if not outer_lr > 0 or not 0 <= outer_momentum < 1:
+        raise ValueError(
+            f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "
+            f"{outer_momentum}"
+        )
+
+
+def check_choices(*choices: tuple[str, str, Sequence[str]]) -> None:
+    """Each is an argument's name, its value, and the known ones. Raises ValueError for an unknown value."""
+    for name, value, known in choices:
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
+
+
+def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """The trainable parameters, by name. Raises ValueError unless the inner optimizer has them all and no others."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stepped = {id(p) for settings in inner_optimizer.param_groups for p in settings["params"]}
+    missing = [name for name, p in parameters.items() if id(p) not in stepped]
+    if not parameters:
+        raise ValueError("model: expected trainable parameters, found none")
+    if missing:
+        raise ValueError(
+            f"expected every trainable parameter in the inner optimizer, found {len(missing)} that are not: "
+            f"{', '.join(missing[:8])}"
+        )
+    if strangers := len(stepped - {id(p) for p in model.parameters()}):
+        raise ValueError(
+            f"expected only the model's parameters in the inner optimizer, found {strangers} others, which no round "
+            "would share: make them the model's, or give them another optimizer"
+        )
+    return parameters

@@ -1,0 +1,143 @@
+"""torchft's lighthouse: who is alive, and one table of all trainers' offers that is the same for all who ask.
+
+Only the lower interface of torchft is used (https://docs.pytorch.org/torchft/coordination.html): heartbeats, and one
+question, the quorum. What trainers make of the answer is decided in `membership`.
+"""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pulse_rl.errors import ExchangeError, require
+
+HEARTBEAT = timedelta(milliseconds=100)  # torchft's default; its lighthouse declares a death after 5 s without one
+PATIENCE = timedelta(days=1)  # for an answer: a newcomer waits for the end of a round, however long that takes
+
+
+class Standing(NamedTuple):
+    """How far a trainer's state is; those of the highest standing hold the state of the run."""
+
+    established: bool  # whether it ever was in a group
+    whole: bool  # whether its state is whole: not amid the transfer of another's
+    round: int  # rounds done
+    group: str  # the last group that it was in; later ones sort higher
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a trainer reports to the others when it asks for a quorum."""
+
+    round: int  # rounds done
+    whole: bool  # whether its state is whole
+    arrived: bool  # whether all of the next round is here
+    group: str  # the last group that was agreed on; "" for a newcomer
+    options: str  # a hash of what must be the same on all trainers, apart from the state
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.group != "", self.whole, self.round, self.group)
+
+
+class Quorum(NamedTuple):
+    """The lighthouse's answer, the same for all that are in it."""
+
+    name: str  # later ones sort higher
+    offers: dict[str, Offer]  # by trainer
+    stores: dict[str, str]  # by trainer: host:port where the others can meet
+
+
+class Lighthouse:
+    """One trainer's connection to the lighthouse: it sends heartbeats until it is closed.
+
+    url: the lighthouse's. id: the trainer's, unlike every other's. host: where the other trainers reach this one.
+    Raises MissingExtraError without torchft, ExchangeError if the lighthouse does not answer within the timeout.
+    """
+
+    def __init__(self, url: str, id: str, *, timeout: timedelta, host: str | None) -> None:
+        coordination = require("torchft.coordination", "ft")
+        self.url = url
+        self.id = id
+        self._timeout = timeout
+        host = host or socket.gethostname()
+        try:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"host: expected a name or address where other trainers reach this one, found {host!r}, where it does "
+                f"not reach itself ({str(error).splitlines()[0]})"
+            ) from error
+        self._address = f"{host}:{self._store.port}"
+        try:
+            # It sends heartbeats from a thread that no Python code can hold up.
+            self._server = coordination.ManagerServer(
+                replica_id=id,
+                lighthouse_addr=url,
+                hostname=host,
+                bind="[::]:0",
+                store_addr=self._address,
+                world_size=1,
+                heartbeat_interval=HEARTBEAT,
+                connect_timeout=timeout,
+                quorum_retries=0,
+            )
+            self._client = coordination.LighthouseClient(url, timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+
+    def close(self) -> None:
+        """Stop the heartbeats."""
+        self._server.shutdown()
+
+    def ask(self, offer: Offer) -> Quorum:
+        """Wait until all trainers that live have asked; returns what each offers. Raises ExchangeError."""
+        answers: SimpleQueue[Any] = SimpleQueue()
+        # In a thread, since Ctrl-C does not end a call into torchft.
+        threading.Thread(target=self._ask, args=(offer, answers), daemon=True).start()
+        answer = answers.get()
+        if isinstance(answer, Exception):
+            raise self._unreachable(answer) from answer
+        offers, stores = {}, {}
+        for member in answer.participants:
+            try:
+                offers[member.replica_id] = msgspec.convert(member.data, Offer)
+            except msgspec.ValidationError as error:
+                raise ExchangeError(
+                    f"expected the trainers of one run at the lighthouse {self.url}, found {member.replica_id} "
+                    f"({error}): give each run its own lighthouse"
+                ) from error
+            stores[member.replica_id] = member.store_address
+        return Quorum(f"{answer.created.seconds:012}.{answer.created.nanos:09}", offers, stores)
+
+    def _ask(self, offer: Offer, answers: "SimpleQueue[Any]") -> None:
+        """Put the answer, or the error after `timeout` seconds of errors."""
+        until = None
+        while True:
+            try:
+                answer = self._client.quorum(
+                    replica_id=self.id,
+                    timeout=PATIENCE,
+                    address=self._server.address(),
+                    store_address=self._address,
+                    step=offer.round,
+                    world_size=1,
+                    shrink_only=False,
+                    data=msgspec.to_builtins(offer),
+                )
+                return answers.put(answer)
+            except (RuntimeError, TimeoutError) as error:
+                # A lighthouse keeps no state: one that is started again serves as well.
+                until = until or time.monotonic() + self._timeout.total_seconds()
+                if time.monotonic() > until:
+                    return answers.put(error)
+                time.sleep(0.5)
+
+    def _unreachable(self, error: Exception) -> ExchangeError:
+        return ExchangeError(
+            f"no answer from the lighthouse at {self.url}: check that it runs and can be reached, then start the "
+            f"trainers again from their last checkpoint ({error})"
+        )

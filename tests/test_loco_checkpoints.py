@@ -1,0 +1,133 @@
+"""Checkpoints of trainers: resumed runs, another number of and states that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loco_ranks import Model, Ranks, adam, bits, check_resumed, good, inner_step, save, trainable
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+import pulse_rl as pulse
+
+
+def resume_within_a_round(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
+    uninterrupted = Model()
+    optimizer = adam(uninterrupted)
+    file = Path(folder) / f"{kind}{rank}.pt"
+    options: dict[str, Any] = {"sync_every": 3, "process_group": group}
+    with getattr(pulse, kind)(uninterrupted, optimizer, **options) as loco:
+        for step in range(9):
+            if step == 4:
+                save(file, loco, uninterrupted, optimizer)
+            inner_step(uninterrupted, optimizer, rank, step)
+    check_resumed(file, kind, options, rank, inner_steps=1, steps=range(4, 9), uninterrupted=uninterrupted, loco=loco)
+
+
+def resume_with_overlap(group: Any, rank: int, size: int, kind: str, folder: str) -> None:
+    """From between the end of a round's exchange and the next round."""
+    uninterrupted = Model()
+    optimizer = adam(uninterrupted)
+    file = Path(folder) / f"{kind}{rank}.pt"
+    options: dict[str, Any] = {"sync_every": 4, "overlap": 2, "process_group": group}
+    with getattr(pulse, kind)(uninterrupted, optimizer, **options) as loco:
+        for step in range(1, 13):
+            inner_step(uninterrupted, optimizer, rank, step)
+            if step == 7:
+                save(file, loco, uninterrupted, optimizer)
+    # Leaving ended round 3 as soon as it had begun, so nothing was on top of θ: a checkpoint for any number of ranks.
+    assert (loco.round, loco.inner_steps) == (3, 0)
+    assert loco.digest == pulse.digest(dict(trainable(uninterrupted)))
+    assert loco.state_dict()["round"] == 3
+    check_resumed(file, kind, options, rank, inner_steps=3, steps=range(8, 13), uninterrupted=uninterrupted, loco=loco)
+
+
+@pytest.mark.parametrize("kind", ["PulseLoCo", "DiLoCo"])
+@pytest.mark.parametrize("resume", [resume_within_a_round, resume_with_overlap])
+def test_a_resumed_run_equals_the_uninterrupted_one(ranks: Ranks, resume: Any, kind: str, tmp_path: Path) -> None:
+    good(ranks(resume, 2, kind, str(tmp_path)))
+
+
+def save_distributed(group: Any, rank: int, size: int, folder: str) -> tuple[Any, Any]:
+    """Two rounds, saved by torch.distributed.checkpoint, then one more: the saved residual, and the last digest."""
+    model = Model()
+    optimizer = adam(model)
+    with pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group) as loco:
+        for step in range(4):
+            inner_step(model, optimizer, rank, step)
+        state = {"loco": loco.state_dict(), "inner": {str(rank): optimizer.state_dict()["state"]}}
+        state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
+        kept = {name: t.clone() for name, t in loco.state_dict()["residual"][str(rank)].items()}
+        for step in range(4, 6):
+            inner_step(model, optimizer, rank, step)
+        return kept, loco.digest
+
+
+def load_distributed(group: Any, rank: int, size: int, folder: str, workers: int) -> tuple[Any, Any]:
+    model = Model()
+    optimizer = adam(model)
+    loco = pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group)
+    state: dict[str, Any] = {"loco": loco.state_dict(workers=workers)}
+    if workers == size:  # the inner state is each rank's own; Adam makes it in a first step
+        for p in trainable(model).values():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        state["inner"] = {str(rank): optimizer.state_dict()["state"]}
+    state_dict_loader.load(state, checkpoint_id=folder, process_group=group)
+    loco.load_state_dict(state["loco"])
+    kept = {name: t.clone() for name, t in loco.state_dict()["residual"][str(rank)].items()}
+    assert (loco.round, loco.inner_steps) == (2, 0)
+    with loco:
+        for step in range(4, 6):
+            inner_step(model, optimizer, rank, step)
+    return kept, loco.digest
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_checkpoints_keep_every_residual(ranks: Ranks, tmp_path: Path) -> None:
+    """To the same number of ranks bit for bit; to another, the sum that counts is kept: Σ residuals / ranks."""
+    saved = good(ranks(save_distributed, 4, str(tmp_path)))
+    same = good(ranks(load_distributed, 4, str(tmp_path), 4))
+    for (kept, digest), (expected, expected_digest) in zip(same, saved, strict=True):
+        assert bits(kept) == bits(expected)
+        assert digest == expected_digest
+    for size in (2, 3):
+        fewer = good(ranks(load_distributed, size, str(tmp_path), 4))
+        assert len({digest for _, digest in fewer}) == 1
+        for name in saved[0][0]:
+            before = sum(kept[name].double() for kept, _ in saved) / 4
+            after = sum(kept[name].double() for kept, _ in fewer) / size
+            torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-12)
+    assert any(tensor.abs().max() > 0 for kept, _ in saved for tensor in kept.values() if tensor.numel())
+
+
+def refuse_states(group: Any, rank: int, size: int) -> list[str]:
+    """A residual is missing; 4 ranks within a round; another model's; rounded. Nothing is changed by any."""
+    model = Model()
+    loco = pulse.PulseLoCo(model, adam(model), sync_every=2, process_group=group)
+    before = bits(trainable(model)), loco.digest
+    lacking = loco.state_dict() | {"workers": 4}
+    within = loco.state_dict(workers=4) | {"inner_steps": 1}
+    other = loco.state_dict()
+    other["momentum"] = {"else": torch.zeros(3)}
+    rounded = loco.state_dict()
+    rounded["momentum"] = {name: torch.ones_like(tensor) for name, tensor in rounded["momentum"].items()}
+    rounded["theta"] = {name: torch.zeros_like(t).bfloat16() for name, t in rounded["theta"].items()}
+    messages = []
+    for state in (lacking, within, other, rounded):
+        with pytest.raises(ValueError) as caught:
+            loco.load_state_dict(state)
+        messages.append(str(caught.value))
+    assert (bits(trainable(model)), loco.digest) == before
+    assert not any(tensor.any() for tensor in loco.state_dict()["momentum"].values())
+    return messages
+
+
+def test_states_that_would_lose_something_are_refused(ranks: Ranks) -> None:
+    for rank, (lacking, within, other, rounded) in enumerate(good(ranks(refuse_states, 2))):
+        assert f"found none of {rank + 2}" in lacking
+        assert "1 inner steps later" in within
+        assert "momentum" in other
+        assert "else" in other
+        assert rounded.startswith("theta")
+        assert "float32" in rounded
