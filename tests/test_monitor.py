@@ -235,7 +235,7 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     model.mlp = torch.nn.Linear(3, 4)
     with pytest.raises(pulse.BaseMismatchError, match="SparsityMonitor: the tensors differ.*mlp.weight") as caught:
         monitor.step()
-    assert caught.value.__notes__ == ["make a new SparsityMonitor after the weights were exchanged"]
+    assert caught.value.__notes__ == ["make a new SparsityMonitor after tensors were replaced"]
 
 
 # -- Transformers ---------------------------------------------------------------------------------------------

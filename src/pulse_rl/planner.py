@@ -3,9 +3,9 @@
     U = Tc / (Tc + S / B)
 
 A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
-`docs/plan.md` and the tests compare with its two points). Sizes are bits per change as measured with this library
-(`docs/measurements.md`, "Codecs" and "Trainers"): the entropy of where changes are, plus a constant. `docs/plan.md` compares
-the formulas with the measurements, and says what they leave out.
+`docs/plan.md` and the tests compare with its two points). Sizes are bits per change: the entropy of where changes are,
+plus a constant, fitted to measurements (`docs/measurements.md`, "Codecs" and "Trainers"). `docs/plan.md` compares the
+formulas with them, and says what they leave out.
 """
 
 import math

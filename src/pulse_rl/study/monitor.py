@@ -1,14 +1,14 @@
-"""How many BF16 bits a training loop changes, measured while it trains.
+"""The sparsity of a training loop, measured while it trains.
 
-    monitor = SparsityMonitor(model, path="sparsity.jsonl")    # or the optimizer: then it follows its steps by itself
+    monitor = SparsityMonitor(model, path="sparsity.jsonl")    # with an optimizer, it follows the steps by itself
     for batch in batches:
         loss(model, batch).backward()
         optimizer.step()
         monitor.step()
 
-Floating-point weights are looked at in BF16, cast as a publisher with cast="bfloat16" does, so a density here is the
-density of the patch that would be sent. The monitor holds the last look's bits once (2 bytes a BF16 element); the new
-ones are cast and compared segment by segment, and only what has changed is written to the baseline.
+Floating-point weights are compared in BF16, cast as a publisher with cast="bfloat16" casts them, so the density is that
+of the patch that would be sent. The monitor holds the BF16 bits of the last look, the baseline: 2 bytes per element.
+A look casts and compares the weights segment by segment, and writes only the changes to the baseline.
 """
 
 import operator
@@ -39,28 +39,52 @@ CAST = "bfloat16"
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """The tensors of one kind of layer."""
+    """The tensors of one kind of layer.
+
+    Attributes:
+        elements: The number of elements.
+        changed: Elements whose BF16 bits differ from those of the look before.
+        density: changed / elements.
+    """
 
     elements: int
     changed: int
-    density: float  # changed / elements
+    density: float
 
 
 class Sparsity(msgspec.Struct, frozen=True):
-    """What changed between two looks at the weights; a line of the file."""
+    """What changed between two looks at the weights; one line of the file.
+
+    Attributes:
+        step: The step of this look.
+        since: The step of the look before.
+        elements: The number of elements; tied weights count once.
+        changed: Elements whose BF16 bits differ from those of the look before.
+        density: changed / elements.
+        mean_distance: The mean distance of the changes, in places of the order of BF16 values; near zero a change can
+            pass hundreds of places. 0 if nothing changed.
+        neighbours: The fraction of the changes whose distance is 1. 0 if nothing changed.
+        by_kind: The same by kind of layer: attention, mlp, expert, embedding, norm, head or other.
+        seconds: The time that the look took.
+    """
 
     step: int
-    since: int  # the step of the look before
-    elements: int  # tied ones once
-    changed: int  # elements whose BF16 bits differ from those of the look before
-    density: float  # changed / elements
-    mean_distance: float  # of the changes, in places of the order of BF16 values: near zero one can pass hundreds
-    neighbours: float  # share of the changes whose distance is 1; both are 0 if nothing changed
+    since: int
+    elements: int
+    changed: int
+    density: float
+    mean_distance: float
+    neighbours: float
     by_kind: dict[str, Kind]
-    seconds: float  # that the look took
+    seconds: float
 
     def scalars(self) -> dict[str, float]:
-        """The numbers by flat name, as experiment trackers take them: sparsity/density, sparsity/density/mlp, …"""
+        """The numbers by flat name, as experiment trackers take them.
+
+        Returns:
+            "sparsity/density", "sparsity/changed", "sparsity/neighbours", "sparsity/mean_distance", "sparsity/seconds",
+            and "sparsity/density/mlp" and so on by kind of layer.
+        """
         return {
             "sparsity/density": self.density,
             "sparsity/changed": self.changed,
@@ -70,32 +94,40 @@ class Sparsity(msgspec.Struct, frozen=True):
         } | {f"sparsity/density/{name}": one.density for name, one in self.by_kind.items()}
 
 
-class _Seen(NamedTuple):
-    """Of one segment."""
+class _Counts(NamedTuple):
+    """What was counted of one segment."""
 
     kind: str
     elements: int
     changed: int
-    by_one: int
-    ulps: float  # a sum that 64 bits may not hold: of whole numbers a distance can be 2^63
+    neighbours: int  # changes whose distance is 1
+    distances: float  # their sum; as a float, since a distance of whole numbers can be 2^63
 
 
 class SparsityMonitor:
     """Measures the density of changed BF16 bits between optimizer steps.
 
-    target: a torch module, whose parameters and persistent buffers are looked at whenever `step` is called; or a torch
-    optimizer, whose parameters are looked at after each of its steps, with no call at all. An optimizer knows kinds of
-    layers only if it was made from named parameters, `AdamW(model.named_parameters())`; to follow its steps with a
-    model's names, `optimizer.register_step_post_hook(lambda *_: monitor.step())`.
-    step: how many steps are taken already, where a run goes on. every: look at every so many-th step; a density is then
-    that of so many steps together.
-    path: a JSONL file to which each look adds a line, a `Sparsity`; written whole, at once.
-    log: called with `Sparsity.scalars()` and the step after each look: `wandb.log` and `trackio.log` as they are, for
-    TensorBoard `lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()]`.
+    The baseline is taken at construction, so parameters must be on their device by then. From a GPU, each look copies
+    the BF16 bits to the host, segment by segment: 2 bytes per element. Sharded parameters are not supported.
 
-    The first look is at construction, so parameters belong on their device by then. From a GPU their BF16 bits come to
-    the host, segment by segment: 2 bytes an element cross the bus at each look. Not for sharded parameters.
-    Raises TypeError for another target and for tensors that cannot be looked at, ValueError if there are none.
+    To follow an optimizer's steps with a model's names, give the model and register
+    `optimizer.register_step_post_hook(lambda *_: monitor.step())`.
+
+    Args:
+        target: A torch module: its parameters and persistent buffers are compared whenever `step` is called. Or a torch
+            optimizer: its parameters are compared after each of its steps, without a call; kinds of layers are known
+            only if it was made from named parameters, `AdamW(model.named_parameters())`.
+        step: The number of steps already taken, for a run that continues. Default: 0.
+        every: Look after every N-th step; a density is then that of N steps together. Default: 1.
+        path: A JSONL file to which each look appends a line, a `Sparsity`. Default: none.
+        log: Called after each look with `Sparsity.scalars()` and the step. `wandb.log` and `trackio.log` fit as they
+            are; for TensorBoard, `lambda values, step: [writer.add_scalar(*item, step) for item in values.items()]`.
+            Default: not called.
+
+    Raises:
+        TypeError: The target is neither, is an optimizer that only wraps one, or has tensors that cannot be compared.
+        ValueError: The target has no weights, or `every` is below 1.
+        OSError: The file cannot be written.
     """
 
     def __init__(
@@ -121,9 +153,9 @@ class SparsityMonitor:
             raise ValueError("target: expected weights, found none: make the monitor when the parameters are there")
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab") as file:  # what cannot be written is found out before the first step
-                if self._path.is_file() and _cut_off(self._path):
-                    file.write(b"\n")  # a line that was cut off must not take the next one with it
+            with self._path.open("ab") as file:  # fails before the first step if it cannot be written
+                if self._path.is_file() and _ends_within_a_line(self._path):
+                    file.write(b"\n")  # so that a truncated line does not spoil the next one
         self._hook = None
         if isinstance(target, torch.optim.Optimizer):
             try:
@@ -135,12 +167,20 @@ class SparsityMonitor:
                 ) from None
 
     def step(self, number: int | None = None) -> Sparsity | None:
-        """Take note of an optimizer step; returns what the look found, None where it was not its turn.
+        """Record an optimizer step, and look if it is one of every `every` steps.
 
-        number: of the step, a whole number; the one after the last if not given. Raises TypeError for another number,
-        BaseMismatchError if there are other tensors than before.
+        Args:
+            number: The step, a whole number. Default: the one after the last.
+
+        Returns:
+            What the look found; None without a look.
+
+        Raises:
+            TypeError: The step is not a whole number.
+            BaseMismatchError: The tensors are not those of the last look.
+            OSError: The file cannot be written.
         """
-        self._step = self._step + 1 if number is None else operator.index(number)  # NumPy's cannot be written as JSON
+        self._step = self._step + 1 if number is None else operator.index(number)  # JSON takes no NumPy numbers
         if self._step % self._every:
             return None
         found = self._look()
@@ -156,52 +196,51 @@ class SparsityMonitor:
         self.step()
 
     def close(self) -> None:
-        """Follow the optimizer no longer, and let the baseline go."""
+        """Stop following the optimizer, and free the baseline."""
         if self._hook is not None:
             self._hook.remove()
         self._baseline = Layout()
 
     def _look(self) -> Sparsity:
         started = time.perf_counter()
-        live = _weights(self._target)  # anew: a parameter's memory can be another one by now
+        live = _weights(self._target)  # each time: a parameter may have other memory by now
         try:
             compare_layouts(self._baseline, live, "SparsityMonitor")
         except BaseMismatchError as error:
-            error.add_note("make a new SparsityMonitor after the weights were exchanged")
+            error.add_note("make a new SparsityMonitor after tensors were replaced")
             raise
 
-        def look(item: tuple[str, int, int]) -> _Seen:
+        def count(item: tuple[str, int, int]) -> _Counts:
             name, start, stop = item
             bits = self._baseline[name]
             old, new = bits.read(start, stop), live[name].read(start, stop)
             changes = find_changes(old, new)
             sizes = moves.moves(old[changes.indices], changes.values, field(bits.dtype)).sizes
             bits.scatter(start, changes.indices, changes.values)
-            by_one, ulps = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
-            return _Seen(kind(name), stop - start, len(sizes), by_one, ulps)
+            neighbours, distances = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
+            return _Counts(kind(name), stop - start, len(sizes), neighbours, distances)
 
         work = ((name, *piece) for name, bits in self._baseline.items() for piece in segments(bits.size))
-        seen = list(ordered_map(look, work))
-        elements, changed = _sums(seen)
+        counts = list(ordered_map(count, work))
+        elements, changed = _sums(counts)
         return Sparsity(
             step=self._step,
             since=self._since,
             elements=elements,
             changed=changed,
             density=changed / elements,
-            neighbours=sum(one.by_one for one in seen) / max(1, changed),
-            mean_distance=sum(one.ulps for one in seen) / max(1, changed),
+            neighbours=sum(one.neighbours for one in counts) / max(1, changed),
+            mean_distance=sum(one.distances for one in counts) / max(1, changed),
             by_kind={
                 name: Kind(n, k, k / n)
-                for name in sorted({one.kind for one in seen})
-                for n, k in [_sums([one for one in seen if one.kind == name])]
+                for name in sorted({one.kind for one in counts})
+                for n, k in [_sums([one for one in counts if one.kind == name])]
             },
             seconds=time.perf_counter() - started,
         )
 
 
-def _cut_off(path: Path) -> bool:
-    """Whether a file's last line has no end."""
+def _ends_within_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return False
@@ -209,9 +248,9 @@ def _cut_off(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-def _sums(seen: list[_Seen]) -> tuple[int, int]:
-    """Elements, and how many have changed."""
-    return sum(one.elements for one in seen), sum(one.changed for one in seen)
+def _sums(counts: list[_Counts]) -> tuple[int, int]:
+    """Elements and changed elements."""
+    return sum(one.elements for one in counts), sum(one.changed for one in counts)
 
 
 def _weights(target: Any) -> Layout:
@@ -222,7 +261,7 @@ def _weights(target: Any) -> Layout:
     for number, group in enumerate(target.param_groups):
         for place, parameter in enumerate(group["params"]):
             name = group["param_names"][place] if "param_names" in group else str(place)
-            if name in named or "param_names" not in group:  # a policy and a critic can have the same names
+            if name in named or "param_names" not in group:  # a policy and a critic may share names
                 name = f"group{number}.{name}"
             named[name] = parameter
     return layout(named, CAST)
