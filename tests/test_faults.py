@@ -33,7 +33,7 @@ from pulse_rl.weights.bits import HostBits
 SHAPES = {"embed": (96, 33), "mlp.up": (64, 41), "norm": (64,), "scale": (), "none": (0, 3)}  # of BF16 tensors
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
 ANCHOR_EVERY, RETAIN = 3, 5
-LEDGER, SEEN = "ledger.jsonl", "seen.jsonl"  # what publishers were about to commit; what a subscriber came to
+LEDGER, SEEN = "ledger.jsonl", "seen.jsonl"  # what publishers were about to commit; what a subscriber synced to
 
 Weights = dict[str, torch.Tensor]
 
@@ -56,7 +56,7 @@ def first_bits(seed: int = 0) -> Any:
 
 
 def step(bits: Any, random: np.random.Generator) -> None:
-    """What an optimizer does to BF16 bits: a few move by one."""
+    """Change BF16 bits as an optimizer does: a few move by one."""
     where = random.choice(SIZE, int(random.integers(1, SIZE // 20)), replace=False)
     bits[where] += random.choice(np.array([1, 65535], np.uint16), len(where))
 
@@ -77,11 +77,11 @@ class Doomed:
         self._inner = inner
         self._left = k
 
-    def __getattr__(self, name: str) -> Any:  # what is no operation
+    def __getattr__(self, name: str) -> Any:  # not an operation
         return getattr(self._inner, name)
 
     def tick(self) -> bool:
-        """Whether this operation is the last one."""
+        """Count an operation. Returns whether it is the last one."""
         if self._left is not None:
             self._left -= 1
         return self._left == 0
@@ -117,11 +117,11 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-# What the doomed processes do.
+# The doomed processes.
 
 
 def publish_until_killed(store: Doomed, directory: Path, codec: Any, seed: int) -> None:
-    """Go on with the history, every attempt with weights of its own; what is to be published is written down first."""
+    """Continue the history, each attempt with other weights; the ledger lists each version before it is published."""
     random = np.random.default_rng(seed)
     publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, grace=0, codec=codec)
     version = publisher.resume()
@@ -159,7 +159,7 @@ def sync_until_killed(store: Doomed, directory: Path, codec: Any, seed: int) -> 
 
 
 def watch(directory: Path) -> None:
-    """Follow a history for ever; write down where each sync led, as counted, and every error."""
+    """Follow a history for ever; log the recounted digest after each sync, and every error."""
     bits = first_bits(1)
     weights = weights_over(bits)
     subscriber = pulse.Subscriber(directory / "store")
@@ -173,7 +173,7 @@ def watch(directory: Path) -> None:
         else:
             after = pulse.digest(weights)
             if report.route != "none":
-                write_line(directory / SEEN, version=report.version, digest=after, told=report.digest)
+                write_line(directory / SEEN, version=report.version, digest=after, reported=report.digest)
         before = after
 
 
@@ -213,7 +213,7 @@ class Server:
         return self._process.stdout.readline().strip()
 
     def kill_one(self, role: Callable[..., None], directory: Path, codec: str, seed: int) -> None:
-        """Run one process until it is killed; it must not end in another way."""
+        """Run one process until it is killed; it must not end otherwise."""
         random = np.random.default_rng([seed, 7])
         after = float(random.uniform(0, 0.1)) if random.random() < 0.5 else None
         k = int(random.integers(1, 60)) if after is None else None
@@ -235,7 +235,7 @@ def server() -> Iterator[Server]:
 
 
 def whole(store: Path) -> VerifyReport:
-    """Verify a history after a kill: every listed version can be loaded; at most, a prune has not come to its end."""
+    """Verify a history after a kill: every listed version can be loaded; at most, a pruning is unfinished."""
     report = verify(pulse.open_store(store))
     assert not report.bad_versions, report.problems
     assert all(re.fullmatch(r"manifests \d+ to \d+ are missing", problem) for problem in report.problems), report
@@ -243,7 +243,7 @@ def whole(store: Path) -> VerifyReport:
 
 
 def kill_publishers(server: Server, directory: Path, codec: str, kills: int) -> dict[str, int]:
-    """Kill publishers while a subscriber follows; look at all that is left after every kill."""
+    """Kill publishers while a subscriber follows; verify the whole history after every kill."""
     store = directory / "store"
     follower = subprocess.Popen([sys.executable, __file__, "--role", "watch", "--directory", str(directory)])
     published: dict[int, str] = {}
@@ -257,7 +257,7 @@ def kill_publishers(server: Server, directory: Path, codec: str, kills: int) -> 
             interrupted += bool(report.problems) or bool(report.leftovers)
             offered = {(line["version"], line["digest"]) for line in lines(directory / LEDGER)}
             for manifest in pulse.History(store).manifests():
-                # Committed is what one attempt wrote down, whole, and it stays what it was.
+                # Each version is what one attempt offered, whole, and it never changes.
                 assert (manifest.version, manifest.digest) in offered
                 assert published.setdefault(manifest.version, manifest.digest) == manifest.digest
         assert follower.poll() is None, "the following subscriber has ended: see its traceback above"
@@ -273,14 +273,14 @@ def kill_publishers(server: Server, directory: Path, codec: str, kills: int) -> 
     offered = {(line["version"], line["digest"]) for line in lines(directory / LEDGER)} | set(published.items())
     for line in seen:
         if "version" in line:
-            assert line["digest"] == line["told"] == published.get(line["version"], line["digest"])
+            assert line["digest"] == line["reported"] == published.get(line["version"], line["digest"])
             assert (line["version"], line["digest"]) in offered
     syncs = sum("version" in line for line in seen)
     return {"kills": kills, "versions": newest + 1, "remains": interrupted, "syncs": syncs, "errors": len(seen) - syncs}
 
 
 def _undisturbed(store: Path, published: dict[int, str], codec: Any) -> None:
-    """A publisher that nobody kills takes the history up, and retention clears what the dead have left."""
+    """A publisher that nobody kills continues the history, and retention deletes what the killed ones left."""
     publisher = pulse.Publisher(store, anchor_every=ANCHOR_EVERY, retain=RETAIN, grace=0, codec=codec)
     version = publisher.resume()
     assert version is not None
@@ -298,7 +298,7 @@ def _undisturbed(store: Path, published: dict[int, str], codec: Any) -> None:
 def _until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "waited 60 s for the subscriber to come to the newest version"
+        assert time.monotonic() < deadline, "waited 60 s for the subscriber to reach the newest version"
         time.sleep(0.02)
 
 
@@ -325,7 +325,7 @@ def kill_subscribers(server: Server, directory: Path, codec: Any, kills: int) ->
 
 @pytest.mark.parametrize("codec", ["gap", "context"])
 def test_killed_publishers_leave_a_whole_history(server: Server, tmp_path: Path, codec: str) -> None:
-    """Every listed version against what its publisher wrote down; the follower's live weights likewise."""
+    """Every version, and the follower's live weights, against what the publisher offered."""
     found = kill_publishers(server, tmp_path, codec, kills=60)
     assert found["remains"] > 10  # the kills did hit the middle of publish
     assert found["versions"] > 20

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
 from pulse_rl.history.verify import verify
-from pulse_rl.sync import baseline, delivery, encoding, skips
+from pulse_rl.sync import baseline, delivery, encoding, reports, skips, successor
 from pulse_rl.sync import publisher as module
 
-FILES = {part.__file__ for part in (module, baseline, encoding, delivery, skips)}
+FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, reports)}
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:
@@ -59,7 +60,7 @@ def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: py
         sys.settrace(before)
     weights["w"][2] = 1002
     for version in (3, 4):
-        with suppress(StoreError):  # the one that is to be told; after it all must go well
+        with suppress(StoreError):  # of the version that failed; the next one must succeed
             publisher.publish(weights, version=version, background=background)
             publisher.flush()
     follower = {"w": np.zeros(100, np.uint16)}
@@ -79,7 +80,7 @@ def test_interrupted_at_every_line(background: bool, fails: bool, monkeypatch: p
     assert line > 50
 
 
-def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -103,6 +104,33 @@ def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (follower["w"] == weights["w"]).all()
 
 
+def test_a_delivery_that_an_interruption_left_behind_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted right after the thread has started: the next publish builds on the version that it commits."""
+    store = pulse.open_store("memory://")
+    weights = {"w": np.arange(100, dtype=np.uint16)}
+    publisher = pulse.Publisher(store)
+    publisher.publish(weights, version=0)
+    commit = publisher.history.commit
+
+    def slow(manifest: Any) -> None:
+        time.sleep(0.3)
+        commit(manifest)
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    weights["w"][0] = 1000
+    with monkeypatch.context() as patched:
+        patched.setattr(publisher.history, "commit", slow)
+        patched.setattr(module, "_InFlight", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(weights, version=1, background=True)
+    weights["w"][1] = 1001
+    report = publisher.publish(weights, version=2)
+    assert (report.base, report.changes) == (1, 1)
+    assert [manifest.version for manifest in publisher.history.manifests()] == [0, 1, 2]
+
+
 PROGRAM = """
 import sys, time, numpy as np, pulse_rl as pulse
 store = pulse.open_store(sys.argv[1])
@@ -120,7 +148,7 @@ for version in range(1, 5):
 """
 
 
-def test_a_process_that_ends_publishes_what_is_on_its_way(tmp_path: Path) -> None:
+def test_a_process_that_ends_finishes_the_version_in_flight(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False
     )
@@ -154,13 +182,14 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_forked_child_is_told_and_does_not_hang(tmp_path: Path) -> None:
+def test_a_forked_child_gets_an_error_and_does_not_hang(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKED, str(tmp_path / "s")]
     assert subprocess.run(command, timeout=60, check=False).returncode == 7
 
 
-def test_no_number_is_left() -> None:
+def test_no_sequence_number_is_left() -> None:
     store = pulse.open_store("memory://")
     store.put("manifests/999999999999.json", b"x")
-    with pytest.raises(StoreError, match="no name is left"):
+    with pytest.raises(StoreError, match="full") as raised:
         pulse.Publisher(store).publish({"w": np.zeros(3, np.uint16)}, version=0, anchor=True)
+    assert (raised.value.url, raised.value.name) == (store.url, "manifests/999999999999.json")

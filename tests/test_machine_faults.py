@@ -20,7 +20,7 @@ DISK_NBYTES = 4 << 20  # room for 25 anchors
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
+    """A small disk."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "none", str(place)]
@@ -31,7 +31,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, left: int) -> Path:
-    """Fill a disk up to so many blocks of its own; returns the file to be deleted."""
+    """Fill a disk, but for a number of blocks. Returns the file to delete."""
     filler, stat = disk / "filler", os.statvfs(disk)
     filler.write_bytes(bytes((stat.f_bavail - left) * stat.f_frsize))
     return filler
@@ -43,7 +43,7 @@ def cast(trainee: Trainee) -> dict[str, Any]:
 
 
 def test_a_publisher_whose_disk_is_full(disk: Path, trainee: Trainee) -> None:
-    """From no room at all to room for all but the manifest: one StoreError each, the version before, then on."""
+    """From no room at all to room for all but the manifest: each a StoreError that leaves the version before."""
     store = disk / "store"
     publisher = pulse.Publisher(store, anchor_every=1, codec="gap")
     subscriber, live = pulse.Subscriber(store), trainee.empty()
@@ -55,16 +55,16 @@ def test_a_publisher_whose_disk_is_full(disk: Path, trainee: Trainee) -> None:
             publisher.publish(weights, version=1)
         except pulse.StoreError as error:
             failed.append(str(error))
-            # No file but whole ones: what is being written has a name with something after the suffix.
+            # Only whole files: a file that is being written has another suffix.
             assert {file.suffix for file in store.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".zst"}
             assert subscriber.sync(live).version == 0
             assert subscriber.verify(live) == first
         filler.unlink()
-    said = [
+    matches = [
         re.fullmatch(f"cannot write ([a-z]+)/.* in {store.as_uri()}: .*No space left on device.*", e) for e in failed
     ]
-    # A trail goes with its patch, whose error comes first.
-    assert {match and match[1] for match in said} - {"trails"} == {"patches", "anchors", "manifests"}
+    # A trail is put together with its patch, whose error is raised.
+    assert {match and match[1] for match in matches} - {"trails"} == {"patches", "anchors", "manifests"}
     assert subscriber.sync(live).digest == pulse.digest(weights) == subscriber.verify(live)
     assert verify(store).problems == ()
 
@@ -98,7 +98,7 @@ YEAR_S = 365.25 * 86400
 def test_clocks_that_are_wrong(tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer's clock jumps by years, both ways, before 1970 too, and so do the times of the store's files.
 
-    Followers, late-comers, a second trainer, retention and verify go by numbers alone.
+    Followers, late-comers, a second trainer, retention and verify use sequence numbers only.
     """
     now, years = time.time(), [0, 30, -30, 1000, -80, 0]
     store, created = tmp_path / "store", []
@@ -112,7 +112,9 @@ def test_clocks_that_are_wrong(tmp_path: Path, trainee: Trainee, monkeypatch: py
         weights = cast(trainee)
         report = publisher.publish(weights, version=version)
         created.append(publisher.history.read(version).created - clock)
-        for file in filter(Path.is_file, store.rglob("*")):  # the clock of the disk's machine, the other way round
+        for file in filter(
+            Path.is_file, store.rglob("*")
+        ):  # the clock of the disk's machine, wrong in the opposite direction
             os.utime(file, (now - YEAR_S * version, now - YEAR_S * version))
         assert report.digest == pulse.digest(weights)
         late, fresh = pulse.Subscriber(store), trainee.empty()

@@ -1,4 +1,4 @@
-"""Publisher and subscriber over a real store: same bits, the truth about versions, and recovery."""
+"""Publisher and subscriber over a real store: the same bits, versions that are proved, and recovery."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from pulse_rl.store.base import Store
 
 
 def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What should arrive: PyTorch's own cast, all at once."""
+    """What should arrive: PyTorch's own cast of whole tensors."""
     return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
 
 
@@ -127,7 +127,7 @@ def test_restarted_publisher_goes_on(store: Store, trainee: Trainee) -> None:
     for version in range(6):
         first.publish(trainee.step(), version=version)
     second = pulse.Publisher(store, anchor_every=4, cast="bfloat16")
-    with pytest.raises(ValueError, match="expected more than 5, the newest one, found 5"):
+    with pytest.raises(ValueError, match="version: expected more than 5.*found 5"):
         second.publish(trainee.step(), version=5)
     report = second.publish(trainee.step(), version=6)
     assert report.base == 5
@@ -141,8 +141,9 @@ def test_second_publisher_gets_a_clear_error(store: Store, trainee: Trainee) -> 
     first.publish(trainee.step(), version=0)
     second = pulse.Publisher(store, cast="bfloat16")
     second.publish(trainee.step(), version=1)
-    with pytest.raises(pulse.StoreError, match="another publisher .* has changed"):
+    with pytest.raises(pulse.StoreError, match="another publisher") as raised:
         first.publish(trainee.step(), version=2)
+    assert raised.value.url == store.url
     assert [m.version for m in second.history.manifests()] == [0, 1]
 
 
@@ -158,8 +159,9 @@ def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monk
         return put(*arguments)
 
     monkeypatch.setattr(first._delivery, "_put_objects", overtaken)
-    with pytest.raises(pulse.StoreError, match="has committed version 1"):
+    with pytest.raises(pulse.StoreError, match="another publisher .* version 1") as raised:
         first.publish(trainee.step(), version=2)
+    assert (raised.value.url, raised.value.name) == (store.url, manifest_name(1))
     assert [m.version for m in pulse.History(store).manifests()] == [0, 1]
 
 
@@ -169,7 +171,7 @@ def test_resume_says_why_it_cannot(tmp_path: Path, trainee: Trainee) -> None:
         publisher.publish(trainee.step(), version=version)
     patch = tmp_path / publisher.history.manifests()[1].patch.name  # type: ignore[union-attr]
     patch.write_bytes(patch.read_bytes()[:-1])
-    with pytest.raises(pulse.IntegrityError, match="is corrupt: expected"):
+    with pytest.raises(pulse.IntegrityError, match=patch.name):
         pulse.Publisher(tmp_path, cast="bfloat16").publish(trainee.step(), version=3)
 
 
@@ -177,8 +179,9 @@ def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee:
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)
     other = {**trainee.weights, "a": torch.zeros(2, 2), "new": torch.zeros(1)}
-    with pytest.raises(pulse.BaseMismatchError, match=r"1 unexpected: new; 1 reshaped or retyped: a \(BF16"):
+    with pytest.raises(pulse.BaseMismatchError, match=r"new.* a \(BF16") as raised:
         publisher.publish(other, version=1)
+    assert (raised.value.missing, raised.value.unexpected, raised.value.reshaped) == ((), ("new",), ("a",))
     assert publisher.publish(trainee.step(), version=1).base == 0
 
 
@@ -192,15 +195,15 @@ def test_cast_is_a_dtype_or_its_name(store: Store, trainee: Trainee, dtype: Any)
 
 @pytest.mark.parametrize("dtype", ["bf16", "", torch.int32, "int8", 16])
 def test_no_such_cast(store: Store, trainee: Trainee, dtype: Any) -> None:
-    with pytest.raises(ValueError, match="cast: expected a floating-point dtype"):
+    with pytest.raises(ValueError, match="cast"):
         pulse.Publisher(store, cast=dtype)
-    with pytest.raises(ValueError, match="cast: expected a floating-point dtype"):
+    with pytest.raises(ValueError, match="cast"):
         pulse.Publisher(store).publish(trainee.weights, version=0, cast=dtype)
     assert pulse.Subscriber(store).latest() is None
 
 
 class Flaky:
-    """A store whose writes fail when told to, before or after they take effect."""
+    """A store whose writes fail on request, before or after they take effect."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -215,7 +218,7 @@ class Flaky:
             raise pulse.StoreError(f"cannot write {name}")
         self._inner.put(name, data, mode=mode)
         if when == "after":
-            raise pulse.StoreError(f"no answer for {name}")
+            raise pulse.StoreError(f"no response for {name}")
 
 
 @pytest.mark.parametrize("prefix", ["patches/", "anchors/", "manifests/"])
@@ -237,7 +240,7 @@ def test_failed_publish_changes_nothing_and_can_be_repeated(trainee: Trainee, pr
     assert same_bits(live, cast(trainee.weights))
 
 
-def test_commit_whose_answer_is_lost_counts(trainee: Trainee) -> None:
+def test_a_commit_whose_response_is_lost_counts(trainee: Trainee) -> None:
     flaky = Flaky(pulse.open_store("memory://"))
     publisher = pulse.Publisher(flaky, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)
@@ -254,7 +257,7 @@ def _history(path: Path, trainee: Trainee, versions: int, **options: Any) -> pul
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damaged_patch_is_routed_around_over_an_anchor(tmp_path: Path, trainee: Trainee, damage: str) -> None:
+def test_a_damaged_patch_is_avoided_by_loading_an_anchor(tmp_path: Path, trainee: Trainee, damage: str) -> None:
     publisher = _history(tmp_path, trainee, 1, anchor_every=3)
     subscriber, live = pulse.Subscriber(tmp_path), trainee.empty()
     subscriber.sync(live)
@@ -271,7 +274,7 @@ def test_damaged_patch_is_routed_around_over_an_anchor(tmp_path: Path, trainee: 
     assert same_bits(live, cast(trainee.weights))
 
 
-def test_no_way_left_keeps_the_old_version(tmp_path: Path, trainee: Trainee) -> None:
+def test_without_a_route_the_old_version_stays(tmp_path: Path, trainee: Trainee) -> None:
     publisher = _history(tmp_path, trainee, 1)
     subscriber, live = pulse.Subscriber(tmp_path), trainee.empty()
     subscriber.sync(live)
@@ -298,14 +301,16 @@ def test_damaged_anchor_touches_nothing(tmp_path: Path, trainee: Trainee) -> Non
     assert same_bits(live, trainee.empty())
 
 
-def test_weights_changed_behind_its_back(store: Store, trainee: Trainee) -> None:
+def test_weights_that_something_else_wrote_to(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     subscriber.sync(live)
     live["b.scale"][3] = 7
-    with pytest.raises(pulse.IntegrityError, match="something other than this subscriber"):
+    digest = subscriber.digest
+    with pytest.raises(pulse.IntegrityError, match="something other") as raised:
         subscriber.verify(live)
+    assert (raised.value.expected, raised.value.found) == (digest, pulse.digest(live))
     assert subscriber.version is None
     assert subscriber.sync(live).route == "anchor"
     assert same_bits(live, cast(trainee.weights))
@@ -333,7 +338,7 @@ def test_verify_live_finds_and_repairs_what_no_patch_touches(store: Store, train
     report = careful.sync(live)
     assert (report.version, report.previous, report.route) == (1, None, "anchor")
     assert report.recovered
-    assert "something other than this subscriber has written to them" in report.recovered
+    assert "something other" in report.recovered
     assert same_bits(live, cast(trainee.weights))
     assert pulse.digest(live) == careful.digest == published.digest
     # Found with nothing new in the store, too; and untouched weights are left alone.
@@ -343,7 +348,7 @@ def test_verify_live_finds_and_repairs_what_no_patch_touches(store: Store, train
     assert (careful.sync(live).route, careful.sync(live).recovered) == ("none", None)
 
 
-def test_verify_live_recounts_every_so_many_syncs(store: Store, trainee: Trainee) -> None:
+def test_verify_live_recounts_before_every_nth_sync(store: Store, trainee: Trainee) -> None:
     pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=0)
     subscriber, live = pulse.Subscriber(store, verify_live=3), trainee.empty()
     subscriber.sync(live)
@@ -351,7 +356,7 @@ def test_verify_live_recounts_every_so_many_syncs(store: Store, trainee: Trainee
     assert [bool(subscriber.sync(live).recovered) for _ in range(5)] == [False, True, False, False, False]
     assert same_bits(live, cast(trainee.weights))
     for wrong in (-1, 0.5, "always"):
-        with pytest.raises(ValueError, match=f"verify_live: expected True, False or a number of syncs, found {wrong}"):
+        with pytest.raises(ValueError, match=f"verify_live: .* found {wrong}"):
             pulse.Subscriber(store, verify_live=wrong)  # type: ignore[arg-type]
 
 
@@ -364,14 +369,14 @@ def test_altered_weights_that_cannot_be_repaired_have_no_version(tmp_path: Path,
     anchor.rename(tmp_path / "away")
     with pytest.raises(pulse.StoreError, match="is missing") as raised:
         subscriber.sync(live)
-    assert "the live weights have digest" in " ".join(raised.value.__notes__)
+    assert "something other" in " ".join(raised.value.__notes__)
     assert subscriber.version is None
     (tmp_path / "away").rename(anchor)
     assert subscriber.sync(live).version == 0
     assert same_bits(live, cast(trainee.weights))
 
 
-def test_another_version_put_into_the_weights_is_taken_for_what_it_is(store: Store, trainee: Trainee) -> None:
+def test_another_version_put_into_the_weights_is_recognised(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     subscriber, live = pulse.Subscriber(store, verify_live=True), trainee.empty()
     publisher.publish(trainee.step(), version=0)
@@ -392,15 +397,15 @@ def test_a_tied_copy_that_differs_is_found_and_repaired(store: Store) -> None:
     subscriber, live = pulse.Subscriber(store), {"embed": torch.zeros_like(weight), "head": torch.zeros_like(weight)}
     subscriber.sync(live)
     live["head"][0] = 9
-    with pytest.raises(pulse.IntegrityError, match="a tensor tied to 'embed' differs"):
+    with pytest.raises(pulse.IntegrityError, match="'embed'"):
         subscriber.verify(live)
     assert subscriber.version is None
     assert subscriber.sync(live).version == 0
     assert torch.equal(live["head"], weight)
 
 
-def test_a_manifest_that_was_read_wrong_once_is_read_anew(trainee: Trainee) -> None:
-    """Another digest on the way: that sync fails, the next one does not."""
+def test_a_manifest_that_was_read_wrong_once_is_read_again(trainee: Trainee) -> None:
+    """The network changes a digest once: that sync fails, the next one does not."""
     inner = pulse.open_store("memory://")
     pulse.Publisher(inner, cast="bfloat16").publish(trainee.step(), version=0)
 
@@ -414,7 +419,7 @@ def test_a_manifest_that_was_read_wrong_once_is_read_anew(trainee: Trainee) -> N
 
     passed = False
     subscriber, live = pulse.Subscriber(Flips(inner)), trainee.empty()
-    with pytest.raises(pulse.IntegrityError, match="should have digest 0000000000000001"):
+    with pytest.raises(pulse.IntegrityError, match="0000000000000001"):
         subscriber.sync(live)
     passed = True
     assert subscriber.sync(live).version == 0
@@ -431,11 +436,11 @@ def test_interrupted_write_ends_in_the_new_version(
     publisher.publish(trainee.step(), version=1)
     write, calls = Application._write_unit, []
 
-    def interrupted(self: Application, number: int) -> None:
-        calls.append(number)
+    def interrupted(self: Application, unit: Any) -> None:
+        calls.append(unit)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        write(self, number)
+        write(self, unit)
 
     monkeypatch.setattr(Application, "_write_unit", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -450,8 +455,9 @@ def test_model_of_another_shape_is_refused(store: Store, trainee: Trainee) -> No
     pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=0)
     other = trainee.empty()
     other["a"] = torch.zeros(3, 3, dtype=torch.bfloat16)
-    with pytest.raises(pulse.BaseMismatchError, match=r"a \(BF16 \[300, 257\] → BF16 \[3, 3\]\)"):
+    with pytest.raises(pulse.BaseMismatchError, match=r"a \(BF16 \[300, 257\] → BF16 \[3, 3\]\)") as raised:
         pulse.Subscriber(store).sync(other)
+    assert raised.value.reshaped == ("a",)
     assert not other["a"].any()
 
 
@@ -459,24 +465,26 @@ def test_weights_that_share_memory_do_not_take_a_version_that_holds_them_apart(s
     published = {"a": torch.arange(5), "b": torch.arange(5) + 1}
     pulse.Publisher(store).publish(published, version=0)
     one = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(pulse.BaseMismatchError, match="'a' and 'b' share memory"):
+    with pytest.raises(pulse.BaseMismatchError, match="'a' and 'b'"):
         pulse.Subscriber(store).sync({"a": one, "b": one})
     assert not one.any()
 
 
 def test_wait_and_missing_versions(store: Store, trainee: Trainee) -> None:
     subscriber = pulse.Subscriber(store)
-    with pytest.raises(pulse.VersionNotFoundError, match="holds no version yet"):
+    with pytest.raises(pulse.VersionNotFoundError) as missing:
         subscriber.sync(trainee.empty())
-    with pytest.raises(TimeoutError, match="the newest is none yet"):
+    assert (missing.value.url, missing.value.version) == (store.url, None)
+    with pytest.raises(TimeoutError, match="none yet"):
         subscriber.wait(0, timeout=0.1)
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=4)
     assert subscriber.wait(3, timeout=0) == 4
     with pytest.raises(TimeoutError, match="the newest is 4"):
         subscriber.wait(5, timeout=0.1)
-    with pytest.raises(pulse.VersionNotFoundError, match="no version 3 .* holds versions 4 to 4"):
+    with pytest.raises(pulse.VersionNotFoundError, match="versions 4 to 4") as missing:
         subscriber.sync(trainee.empty(), version=3)
+    assert (missing.value.url, missing.value.version) == (store.url, 3)
 
 
 def test_retention_keeps_every_listed_version_reachable(store: Store, trainee: Trainee) -> None:
@@ -500,7 +508,7 @@ def test_retention_keeps_every_listed_version_reachable(store: Store, trainee: T
 
 
 def test_route_takes_the_fewest_bytes(store: Store) -> None:
-    """Patches that are together larger than an anchor are not walked."""
+    """Patches that are together larger than an anchor are not read."""
     random = np.random.default_rng(0)
     publisher = pulse.Publisher(store, anchor_every=4)
     live = {"w": np.zeros(10_000, np.uint16)}
@@ -516,7 +524,7 @@ def test_route_takes_the_fewest_bytes(store: Store) -> None:
 
 
 def reseal(store: Store, sequence: int, change: dict[str, Any]) -> None:
-    """Change a manifest, and make its hash that of the change."""
+    """Change a manifest, and its hash with it."""
     name = manifest_name(sequence)
     document = json.loads(bytes(store.get(name))) | change
     del document["blake3"]
@@ -527,12 +535,12 @@ def reseal(store: Store, sequence: int, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "expected pulse-rl/history version 2"),
-        ({"format_version": 1}, "found pulse-rl/history version 1"),
-        ({"sequence": 7}, "it says it is number 7"),
+        ({"format": "other"}, "pulse-rl/history version 2"),
+        ({"format_version": 1}, "pulse-rl/history version 1"),
+        ({"sequence": 7}, "number 7"),
         ({"digest": "xyz"}, "is not a manifest"),
         ({"version": -1}, "is not a manifest"),
-        ({"anchor_sequence": 5}, "it says it is number 0"),
+        ({"anchor_sequence": 5}, "number 0"),
         ({"anchor": []}, "contradict"),
         ({"tied": {"ids": "nothing"}}, "ties 'ids' to 'nothing'"),
         ({"anchor": [{"name": "anchors/../../etc/passwd", "nbytes": 1, "blake3": "0" * 64}]}, "impossible object"),
@@ -545,7 +553,7 @@ def test_hostile_manifests(store: Store, trainee: Trainee, change: dict[str, Any
         pulse.Subscriber(store).sync(trainee.empty())
 
 
-def test_a_manifest_that_sends_its_reader_to_the_wrong_anchor(store: Store, trainee: Trainee) -> None:
+def test_a_manifest_that_names_a_version_without_an_anchor(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     for version in range(3):
         publisher.publish(trainee.step(), version=version)

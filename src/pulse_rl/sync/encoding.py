@@ -1,6 +1,6 @@
 """A new version as a patch against the baseline: encoded, decoded again and proved, by the codec that is chosen.
 
-Nothing is written here, neither to the baseline nor to a store.
+A version without a patch is copied whole. Nothing is written here, neither to the baseline nor to a store.
 """
 
 import time
@@ -13,6 +13,7 @@ from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.encode import encode as encode_patch
 from pulse_rl.patch.targets import resolve
 from pulse_rl.sync.baseline import Baseline
+from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
 
@@ -80,3 +81,12 @@ class Encoder:
             trial = Trial(encoded.header.codec, len(encoded.data), encoded.encode_s, decode_s)
             candidates[trial] = (application, encoded)
         return candidates
+
+
+def copy_whole(tensors: Layout) -> tuple[Layout, Encoded]:
+    """A copy of all bits, and their digest, for a version that is an anchor only."""
+    start = time.perf_counter()
+    copy = tensors.clone()
+    copied = time.perf_counter()
+    digest = digests.to_hex(digests.state_digest(copy))
+    return copy, Encoded(digest, None, None, copied - start, time.perf_counter() - copied, 0.0)

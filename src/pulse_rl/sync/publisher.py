@@ -40,10 +40,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.errors import BaseMismatchError, StoreError
+from pulse_rl.errors import StoreError
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import FORMAT, FORMAT_VERSION, MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
 from pulse_rl.history.prune import GRACE_S, Retention
 from pulse_rl.history.restore import Effort, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
@@ -52,11 +52,11 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
-from pulse_rl.sync.encoding import Encoded, Encoder
+from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.reports import PublishReport, publish_report
-from pulse_rl.weights import digests
+from pulse_rl.sync.successor import check_successor, new_manifest
 from pulse_rl.weights.casts import cast_name
-from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.layout import layout
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ class Publisher:
     def bandwidth(self, value: float | str | None) -> None:
         bits = value
         if isinstance(bits, str):
-            bits = units.parse(bits.removesuffix("/s"), units.BANDWIDTHS, "bandwidth")
+            bits = units.parse_bandwidth(bits, "bandwidth")
         if bits is not None and not (isinstance(bits, int | float) and bits > 0):
             raise ValueError(f"bandwidth: expected more than 0 bits per second, found {value!r}")
         self._bandwidth = bits
@@ -233,17 +233,18 @@ class Publisher:
         sequence, head = self._next_place(anchor)
         base, tensors = self._newest_baseline(), layout(weights, cast)
         if head is not None:
-            _check_successor(head, base, tensors, version)
+            check_successor(head, base, tensors, version)
         files = model_config(weights, cast) | dict(assets or {})
         if head is None or base is None:
-            tensors, encoded = _copy(tensors)
-            manifest = self._manifest(sequence, head, tensors, version, encoded, anchor)
+            tensors, encoded = copy_whole(tensors)
+            manifest = new_manifest(sequence, version, encoded.digest, tensors, head, self._token, anchor=True)
             move = Move(Baseline(tensors, manifest), None, None)
         else:
             bandwidth = self._bandwidth or self._delivery.measured_bandwidth
             application, encoded = self._encoder.encode(base, tensors, version, bandwidth)
             self.flush()  # the version before must be committed before this one builds on it
-            manifest = self._manifest(sequence, head, tensors, version, encoded, anchor)
+            anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
+            manifest = new_manifest(sequence, version, encoded.digest, tensors, head, self._token, anchor=anchor)
             move = self._move(application, manifest)
         upcoming = Upcoming(move, encoded.patch, files)
         if background:
@@ -373,29 +374,6 @@ class Publisher:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _manifest(
-        self, sequence: int, head: Manifest | None, tensors: Layout, version: int, encoded: Encoded, anchor: bool
-    ) -> Manifest:
-        """All of a new version's manifest but its objects."""
-        due = anchor or head is None or encoded.patch is None or sequence - head.anchor_sequence >= self._anchor_every
-        return Manifest(
-            format=FORMAT,
-            format_version=FORMAT_VERSION,
-            sequence=sequence,
-            version=version,
-            digest=encoded.digest,
-            elements=tensors.elements,
-            full_nbytes=tensors.nbytes,
-            tied=tensors.tied,
-            patch=None,
-            anchor=(),
-            anchor_sequence=sequence if due or head is None else head.anchor_sequence,
-            anchor_number=0 if head is None else head.anchor_number + due,
-            trail=None,
-            publisher=self._token,
-            created=time.time(),
-        )
-
 
 class _InFlight(NamedTuple):
     """A version that is put in the background."""
@@ -404,32 +382,3 @@ class _InFlight(NamedTuple):
     upcoming: Upcoming
     encoded: Encoded
     start: float
-
-
-def _copy(tensors: Layout) -> tuple[Layout, Encoded]:
-    """A version that is an anchor only: a copy of its bits, counted."""
-    start = time.perf_counter()
-    copied = tensors.clone()
-    copied_at = time.perf_counter()
-    digest = digests.to_hex(digests.state_digest(copied))
-    return copied, Encoded(digest, None, None, copied_at - start, time.perf_counter() - copied_at, 0.0)
-
-
-def _check_successor(head: Manifest, base: Baseline | None, tensors: Layout, version: int) -> None:
-    """Raise ValueError or BaseMismatchError unless these tensors can be the version after `head`."""
-    if version <= head.version:
-        raise ValueError(f"version: expected more than {head.version}, the newest one, found {version}")
-    what = f"version {head.version} and version {version}"
-    if base is not None:
-        compare_layouts(base.tensors.all_names(), tensors.all_names(), what)
-    elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
-        raise BaseMismatchError(
-            f"{what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
-            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast"
-        )
-    if head.tied != tensors.tied:
-        raise BaseMismatchError(
-            f"{what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}",
-            missing=sorted(head.tied.keys() - tensors.tied.keys()),
-            unexpected=sorted(tensors.tied.keys() - head.tied.keys()),
-        )

@@ -17,15 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
-from pulse_rl.history.heartbeat import Heart, Heartbeat, sentence
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import Effort, add_recovery_hint, follow, restore, scratch
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
 from pulse_rl.patch.apply import finish_despite_interrupt
-from pulse_rl.patch.targets import live_digest, resolve
+from pulse_rl.patch.targets import live_digest, resolve, shared_memory
 from pulse_rl.store.base import Store
 from pulse_rl.sync.reports import Route, SyncReport, sync_report
 from pulse_rl.weights import digests
@@ -237,7 +237,7 @@ class Subscriber:
                 version=held.version if held else None,
                 sequence=held.sequence if held else None,
                 lag=max(0, self._newest - held.sequence) if held else None,
-                error=sentence(error) if error else None,
+                error=one_line(error, MAX_ERROR) if error else None,
                 sync_s=time.perf_counter() - start,
                 fetched_nbytes=report.fetched_nbytes if report else None,
             )
@@ -370,16 +370,15 @@ def _by_name(live: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
 
 def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
     """Raise BaseMismatchError if two tensors are one in the live weights, but differ in the version."""
-    names: dict[object, str] = {}
-    for name, copies in targets.items():
-        for copy in copies:
-            other = names.setdefault(copy.storage, name) if copy.size else name
-            ranges = segments(copy.size)
-            if other != name and any((source[other].read(*at) != source[name].read(*at)).any() for at in ranges):
-                raise BaseMismatchError(
-                    f"tensors {other!r} and {name!r} share memory in these weights, but the version holds different "
-                    "bits for them: expected weights in which they are not tied"
-                )
+    names = list(targets)
+    for pair in shared_memory(targets.values()):
+        one, other = (names[place] for place in pair)
+        ranges = segments(source[one].size)
+        if any((source[one].read(*at) != source[other].read(*at)).any() for at in ranges):
+            raise BaseMismatchError(
+                f"tensors {one!r} and {other!r} share memory in these weights, but the version holds different bits "
+                "for them: expected weights in which they are not tied"
+            )
 
 
 def _write_all(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
