@@ -1,8 +1,8 @@
 """Seeded mutations of everything that comes over the network, at every layer, mostly with the hashes made right again.
 
 A patch is taken apart as docs/format.md describes it, not by the library's reader: metadata, table, index, payload,
-zstd frames. One layer is changed, the layers around it are put together again, and in most cases the lengths, counts
-and hashes that speak of it are brought in line, so that the change meets the checks behind them and not the hash alone.
+zstd frames. One layer is changed and the layers around it are put together again. In most cases the lengths, counts and
+hashes that depend on it are adapted, so that the change reaches the checks behind them and not the hash alone.
 Every function takes the random numbers it draws from, so a seed gives the same mutation on every machine.
 """
 
@@ -21,7 +21,7 @@ from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.patch.format import MAX_BLOCK_NBYTES, MAX_TABLE_NBYTES
 
 SEGMENT = 1 << 20
-# Written out after the rest of a document: what json.dumps refuses or would recurse into.
+# Filled in after the rest of a document is written: content that json.dumps refuses or would recurse into.
 _PLACEHOLDERS = {b'"@deep"': b"[" * 20_000 + b"]" * 20_000, b'"@digits"': b"9" * 5_000, b'"@nan"': b"NaN"}
 EXTREMES: list[Any] = [
     *(0, -1, 1, 255, 2**31, 2**32 - 1, 2**32, 2**41, 2**41 + 1, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400),
@@ -66,7 +66,7 @@ def mutated_bytes(random: Random, data: bytes, donor: bytes = b"") -> bytes:
 
 
 def mutated_number(random: Random, number: int) -> int:
-    """A number beside it, or one at the edge of some width."""
+    """A number next to it, or one at the edge of some width."""
     edges = [n for n in EXTREMES if isinstance(n, int) and not isinstance(n, bool)]
     return random.choice([number + 1, number - 1, number * 2, number ^ (1 << random.randrange(64)), *edges])
 
@@ -178,7 +178,7 @@ def mutated_patch(random: Random, patch: bytes, donor: bytes) -> bytes:
 
 
 def resealed(metadata: dict[str, Any], streams: dict[str, bytes]) -> bytes:
-    """A patch with the right hash, also where its metadata are no text."""
+    """A patch with the right hash, if its metadata are text."""
     text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     lines = "".join(f"{key}={value}\n" for key, value in sorted(text.items()) if key != "blake3")
     if "\ud800" in lines or "@" in lines or text != metadata:
@@ -235,7 +235,7 @@ def _changed_words(random: Random, data: bytes) -> bytes:
 
 
 def _fit(random: Random, metadata: dict[str, str], streams: dict[str, bytes]) -> None:
-    """Bring the totals in line with a changed table, and half of the time the index too, where it is a table."""
+    """Adapt the totals to a changed table, and half of the time the index too."""
     try:
         tensors = [
             (dtype, int(np.prod([int(n) for n in shape], dtype=object)))
@@ -259,7 +259,7 @@ def _fit(random: Random, metadata: dict[str, str], streams: dict[str, bytes]) ->
 
 
 def _count(metadata: dict[str, str], streams: dict[str, bytes]) -> None:
-    """Bring the total of changes in line with the index."""
+    """Adapt the total of changes to the index."""
     try:
         words = np.frombuffer(decompressed(streams["index"]), "<u4")
     except (zstandard.ZstdError, ValueError):
@@ -268,7 +268,7 @@ def _count(metadata: dict[str, str], streams: dict[str, bytes]) -> None:
 
 
 def _lengthen(metadata: dict[str, str], streams: dict[str, bytes], by: int) -> None:
-    """Bring the bytes of the last block in line with a payload that was made longer or shorter."""
+    """Adapt the last block's number of bytes to a payload that was made longer or shorter."""
     words = np.frombuffer(decompressed(streams["index"]), "<u4").astype(object)
     if int(metadata["blocks"]):
         place = 2 * int(metadata["blocks"]) - 1
@@ -291,7 +291,7 @@ def _change_gap_frame(random: Random, metadata: dict[str, str], streams: dict[st
 
 
 def _changed_gaps(random: Random, data: bytes) -> bytes:
-    """u16 words, of which one is now another, the escape, or a short gap written the long way."""
+    """u16 words, one of them replaced by another, by the escape, or by a short gap in the form for long ones."""
     words = list(np.frombuffer(data, "<u2").tolist())
     if not words or random.random() < 0.2:
         return mutated_bytes(random, data)
@@ -312,7 +312,7 @@ def bomb(random: Random, patch: bytes, kind: str) -> bytes:
         table = '{"tensors":[' + ",".join(f'["{name}","U8",[]]' for name in names) + '],"tied":{}}'
         streams["table"] = compress(table.encode())
         metadata["elements"] = metadata["full_nbytes"] = str(count)
-    elif kind == "elements":  # one tensor of as many as may be, and an index of its segments
+    elif kind == "elements":  # one tensor with the most elements or more, and an index of its segments
         size = 1 << random.choice([39, 40, 41, 42])
         streams["table"] = compress(dumps({"tensors": [["a", "U8", [size]]], "tied": {}}))
         segments, metadata["blocks"] = min(size // SEGMENT, 1 << 21), "1"
@@ -351,7 +351,7 @@ def members(manifest: bytes) -> tuple[dict[str, Any], str | None]:
 
 
 def mutated_manifest(random: Random, manifest: bytes, donor: bytes) -> bytes:
-    """A manifest of which one member or some bytes are changed; mostly sealed anew, never with a right signature."""
+    """A manifest of which one member or some bytes are changed; its hash is mostly right, its signature never."""
     kind = random.randrange(10)
     if kind == 0:
         return mutated_bytes(random, manifest, donor)

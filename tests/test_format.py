@@ -309,7 +309,7 @@ GOLDEN = pytest.mark.parametrize("golden", [CONTEXT_BF16, CONTEXT_MIXED], ids=["
 
 @GOLDEN
 def test_the_context_codec_makes_the_pinned_block(golden: str) -> None:
-    """The writer's payload, byte for byte. Another way to learn models may change it; what follows must still hold."""
+    """The writer's payload, byte for byte. Other models may change it; the readers below must still read it."""
     patch = pulse.diff(*context_states(golden), codec="context")
     assert take_apart(patch)[1]["payload"].hex() == "".join(golden.split())
 

@@ -1,4 +1,4 @@
-"""Hostile patches and histories: 2,000 of what `make fuzz-history` makes 100,000 of; and whether that would tell."""
+"""Hostile patches and histories: 2,000 cases of the 100,000 that `make fuzz-history` runs; and tests of the fuzzer."""
 
 import subprocess
 import sys
@@ -24,8 +24,8 @@ def test_two_thousand_mutations_end_in_our_own_errors_or_in_proved_weights() -> 
     outcomes, findings, _ = fuzz_history.run(seed=1, cases=2000, processes=2)
     assert findings == []
     assert sum(outcomes.values()) == 2000
-    # Mutations must get as far as this for the others to mean anything.
-    told = (
+    # Unless mutations get as far as this, the other outcomes mean nothing.
+    required = (
         "patch accepted",
         "patch forged",
         "manifest accepted",
@@ -33,11 +33,11 @@ def test_two_thousand_mutations_end_in_our_own_errors_or_in_proved_weights() -> 
         "trails around",
         "anchors around",
     )
-    assert [outcome for outcome in told if not outcomes[outcome]] == []
+    assert [outcome for outcome in required if not outcomes[outcome]] == []
 
 
 def test_a_few_kilobytes_cannot_take_more_memory_than_the_limits_say() -> None:
-    """What a child with a limit on its memory says of patches that decompress to as much as may be, or more."""
+    """A child process with limited memory refuses patches that decompress to the limits, or to more."""
     program = (
         "from random import Random; import fuzz_history, history_world, mutations\n"
         "subject = history_world.patches()[3]\n"
@@ -46,16 +46,16 @@ def test_a_few_kilobytes_cannot_take_more_memory_than_the_limits_say() -> None:
         "    with fuzz_history.bounded(fuzz_history.SECONDS, fuzz_history.ALLOWED):\n"
         "        print(kind, fuzz_history.apply_patch(subject, bomb)[0], sep=': ')"
     )
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    assert told.returncode == 0, told.stderr
-    lines = told.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert [line.partition(": refused: ")[0] for line in lines] == list(mutations.BOMBS)
 
 
 def test_a_patch_that_ties_what_the_history_does_not_is_refused() -> None:
-    """Hashes and digests are right, and two equal tensors are called one: both would be written and one counted."""
+    """Hashes and digests are right, but two equal tensors are listed as one: both would be written and one counted."""
     store = pulse.open_store("memory://")
     weights = {"a": np.ones(1000, np.uint16), "b": np.ones(1000, np.uint16)}
     publisher, subscriber = pulse.Publisher(store, codec="gap"), pulse.Subscriber(store)
@@ -72,7 +72,7 @@ def test_a_patch_that_ties_what_the_history_does_not_is_refused() -> None:
     patch = seal(metadata | {"elements": "1000", "full_nbytes": "2000"}, streams)
     store.put(document["patch"]["name"], patch)
     document["patch"] |= {"nbytes": len(patch), "blake3": blake3(patch).hexdigest()}
-    for tied in ({}, {"b": "a"}):  # as the manifest says too, or does not
+    for tied in ({}, {"b": "a"}):  # the manifest denies the tie, or agrees
         store.put(name, mutations.sealed_manifest(document | {"tied": tied}))
         with pytest.raises(pulse.PulseError):
             subscriber.sync(live)
@@ -87,8 +87,8 @@ def test_a_case_is_the_same_when_it_is_run_again() -> None:
     assert len(set(first)) > 40
 
 
-def test_a_library_that_does_not_prove_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same check on an `apply` that writes whatever a patch decodes to."""
+def test_the_fuzzer_notices_a_library_that_does_not_prove(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fuzzer's check, run on an `apply` that writes whatever a patch decodes to."""
     prove = Application.prove
 
     def careless(self: Any, base_digest: int) -> None:
@@ -105,7 +105,7 @@ def test_a_library_that_does_not_prove_is_found_out(monkeypatch: pytest.MonkeyPa
         fuzz_history.apply_patch(subject, seal(metadata, streams))
 
 
-def test_what_takes_too_long_or_too_much_is_found_out() -> None:
+def test_the_fuzzer_notices_too_much_time_or_memory() -> None:
     program = (
         "import fuzz_history, numpy\n"
         "for seconds, nbytes in ((0.2, 1 << 30), (60, 1 << 24)):\n"
@@ -115,7 +115,7 @@ def test_what_takes_too_long_or_too_much_is_found_out() -> None:
         "            numpy.zeros(1 << 26, 'u1')\n"
         "    except (fuzz_history.Wrong, MemoryError) as error: print(type(error).__name__)"
     )
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["Wrong", "MemoryError"]
+    assert done.stdout.split() == ["Wrong", "MemoryError"]

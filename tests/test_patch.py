@@ -348,7 +348,7 @@ def test_tied_copies_that_differ_are_no_base() -> None:
 
 
 def test_weights_that_share_memory_do_not_take_a_patch_that_untied_them() -> None:
-    """Both names cannot have their bits in one memory: nothing may be written, and no success reported."""
+    """One memory cannot hold the different bits of two names: nothing is written, and the failure is reported."""
     first = Tied(tie=True)
     untied = model_of(first, tie=False)
     with torch.no_grad():

@@ -14,7 +14,7 @@ def map_file(path: Path, *, writable: bool = False) -> memoryview:
 
 
 def map_open_file(file: BinaryIO, *, writable: bool = False) -> memoryview:
-    """Map an open file into memory; it may be closed and deleted afterwards."""
+    """Map an open file into memory; the file can be closed and deleted afterwards."""
     if os.fstat(file.fileno()).st_size == 0:
         return memoryview(b"")
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))

@@ -18,7 +18,7 @@ def decode_json(data: bytes | bytearray | memoryview, kind: type[T], what: str) 
     """Decode a JSON document of untrusted bytes.
 
     kind: the type that it must have. what: a name for the document, which the error begins with.
-    Raises FormatError if it is no JSON, no UTF-8, nested too deeply, or of another type.
+    Raises FormatError if it is not JSON, not UTF-8, nested too deeply or of another type.
     """
     try:
         return msgspec.json.decode(data, type=kind)

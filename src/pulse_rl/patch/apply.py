@@ -85,7 +85,7 @@ class Application:
         self._overlapping = overlapping(tensor.live for tensor in self._tensors)
         self._units: list[_Unit] = []  # empty until `prove`
         self.decode_s = 0.0  # seconds of decoding, summed over threads
-        self.prove_s = 0.0  # seconds of checking what was decoded, likewise
+        self.prove_s = 0.0  # seconds of checking what was decoded, summed over threads
 
     @property
     def changed_nbytes(self) -> int:

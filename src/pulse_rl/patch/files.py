@@ -53,7 +53,7 @@ def apply_to_copy(
     parsed, found = read_patch(patch), open_checkpoint(base)
     tensors = parsed.by_name()
     tied = {alias: tensors[owner] for alias, owner in parsed.tied.items() if alias in found}
-    compare_layouts({**tensors, **tied}, found, f"{patch} is no patch for {base}")
+    compare_layouts({**tensors, **tied}, found, f"{patch} does not fit {base}")
     _check_place(out, base)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

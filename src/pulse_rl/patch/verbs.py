@@ -56,9 +56,9 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
 
     Args:
         old: Weights: a torch module, or a mapping of tensor name → torch tensor or NumPy array. Not modified.
-        new: The later weights, with the same tensor names, dtypes and shapes. Not modified.
+        new: The later weights, with the same names, dtypes and shapes. Not modified.
         base: The version of `old`, written into the patch; 0 by default.
-        target: The version of `new`, likewise; 1 by default.
+        target: The version of `new`, written into the patch; 1 by default.
         codec: How the changes are coded: "context" or "gap"; "auto", the default, takes the smaller of the two.
 
     Returns:
@@ -66,7 +66,7 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
 
     Raises:
         BaseMismatchError: Tensors were added, removed, reshaped or given another dtype.
-        TypeError: Something is no tensor, or has a dtype that is not supported.
+        TypeError: Something is not a tensor, or has a dtype that is not supported.
         ValueError: The codec is unknown, or a version is not a whole number from 0 to 2^63 − 1.
     """
     codecs = candidates(codec)
@@ -98,7 +98,7 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
         IntegrityError: The result would not have the target's digest, or (as an exception to all or nothing) memory
             does not hold what was just written to it.
         ValueError: An array is read-only.
-        TypeError: Something is no tensor, or a path was given instead of a patch's bytes.
+        TypeError: Something is not a tensor, or a path was given instead of a patch's bytes.
     """
     return apply_parsed(weights, _parse(patch))
 
@@ -122,7 +122,7 @@ def inspect(patch: bytes | bytearray | memoryview) -> PatchInfo:
         What the patch holds.
 
     Raises:
-        PatchFormatError: The bytes are no intact patch.
+        PatchFormatError: The bytes are not an intact patch.
         TypeError: A path was given instead of a patch's bytes: read the file first.
     """
     return info(_parse(patch))
