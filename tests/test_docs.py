@@ -9,6 +9,7 @@ targets, scripts and extras must exist. Other blocks are output. HTML comments, 
     <!-- not run: the reason -->  only compile the next `python` block
 """
 
+import ast
 import re
 import shlex
 import subprocess
@@ -202,3 +203,26 @@ def test_the_reference_finds_what_is_missing() -> None:
     assert list(reference.wrong("x", Undocumented)) == ["x: no docstring"]
     assert list(reference.wrong("half", half)) == ["half: says nothing of other", "half: no section Returns"]
     assert list(reference.wrong("whole", whole)) == []
+
+
+def _messages() -> list[str]:
+    """Every text in the code, with "…" where something is filled in, and neighbouring pieces joined."""
+    found = []
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_that_the_docs_explain_are_in_the_code() -> None:
+    """Each message of docs/troubleshooting.md: the words between its "…" stand, in order, in one text of the code."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    texts = _messages()
+    foreign = {"HTTP error: builder error"}  # obstore's
+    for message in re.findall(r"(?m)^`([^`]+)`\n:   ", page):
+        pattern = re.compile(".*".join(map(re.escape, filter(None, re.split(r" ?… ?", message)))), re.DOTALL)
+        assert message in foreign or any(pattern.search(text) for text in texts), message
