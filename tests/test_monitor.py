@@ -1,9 +1,6 @@
-"""SparsityMonitor: what it counts against a naive count with torch and against the patch that a publisher sends, in
-real training loops and in Transformers' Trainer."""
+"""SparsityMonitor: its counts against a naive count with torch and against a publisher's patch, in training loops."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +8,8 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import pulse_rl as pulse
-from pulse_rl.integrations.transformers import SparsityCallback
 from pulse_rl.study import Sparsity, SparsityMonitor
 
 
@@ -236,113 +231,3 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(pulse.BaseMismatchError, match="SparsityMonitor: the tensors differ.*mlp.weight") as caught:
         monitor.step()
     assert caught.value.__notes__ == ["make a new SparsityMonitor after tensors were replaced"]
-
-
-# -- Transformers ---------------------------------------------------------------------------------------------
-
-
-class Follower(transformers.TrainerCallback):  # type: ignore[misc]
-    """Stands where a tracker would; keeps copies of the BF16 bits, too."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.states: list[dict[str, torch.Tensor]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.states.append(bits_of(kwargs["model"]))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.states.append(bits_of(kwargs["model"]))
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.logged.append((state.global_step, dict(logs)))
-
-
-def bits_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().bfloat16().clone() for name, tensor in model.named_parameters()}
-
-
-class Overriding(transformers.Trainer):  # type: ignore[misc]
-    """A trainer that adds metrics of its own to what is logged and clears them, as TRL's do."""
-
-    fresh: bool = False
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.fresh = True
-        return super().training_step(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any) -> None:
-        super().log(logs | ({"own": 1.0} if self.fresh else {}), *args)
-        self.fresh = False
-
-
-def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    rows = torch.arange(96).reshape(12, 8) % 64
-    return Overriding(
-        model=transformers.LlamaForCausalLM(config),
-        args=transformers.TrainingArguments(
-            output_dir=str(directory),
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-4,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            **{"save_strategy": "no"} | settings,
-        ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[follower],
-    )
-
-
-def test_the_trainers_own_log_takes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At its logging steps, for every tracker, beside its own entries and not in place of them; counted naively."""
-    follower = Follower()
-    run = trainer(tmp_path, follower, max_steps=6, logging_steps=2)
-    run.add_callback(SparsityCallback(run, path=tmp_path / "sparsity.jsonl"))
-    run.train()
-    pairs = list(zip(follower.states, follower.states[1:], strict=False))
-    counts = [sum(int(differing(old[name], new[name]).sum()) for name in old) for old, new in pairs]
-    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["changed"] for line in lines] == counts
-    assert all(0 < line["density"] < 1 for line in lines)
-    ours = [(step, logs) for step, logs in follower.logged if "sparsity/density" in logs]
-    assert [(step, logs["sparsity/changed"]) for step, logs in ours] == [(2, counts[1]), (4, counts[3]), (6, counts[5])]
-    assert {"sparsity/density/attention", "sparsity/density/mlp"} <= ours[0][1].keys()
-    assert not any("own" in logs for _, logs in ours)
-    losses = [step for step, logs in follower.logged if "loss" in logs and "own" in logs]
-    assert losses == [2, 4, 6]
-    assert [entry["step"] for entry in run.state.log_history if "sparsity/density" in entry] == [2, 4, 6]
-
-
-def test_a_trainer_that_goes_on_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From its checkpoint, every second step; where the trainer logs nothing else, the closing entry brings ours."""
-    follower = Follower()
-    for steps in (2, 6):
-        run = trainer(tmp_path, follower, max_steps=steps, logging_strategy="no", save_strategy="steps", save_steps=2)
-        run.add_callback(SparsityCallback(run, every=2, path=tmp_path / "sparsity.jsonl"))
-        run.train(resume_from_checkpoint=steps > 2)
-    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
-    assert [(line["since"], line["step"]) for line in lines] == [(0, 2), (2, 4), (4, 6)]
-    assert all(0 < line["density"] < 1 for line in lines)
-    assert [step for step, logs in follower.logged if "sparsity/density" in logs] == [2, 6]
-
-
-def test_without_transformers_it_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None\nimport pulse_rl\n"
-        "try: import pulse_rl.integrations.transformers\n"
-        "except pulse_rl.MissingExtraError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == ("transformers is needed for this and is not installed: pip install 'pulse-rl[run]'")

@@ -1,1 +1,4 @@
-"""One file a framework, each imported by who uses that framework."""
+"""One file for each framework, imported by its users only. What is here adapts; it decides nothing.
+
+`transformers` has callbacks for Transformers' Trainer, which publish the weights and measure their sparsity.
+"""

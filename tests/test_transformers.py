@@ -1,0 +1,175 @@
+"""Callbacks in Transformers' Trainer: versions and counts against copies of the weights at every step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import pulse_rl as pulse
+from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
+
+
+class Follower(transformers.TrainerCallback):  # type: ignore[misc]
+    """Logs what a tracker would; also keeps a copy of the BF16 bits at every step."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.states.append(bits_of(kwargs["model"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.states.append(bits_of(kwargs["model"]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append((state.global_step, dict(logs)))
+
+
+def differing(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return old.view(torch.int16) != new.view(torch.int16)
+
+
+def bits_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().bfloat16().clone() for name, tensor in model.named_parameters()}
+
+
+class Overriding(transformers.Trainer):  # type: ignore[misc]
+    """A trainer that adds its own metrics to what is logged and clears them, as TRL's do."""
+
+    fresh: bool = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.fresh = True
+        return super().training_step(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        super().log(logs | ({"own": 1.0} if self.fresh else {}), *args)
+        self.fresh = False
+
+
+def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    rows = torch.arange(96).reshape(12, 8) % 64
+    return Overriding(
+        model=transformers.LlamaForCausalLM(config),
+        args=transformers.TrainingArguments(
+            output_dir=str(directory),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-4,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            **{"save_strategy": "no"} | settings,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[follower],
+    )
+
+
+# -- PublishCallback -------------------------------------------------------------------------------------------
+
+
+def published(store: pulse.Store) -> list[tuple[int, str]]:
+    """The versions of the history, and their digests."""
+    return [(manifest.version, manifest.digest) for manifest in pulse.History(store).manifests()]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_every_step_is_a_version_and_a_worker_gets_its_bits(tmp_path: Path, background: bool) -> None:
+    follower, store = Follower(), pulse.open_store("memory://")
+    run = trainer(tmp_path, follower, max_steps=4)
+    with pulse.Publisher(store, cast="bfloat16") as publisher:
+        run.add_callback(PublishCallback(publisher, background=background))
+        run.train()
+        assert published(store) == [(step, pulse.digest(state)) for step, state in enumerate(follower.states)]
+    worker = transformers.LlamaForCausalLM(run.model.config).bfloat16()
+    assert pulse.Subscriber(store).sync(worker).version == 4
+    assert all(torch.equal(tensor, follower.states[-1][name]) for name, tensor in worker.named_parameters())
+
+
+def test_a_run_resumed_from_an_older_checkpoint_continues_after_the_newest_version(tmp_path: Path) -> None:
+    store = pulse.open_store("memory://")
+    for resumed in (False, True):
+        follower = Follower()
+        run = trainer(tmp_path, follower, max_steps=5, save_strategy="steps", save_steps=2)
+        with pulse.Publisher(store, cast="bfloat16") as publisher:
+            run.add_callback(PublishCallback(publisher, every=2))
+            run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+        steps = [0, 2, 4, 5] if not resumed else [2, 4, 5]  # the last one, too
+        digests = [pulse.digest(follower.states[step - 2 * resumed]) for step in steps]
+        assert [digest for _, digest in published(store)][-len(steps) :] == digests
+    assert [version for version, _ in published(store)] == [0, 2, 4, 5, 6, 8, 9]
+
+
+def test_only_the_first_process_publishes() -> None:
+    store = pulse.open_store("memory://")
+    callback = PublishCallback(pulse.Publisher(store))
+    state = SimpleNamespace(is_world_process_zero=False, global_step=3)
+    for event in (callback.on_train_begin, callback.on_step_end, callback.on_train_end):
+        event(None, state, None, model=torch.nn.Linear(2, 2))
+    assert published(store) == []
+    with pytest.raises(ValueError, match="every"):
+        PublishCallback(pulse.Publisher(store), every=0)
+
+
+# -- SparsityCallback ------------------------------------------------------------------------------------------
+
+
+def test_the_trainers_own_log_takes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its logging steps, for every tracker, beside its own entries and not in place of them; counted naively."""
+    follower = Follower()
+    run = trainer(tmp_path, follower, max_steps=6, logging_steps=2)
+    run.add_callback(SparsityCallback(run, path=tmp_path / "sparsity.jsonl"))
+    run.train()
+    pairs = list(zip(follower.states, follower.states[1:], strict=False))
+    counts = [sum(int(differing(old[name], new[name]).sum()) for name in old) for old, new in pairs]
+    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["changed"] for line in lines] == counts
+    assert all(0 < line["density"] < 1 for line in lines)
+    ours = [(step, logs) for step, logs in follower.logged if "sparsity/density" in logs]
+    assert [(step, logs["sparsity/changed"]) for step, logs in ours] == [(2, counts[1]), (4, counts[3]), (6, counts[5])]
+    assert {"sparsity/density/attention", "sparsity/density/mlp"} <= ours[0][1].keys()
+    assert not any("own" in logs for _, logs in ours)
+    losses = [step for step, logs in follower.logged if "loss" in logs and "own" in logs]
+    assert losses == [2, 4, 6]
+    assert [entry["step"] for entry in run.state.log_history if "sparsity/density" in entry] == [2, 4, 6]
+
+
+def test_a_trainer_that_goes_on_counts_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its checkpoint, every second step; where the trainer logs nothing else, the closing entry brings ours."""
+    follower = Follower()
+    for steps in (2, 6):
+        run = trainer(tmp_path, follower, max_steps=steps, logging_strategy="no", save_strategy="steps", save_steps=2)
+        run.add_callback(SparsityCallback(run, every=2, path=tmp_path / "sparsity.jsonl"))
+        run.train(resume_from_checkpoint=steps > 2)
+    lines = [json.loads(line) for line in (tmp_path / "sparsity.jsonl").read_text().splitlines()]
+    assert [(line["since"], line["step"]) for line in lines] == [(0, 2), (2, 4), (4, 6)]
+    assert all(0 < line["density"] < 1 for line in lines)
+    assert [step for step, logs in follower.logged if "sparsity/density" in logs] == [2, 6]
+
+
+def test_without_transformers_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\nimport pulse_rl\n"
+        "try: import pulse_rl.integrations.transformers\n"
+        "except pulse_rl.MissingExtraError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ("transformers is needed for this and is not installed: pip install 'pulse-rl[run]'")
