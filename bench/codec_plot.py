@@ -20,7 +20,7 @@ import numpy as np
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import field
-from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu import context, moves, rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import Layout
@@ -45,8 +45,8 @@ _log_gamma = np.vectorize(lgamma, otypes=[float])
 def code_bits(states: Any, counts: Any) -> Any:
     """Bits that each context's decisions take, from its first state and its counts (ones << 32 | bits)."""
     ones, bits = counts >> 32, counts & 0xFFFFFFFF
-    weight = (states & context.LIMIT) + 0.5  # of the first probability: the step after n bits is 1 / (n + 1.5)
-    first = (states >> context.SEEN) / 2.0**32 * weight
+    weight = (states & rangecoder.LIMIT) + 0.5  # of the first probability: the step after n bits is 1 / (n + 1.5)
+    first = (states >> rangecoder.SEEN) / 2.0**32 * weight
 
     def rising(start: Any, count: Any) -> Any:
         return _log_gamma(start + count) - _log_gamma(start)
@@ -60,15 +60,15 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
     original: Any = context.encode_segment
     found: list[tuple[Any, Any, int]] = []
 
-    def spy(*arguments: Any) -> Any:
-        *given, states, limit = arguments
+    def spy(segment: context.Segment, start: context.Start, *given: Any) -> Any:
+        *given, limit = given
         if limit is None:
-            return original(*given, states, None)
-        start, counts = states.copy(), np.zeros_like(states)
-        original(*given, counts, None)
-        stream = original(*given, states, limit)
+            return original(segment, start, *given, None)
+        first, counts = start.states.copy(), np.zeros_like(start.states)
+        original(segment, start._replace(states=counts), *given, None)
+        stream = original(segment, start, *given, limit)
         if stream is not None:
-            found.append((start, counts, len(stream)))
+            found.append((first, counts, len(stream)))
         return stream
 
     context.encode_segment = spy  # type: ignore[assignment]
@@ -82,7 +82,7 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
     """Bits of a `context` patch by part, and the changes."""
     with counted() as found:
         (patch,) = encode(old, new, base=0, target=1, codecs=[CODECS["context"]])
-    unary, scale, top, gap, sign, end = context.contexts(BF16.exponents)
+    unary, scale, top, gap, sign, end = context.tables(BF16.exponents)
     parts = dict.fromkeys(("positions", "directions", "sizes"), 0.0)
     for states, counts, _ in found:
         bits, ones, seen = code_bits(states, counts), counts >> 32, counts & 0xFFFFFFFF

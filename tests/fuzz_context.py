@@ -23,7 +23,7 @@ from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
 from pulse_rl.errors import FormatError
-from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.kernels.reference import context as reference_context
 from pulse_rl.weights.changes import find_changes
 
@@ -147,7 +147,7 @@ def _rebuilt(block: Block, chosen: int, edits: bytes, stream: bytes | None) -> B
         order += members
     coded = np.array(kinds, np.uint8)
     (split,) = struct.unpack_from("<I", block.payload)
-    numbers = context.decode_numbers(memoryview(block.payload)[4 : 4 + split], coded)
+    numbers = rangecoder.decode_numbers(memoryview(block.payload)[4 : 4 + split], coded)
     assert numbers is not None
     streams = dict.fromkeys(range(len(order)), b"\x5a\x11\xc3")
     if stream is not None:
@@ -157,7 +157,7 @@ def _rebuilt(block: Block, chosen: int, edits: bytes, stream: bytes | None) -> B
     numbers[coded == model.LENGTH] = [2 * len(streams[number]) for number in order]
     for place, value in struct.iter_unpack("<HB", edits[: len(edits) // 3 * 3]):
         numbers[place % len(numbers)] = value
-    head = context.encode_numbers(numbers, coded)
+    head = rangecoder.encode_numbers(numbers, coded)
     payload = struct.pack("<I", len(head)) + head + b"".join(streams[number] for number in sorted(streams))
     return block._replace(payload=payload)
 

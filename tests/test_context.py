@@ -25,7 +25,7 @@ from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.weights.bits import HostBits
@@ -460,7 +460,7 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     numbers = np.zeros(len(kinds), np.int64)
     numbers[0] = field(dtype).exponents  # all are hot
     numbers[-1] = 2 * len(stream)
-    head = context.encode_numbers(numbers, np.array(kinds, np.uint8))
+    head = rangecoder.encode_numbers(numbers, np.array(kinds, np.uint8))
     old = np.arange(size).astype(UINTS[ITEMSIZES[dtype]])
     block = Block(struct.pack("<I", len(head)) + head + stream, [SegmentSpec(dtype, size, size, 7, 3)], [old])
     clock = time.perf_counter()

@@ -9,7 +9,7 @@ from test_context import segments
 
 from pulse_rl.codecs import model
 from pulse_rl.dtypes import field
-from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu import moves, rangecoder
 from pulse_rl.kernels.reference import context as reference
 
 # The range coder
@@ -73,9 +73,9 @@ def fraction_of(numbers: list[int], kinds: list[int]) -> tuple[bytes, int]:
 def test_numbers_equal_their_twins(pairs: list[tuple[int, int]]) -> None:
     """The fast encoder against exact arithmetic, the fast decoder and the naive one against the numbers."""
     numbers, kinds = [n for n, _ in pairs], [k for _, k in pairs]
-    coded = context.encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
+    coded = rangecoder.encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
     assert coded == fraction_of(numbers, kinds)[0]
-    decoded = context.decode_numbers(memoryview(coded), np.array(kinds, np.uint8))
+    decoded = rangecoder.decode_numbers(memoryview(coded), np.array(kinds, np.uint8))
     assert decoded is not None
     assert decoded.tolist() == numbers
     head = reference.Head(coded)
@@ -90,10 +90,10 @@ def test_carries_ripple_through_bytes_already_written() -> None:
     for first in range(1, 256):
         for zeros in (3, 6, 10, 15):
             stream = bytes([first, *bytes(zeros), 1, 77, 200, 5])
-            numbers = context.decode_numbers(memoryview(stream), kinds)
+            numbers = rangecoder.decode_numbers(memoryview(stream), kinds)
             if numbers is None:
                 continue
-            coded = context.encode_numbers(numbers, kinds)
+            coded = rangecoder.encode_numbers(numbers, kinds)
             exact, ripple = fraction_of(numbers.tolist(), kinds.tolist())
             assert coded == exact
             longest = max(longest, ripple)
@@ -106,9 +106,9 @@ def test_the_carry_of_the_last_bytes() -> None:
         stream = bytes([first, *bytes(20), 1])
         for count in range(1, 12):
             kinds = np.zeros(count, np.uint8)
-            numbers = context.decode_numbers(memoryview(stream), kinds)
+            numbers = rangecoder.decode_numbers(memoryview(stream), kinds)
             if numbers is not None:
-                coded = context.encode_numbers(numbers, kinds)
+                coded = rangecoder.encode_numbers(numbers, kinds)
                 assert coded == fraction_of(numbers.tolist(), kinds.tolist())[0]
 
 
@@ -120,7 +120,7 @@ def test_the_upper_end_of_the_range_gives_the_largest_raw_bits(length: int) -> N
         encoder.bit((0, "length", j), int(j < length))
     encoder.bit((0, "top", length), 1)
     stream = (encoder.low + encoder.width - 1).to_bytes(8 + 4 * encoder.words, "big")
-    numbers = context.decode_numbers(memoryview(stream), np.zeros(2, np.uint8))
+    numbers = rangecoder.decode_numbers(memoryview(stream), np.zeros(2, np.uint8))
     assert numbers is not None
     head = reference.Head(stream)
     assert numbers.tolist() == [head.number(0), head.number(0)]
@@ -134,7 +134,7 @@ def test_the_upper_end_of_the_range_gives_the_largest_raw_bits(length: int) -> N
 @given(st.lists(st.integers(0, 61).flatmap(lambda k: st.integers(2**k, 2 ** (k + 1))), min_size=1, max_size=20))
 def test_log2_against_exact_arithmetic(values: list[int]) -> None:
     """⌊256 · log2(v)⌋ = the bits of v^256 below its leading one; or one less, where v lies just above a step."""
-    found = context.log2(np.array(values, np.int64)).tolist()
+    found = rangecoder.log2(np.array(values, np.int64)).tolist()
     for value, log in zip(values, found, strict=True):
         exact = (value**256).bit_length() - 1
         assert exact - 1 <= log <= exact
@@ -164,14 +164,14 @@ def test_moves_equal_their_twins(segment: Segment) -> None:
     dtype, bits, kind = segment.dtype, 8 * segment.old.itemsize, field(segment.dtype)
     where = np.flatnonzero(segment.old != segment.new).astype(np.uint32)
     old, new = segment.old[where], segment.new[where]
-    moved = moves.moves(old, new, kind)
+    moved = moves.find_moves(old, new, kind)
     for j, (before, after) in enumerate(zip(old.tolist(), new.tolist(), strict=True)):
         difference = (reference.order(dtype, bits, after) - reference.order(dtype, bits, before)) % (1 << bits)
         up = difference < 1 << (bits - 1)
         assert reference.unorder(dtype, bits, reference.order(dtype, bits, after)) == after
         assert int(moved.exponents[j]) == reference.exponent(dtype, bits, before)
         assert (bool(moved.ups[j]), int(moved.sizes[j])) == (up, difference if up else (1 << bits) - difference)
-    values = moves.move(segment.old, where, moved.ups, moved.sizes, kind)
+    values = moves.apply_moves(segment.old, where, moved.ups, moved.sizes, kind)
     assert values.tolist() == new.tolist()
 
 

@@ -37,7 +37,7 @@ def test_the_kernels_are_their_twins(dtype: str, size: int, seed: int, share: fl
     recurring = study.recurring(former, old, changes.indices, changes.values)
     assert recurring == reference_study.recurring(former, old, changes.indices, changes.values)
     kind = field(dtype)
-    moved = moves.moves(old[changes.indices], changes.values, kind)
+    moved = moves.find_moves(old[changes.indices], changes.values, kind)
     found, expected = study.histogram(moved, kind.exponents), reference_study.histogram(moved, kind.exponents)
     for one, other in zip(found, expected, strict=True):
         assert one.tolist() == other.tolist()

@@ -17,11 +17,13 @@ import numpy as np
 
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
-from pulse_rl.codecs.model import Ints, Model, Start
+from pulse_rl.codecs.model import Ints, Model
 from pulse_rl.dtypes import UINTS, Field, UIntArray, field
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu.context import Start
+from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
 
@@ -66,7 +68,7 @@ class ContextCodec:
             mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
             residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
             numbers += [mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
-        head = context.encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
+        head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
         ordered = [streams[number] for number in sorted(streams)]
         return b"".join([struct.pack("<I", len(head)), head, *ordered])
 
@@ -76,7 +78,7 @@ class ContextCodec:
         (nbytes,) = struct.unpack_from("<I", payload)
         groups = _groups(specs)
         kinds = [kind for dtype, members in groups.items() for kind in _kinds(field(dtype), len(members))]
-        numbers = context.decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
+        numbers = decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
         at = 0
@@ -98,9 +100,7 @@ class ContextCodec:
                 dense = spec.size * spec.itemsize
                 length = dense if mine == len(models) else ((spec.changed * mean) >> 8) + residue
                 if mine > len(models) or not 0 <= length <= dense:
-                    raise FormatError(
-                        f"context block: a segment of {dense} bytes has class {mine} and {length} bytes"
-                    )
+                    raise FormatError(f"context block: a segment of {dense} bytes has class {mine} and {length} bytes")
                 lengths[number] = length
                 start_from[number] = starts[mine] if mine < len(starts) else None
         ends = 4 + nbytes + np.cumsum(lengths)
@@ -132,7 +132,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
 
     def measure(part: Part) -> tuple[Ints, Ints]:
         old = part.read()
-        exponents = moves.moves(_gathered(old, part.changes), part.changes.values, kind).exponents
+        exponents = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind).exponents
         changes = np.bincount(exponents, minlength=kind.exponents)
         every = SAMPLED_EVERY if len(old) > SAMPLED_SIZE else 1
         return np.maximum(moves.count_exponents(old, kind, every), changes), changes
@@ -144,7 +144,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
         model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
         for number, activity in enumerate(activities)
     ]
-    size = context.contexts(kind.exponents)[-1]
+    size = context.tables(kind.exponents).size
     shares = [model.share(activity) for activity in activities]
 
     def count(item: tuple[int, Part]) -> tuple[int, Ints]:
@@ -189,12 +189,13 @@ def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
 def _encode_segment(kind: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
     """Code one segment; start's states are changed. limit: as the kernel's."""
     old = part.read()
-    moved = moves.moves(_gathered(old, part.changes), part.changes.values, kind)
+    moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind)
     hot = moves.find_hot(old, kind, start.threshold)
-    place = context.Place(part.spec.stride, part.spec.phase)
-    return context.encode_segment(
-        hot, part.changes.indices, moved, start.threshold, kind, place, start.share, start.states, limit
-    )
+    return context.encode_segment(_segment(part.spec), start, hot, part.changes.indices, moved, limit)
+
+
+def _segment(spec: SegmentSpec) -> context.Segment:
+    return context.Segment(spec.size, 8 * spec.itemsize, spec.stride, spec.phase)
 
 
 def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
@@ -218,15 +219,10 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
         if start is None:
             changes = find_changes(old, np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
             if len(changes.indices) != spec.changed:
-                raise FormatError(
-                    f"context segment: expected {spec.changed} changes, found {len(changes.indices)}"
-                )
+                raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
             return [changes]
-        place = context.Place(spec.stride, spec.phase)
-        kind = field(spec.dtype)
-        decoded = context.decode_segment(
-            stream, old, spec.changed, start.threshold, kind, place, start.share, start.states.copy()
-        )
+        fresh = start._replace(states=start.states.copy())
+        decoded = context.decode_segment(stream, _segment(spec), fresh, old, field(spec.dtype), spec.changed)
         if decoded is None:
             raise FormatError(
                 f"context segment: a stream of {len(stream)} bytes does not hold {spec.changed} changes of "

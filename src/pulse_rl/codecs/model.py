@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import Field
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.cpu.context import Start
+from pulse_rl.kernels.cpu.rangecoder import SEEN, log2
 
 Ints = NDArray[np.int64]
 
@@ -31,8 +33,8 @@ def _probability(odds: int) -> int:
 
 
 PROBABILITIES: Ints = np.array([_probability(odds) for odds in range(-ODDS, ODDS + 1)], np.int64)
-_COST_1: Ints = (32 << 8) - context.log2(PROBABILITIES)  # of a 1 and of a 0, in 1/256 bits
-_COST_0: Ints = (32 << 8) - context.log2((1 << 32) - PROBABILITIES)
+_COST_1: Ints = (32 << 8) - log2(PROBABILITIES)  # of a 1 and of a 0, in 1/256 bits
+_COST_0: Ints = (32 << 8) - log2((1 << 32) - PROBABILITIES)
 
 
 class Model(NamedTuple):
@@ -43,19 +45,11 @@ class Model(NamedTuple):
     levels: Ints  # (LEVELS,) what a row's activity adds to them
     rest: Ints  # (contexts − LEVELS · E,) odds of all other contexts
 
-    def start(self) -> "Start":
+    def start(self) -> Start:
         """What it makes of itself for the coder: once, for all segments of the class."""
         hot = np.clip(self.activity[:, None] + self.levels, -ODDS, ODDS).reshape(-1)
-        states: Ints = (PROBABILITIES[np.concatenate([hot, self.rest]) + ODDS] << context.SEEN) | PRIOR
+        states: Ints = (PROBABILITIES[np.concatenate([hot, self.rest]) + ODDS] << SEEN) | PRIOR
         return Start(self.threshold, share(self.activity), states)
-
-
-class Start(NamedTuple):
-    """Where the coder starts in a segment."""
-
-    threshold: int
-    share: Ints  # (E,) probability of a change by exponent, in 2^-16
-    states: Ints  # of all contexts; the coder changes them, so every segment takes a copy
 
 
 def share(activity: Ints) -> Ints:
@@ -65,7 +59,7 @@ def share(activity: Ints) -> Ints:
 
 def blank(field: Field) -> Model:
     """A model that costs next to nothing to tell, for segments of which none starts from it."""
-    every = context.contexts(field.exponents)[-1]
+    every = context.tables(field.exponents).size
     zeros: Ints = np.zeros(every, np.int64)
     hot = context.LEVELS * field.exponents
     return Model(0, zeros[: field.exponents], zeros[: context.LEVELS], zeros[hot:])
@@ -73,7 +67,7 @@ def blank(field: Field) -> Model:
 
 def _odds(ones: Ints, zeros: Ints) -> Ints:
     """Logarithm of ones / zeros (both at least 1) in quarters, rounded to the nearest."""
-    odds: Ints = np.clip((context.log2(ones) - context.log2(zeros) + 32) >> 6, -ODDS, ODDS)
+    odds: Ints = np.clip((log2(ones) - log2(zeros) + 32) >> 6, -ODDS, ODDS)
     return odds
 
 
@@ -116,7 +110,7 @@ def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:
     every = elements.sum() - np.concatenate([[0], np.cumsum(elements)])
 
     def information(count: Ints) -> Ints:
-        return count * context.log2(np.maximum(count, 1))
+        return count * log2(np.maximum(count, 1))
 
     cold = information(every) - information(ones) - information(every - ones) + 26 * ones
     return int(np.argmin(before + cold))

@@ -215,7 +215,7 @@ class SparsityMonitor:
             bits = self._baseline[name]
             old, new = bits.read(start, stop), live[name].read(start, stop)
             changes = find_changes(old, new)
-            sizes = moves.moves(old[changes.indices], changes.values, field(bits.dtype)).sizes
+            sizes = moves.find_moves(old[changes.indices], changes.values, field(bits.dtype)).sizes
             bits.scatter(start, changes.indices, changes.values)
             neighbours, distances = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
             return _Counts(kind(name), stop - start, len(sizes), neighbours, distances)

@@ -1,7 +1,8 @@
-"""The hot loops of PULSELoCo: what the next forward pass would see, what is kept, and the outer step.
+"""The hot loops of PULSELoCo: the gate, error feedback, the sum of sends and the outer step.
 
-All arrays are one segment's, float32 unless said otherwise. The arithmetic is the same on every machine: no
-fast-math, and the multiply-adds that torch.optim.SGD fuses are fused here too, by name. Naive twins in `reference.py`.
+Each call handles one segment; arrays are float32 unless another dtype is named. The arithmetic is the same on every
+machine: no fast-math, and explicit fused multiply-adds where torch.optim.SGD has them. The naive twins are in
+`reference/loco.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -23,16 +24,16 @@ _INFINITY = np.uint32(0x7F800000)
 
 
 class Format(NamedTuple):
-    """How float32 bits become a narrower format's, rounded to the nearest, ties to even. All fields are uint32."""
+    """How float32 bits become a narrower format's bits, rounded to nearest, ties to even. All fields are uint32."""
 
     shift: Any  # mantissa bits that are dropped
-    rebias: Any  # difference of the exponents' biases, in place
+    rebias: Any  # difference of the exponents' biases, shifted to the exponent's bits
     smallest: Any  # below these bits the result is subnormal
-    magic: Any  # bits of the float whose neighbour is one subnormal step away: adding it rounds to such steps
-    largest: Any  # from these bits on it is too large to be rounded
-    over: Any  # what those become
-    nan: Any
-    sign: Any  # how far right the sign goes
+    magic: Any  # a float32 whose neighbour is one subnormal step away: adding it rounds to such steps
+    largest: Any  # from these bits on the value overflows the format
+    over: Any  # the result of an overflow: infinity, or the largest finite value
+    nan: Any  # the result for NaN
+    sign: Any  # bits that the sign is shifted right by
 
 
 def _format(*fields: int) -> Format:
@@ -42,9 +43,8 @@ def _format(*fields: int) -> Format:
 FORMATS: dict[str, Format] = {
     "bfloat16": _format(16, 0, 0, 0, 0xFFFFFFFF, 0x7F80, 0x7FC0, 16),
     "float16": _format(13, 112 << 23, 113 << 23, 126 << 23, 143 << 23, 0x7C00, 0x7E00, 16),
-    "float8_e4m3fn": _format(
-        20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24
-    ),  # saturates, as torch does
+    # Saturates, as torch does.
+    "float8_e4m3fn": _format(20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24),
     "float8_e5m2": _format(21, 112 << 23, 113 << 23, 134 << 23, 143 << 23, 0x7C, 0x7F, 24),
 }
 
@@ -77,7 +77,7 @@ def _float(typingctx: Any, x: Any) -> Any:
 
 @njit(nogil=True, cache=True, inline="always")
 def _rounded(bits, form):
-    # Every way is computed and one is chosen: without branches it runs over many elements at once.
+    # Every case is computed and one is selected: without branches the loop is vectorized.
     magnitude = np.uint32(bits & _MAGNITUDE)
     odd = np.uint32((magnitude >> form.shift) & np.uint32(1))
     half = np.uint32((np.uint32(1) << np.uint32(form.shift - np.uint32(1))) - np.uint32(1))
@@ -96,7 +96,7 @@ def _cast(values, form, bits):
 
 
 def cast(values: F32, form: Format, bits: UIntArray) -> None:
-    """Write the bits of values (n,) in a narrower format."""
+    """Write the bits (n,) of values (n,) in a narrower format."""
     _cast(read_only(values), form, bits)
 
 
@@ -112,7 +112,10 @@ def _gate(shared, live, residual, form, before, after):
 
 
 def gate(shared: F32, live: F32, residual: F32, form: Format, before: UIntArray, after: UIntArray) -> bool:
-    """Write the bits of θ and of θ − s in the gate's format, s = residual + (θ − live); False if an s is no number."""
+    """Write the bits of θ and of θ − s in the gate's format, where s = residual + (θ − live).
+
+    Returns False if any s is NaN or infinite.
+    """
     return bool(_gate(read_only(shared), read_only(live), read_only(residual), form, before, after))
 
 
@@ -124,7 +127,7 @@ def _pick(shared, live, residual, indices, values):
 
 
 def pick(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
-    """values (k,) = s at these indices, all in range."""
+    """Set values (k,) to s at the indices (k,), which are in range."""
     _pick(read_only(shared), read_only(live), read_only(residual), read_only(indices), values)
 
 
@@ -137,7 +140,7 @@ def _keep(shared, live, residual, indices, values):
 
 
 def keep(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], values: F32) -> None:
-    """residual = s less the values (k,) that were sent: +0 where s itself was, and exact where s was rounded."""
+    """Set the residual to s minus the sent values (k,): +0 where s was sent whole, the exact rest where rounded."""
     _keep(read_only(shared), read_only(live), residual, read_only(indices), read_only(values))
 
 
@@ -148,7 +151,7 @@ def _add(total, indices, values):
 
 
 def add(total: F32, indices: NDArray[np.uint32], values: F32) -> None:
-    """total[indices] += values, (k,); the indices are in range."""
+    """Add values (k,) to total at the indices (k,), which are in range."""
     _add(total, read_only(indices), read_only(values))
 
 
@@ -163,7 +166,7 @@ def _difference(shared, live, out):
 
 
 def difference(shared: F32, live: F32, out: F32) -> bool:
-    """out = θ − live, the dense pseudo-gradient; False if one is no number."""
+    """Set out to θ − live, the dense pseudo-gradient; returns False if any of it is NaN or infinite."""
     return bool(_difference(read_only(shared), read_only(live), out))
 
 
@@ -177,5 +180,5 @@ def _outer(shared, momentum, gradient, lr, mu):
 
 
 def outer(shared: F32, momentum: F32, gradient: F32, lr: float, mu: float) -> None:
-    """One step of SGD with Nesterov momentum, in place: torch.optim.SGD(nesterov=True)'s bits."""
+    """Take one step of SGD with Nesterov momentum, in place; the same bits as torch.optim.SGD(nesterov=True)."""
     _outer(shared, momentum, read_only(gradient), np.float32(lr), np.float32(mu))

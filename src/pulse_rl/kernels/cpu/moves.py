@@ -132,7 +132,7 @@ def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int6
     return counts
 
 
-def moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
+def find_moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
     """How old (k,) became new (k,)."""
     found = Moves(np.empty(len(old), np.uint16), np.empty(len(old), np.bool_), np.empty(len(old), np.uint64))
     _moves(
@@ -149,10 +149,10 @@ def moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
     return found
 
 
-def move(
+def apply_moves(
     old: UIntArray, indices: NDArray[np.uint32], ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field
 ) -> UIntArray:
-    """The values (k,) that old (n,) at these indices, all in range, moves to: the inverse of `moves`."""
+    """The values (k,) that old (n,) at these indices, all in range, moves to: the inverse of `find_moves`."""
     values = np.empty(len(indices), old.dtype)
     _move(read_only(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
     return values

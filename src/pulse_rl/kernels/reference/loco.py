@@ -1,4 +1,4 @@
-"""The naive twins of `cpu/loco.py`. A format is a dtype's name here; numbers are exact fractions, rounded where stated."""
+"""The naive twins of `cpu/loco.py`. A format is a dtype's name here; numbers are exact fractions until rounded."""
 
 from bisect import bisect_left
 from fractions import Fraction

@@ -98,7 +98,7 @@ def tally(
     indices, values = find_changes(old, new)
     replaced = np.empty(len(indices), old.dtype)
     cpu.gather(old, indices, replaced)
-    moved = moves.moves(replaced, values, kind)
+    moved = moves.find_moves(replaced, values, kind)
     keys, counts = study.histogram(moved, kind.exponents)
     again, back = study.recurring(former, old, indices, values) if former is not None else (0, 0)
     after = elements
