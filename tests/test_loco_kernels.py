@@ -1,4 +1,4 @@
-"""The gate and the outer step: against torch, against their naive twins, and what error feedback promises."""
+"""The gate and the outer step against torch and against their naive twins; error feedback adds up."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def compiled_cast(values: Any, gate: str) -> Any:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_casts_are_torchs(gate: str) -> None:
-    """Every upper half with the lower halves that decide a rounding; every step of the narrower formats' subnormals."""
+    """Each upper half of float32 with the lower halves that decide a rounding; all subnormals of the narrow formats."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lower = [0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xEFFF, 0xF000, 0xF001, 0xFFFF]
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
@@ -45,7 +45,7 @@ def test_casts_are_torchs(gate: str) -> None:
 
 
 def numbers(n: int, seed: int, near: int = 24) -> Any:
-    """Floats of all sizes, around 1 at first and ever smaller, with both zeros and subnormals."""
+    """Floats from about 1 down to 2^−near, with both zeros and subnormals."""
     random = np.random.default_rng(seed)
     values = random.normal(0, 1, n) * 2.0 ** -random.integers(0, near, n)
     values[random.random(n) < 0.1] = random.choice([0.0, -0.0, 1e-40, -1e-44])
@@ -53,7 +53,7 @@ def numbers(n: int, seed: int, near: int = 24) -> Any:
 
 
 def state(n: int, seed: int) -> tuple[Any, Any, Any]:
-    """θ, live and residual: live within some thousandths of θ, so that some elements pass the gate."""
+    """θ, live and residual: live differs from θ by some thousandths, so that some elements pass the gate."""
     shared = numbers(n, seed)
     live = shared + shared * np.random.default_rng(seed + 1).normal(0, 3e-3, n).astype(np.float32)
     return shared, live, (shared * np.float32(1e-3) * numbers(n, seed + 2, 3)).astype(np.float32)
@@ -87,7 +87,7 @@ def test_kernels_equal_their_twins(n: int, seed: int, gate: str) -> None:
 @settings(max_examples=100)
 @given(SIZES, SEEDS, st.sampled_from(GATES), st.sampled_from(VALUE_DTYPES))
 def test_send_plus_residual_is_s(n: int, seed: int, gate: str, value_dtype: str) -> None:
-    """Bit for bit, for every element; and of float32 values either all is sent or all is kept."""
+    """Bit for bit, for every element; a float32 value is sent whole or kept whole."""
     shared, live, residual = state(n, seed)
     s = residual + (shared - live)
     found = find_sends(shared, live, residual, gate)
@@ -111,7 +111,7 @@ def test_send_plus_residual_is_s(n: int, seed: int, gate: str, value_dtype: str)
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["live", "residual", "shared"])
 @pytest.mark.parametrize("at", [0, 40, 76])
-def test_what_is_no_number_is_found(broken: float, where: str, at: int) -> None:
+def test_nan_and_infinity_are_found(broken: float, where: str, at: int) -> None:
     shared, live, residual = state(77, 1)
     {"live": live, "residual": residual, "shared": shared}[where][at] = broken
     assert find_sends(shared, live, residual, "bfloat16") is None

@@ -1,11 +1,11 @@
-"""Do trainers that send little learn the same? DDP, DiLoCo, PULSELoCo, its finer gate, and it without error feedback.
+"""Do trainers that send little learn as well? DDP, DiLoCo, PULSELoCo, PULSELoCo with a finer gate or without feedback.
 
 Four trainers, each a process, take GRPO steps on a small task (`loco_task`) over Gloo on this machine. All runs of
-a seed start from the same policy, see the same prompts, and take the same number of samples. The reward is what the
-shared weights can expect on the same 1,024 problems, computed and not sampled. A run's final reward is the mean of its
-last three evaluations; what it gained is against its own start, since seeds start apart. Bytes are those that one
-trainer sends, each counted once however many receive it; of gradients and of DiLoCo's pseudo-gradients 4 a parameter.
-What real weights take is in `loco_model`.
+a seed start from the same policy, see the same prompts, and take the same number of samples. The reward is the expected
+reward of the shared weights on the same 1,024 problems, computed and not sampled. A run's final reward is the mean of
+its last three evaluations; its gain is relative to its own start, since seeds start apart. Bytes are those that one
+trainer sends, each counted once however many receive it; gradients and DiLoCo's pseudo-gradients take 4 a parameter.
+What a real model's weights take is measured in `loco_model`.
 """
 
 import os
@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from pulse_rl.bench.report import Progress, Table, ms, times
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import ProcessDiedError
 from pulse_rl.units import nbytes
 
 TRAINERS = 4
-OUTER = 7.0  # 0.7 / (1 − 0.9): what the outer optimizer makes of a pseudo-gradient that stays the same
-EVALUATE_EVERY = 16  # inner steps: after a round in all ways
-LAST = 3  # evaluations that make the final reward
+OUTER = 7.0  # 0.7 / (1 − 0.9): the outer optimizer multiplies a constant pseudo-gradient by this
+EVALUATE_EVERY = 16  # inner steps: right after a round, whatever the method
+LAST = 3  # evaluations whose mean is the final reward
 PRETRAIN = 250
 MODEL_EVERY = 8  # inner steps a round of the real model
 
@@ -33,22 +33,22 @@ MODEL_COLUMNS = (
     *("lr", "round", "loss", "density", "payload", "DiLoCo's", "DDP's"),
     *("bits a sent element", "32 + entropy", "of that"),
 )
-PART_COLUMNS = ("lr", "way", "gate", "encode", "decode", "outer", "together", "of DiLoCo's")
+PART_COLUMNS = ("lr", "method", "gate", "encode", "decode", "outer", "total", "of DiLoCo's")
 
 
-class Way(msgspec.Struct, frozen=True):
-    """How trainers stay together."""
+class Method(msgspec.Struct, frozen=True):
+    """How trainers keep the same weights."""
 
     name: str
     sync_every: int = 0  # inner steps a round; 0: gradients are averaged at every step
-    faster: float = 1.0  # times the learning rate
+    faster: float = 1.0  # factor on the learning rate
 
     def __str__(self) -> str:
         return f"{self.name}, H = {self.sync_every}" if self.sync_every else self.name
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Of one rank's process."""
+    """What one rank's process is started with."""
 
     rank: int
     port: int
@@ -61,12 +61,12 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class LocoRun(msgspec.Struct, frozen=True):
-    """One way from one seed."""
+    """One run: a method from a seed."""
 
-    way: Way
+    method: Method = msgspec.field(name="way")  # the name in JSON
     seed: int
     elements: int
-    rewards: list[float]  # before the first step, and after every 16th
+    rewards: list[float]  # before the first step, and after every 16th one
     sent_nbytes: list[int]  # of rank 0, each round
     density: list[float]  # of rank 0, each round
     exchange: list[str]
@@ -93,7 +93,7 @@ class ModelResult(msgspec.Struct, frozen=True):
     seconds: dict[str, dict[str, float]]  # "pulse", "diloco" → part → median, without a network
 
     def rows(self) -> list[tuple[object, ...]]:
-        """For each round: what is sent, and the payload against 32 bits and the position's entropy for each."""
+        """For each round: what is sent, and its size relative to 32 bits plus the position's entropy an element."""
         return [
             (
                 f"{self.lr:g}",
@@ -113,16 +113,22 @@ class ModelResult(msgspec.Struct, frozen=True):
         ]
 
     def part_rows(self) -> list[tuple[object, ...]]:
-        """The time of a round by part."""
+        """The seconds of a round by part, for both methods."""
         dense = sum(self.seconds["diloco"].values())
         return [
-            (f"{self.lr:g}", way, *map(ms, parts.values()), ms(sum(parts.values())), times(sum(parts.values()) / dense))
-            for way, parts in self.seconds.items()
+            (
+                f"{self.lr:g}",
+                name,
+                *map(ms, parts.values()),
+                ms(sum(parts.values())),
+                times(sum(parts.values()) / dense),
+            )
+            for name, parts in self.seconds.items()
         ]
 
 
 class LocoReport(msgspec.Struct, frozen=True):
-    """All of it."""
+    """All runs, and what was measured of the real model."""
 
     trainers: int
     steps: int
@@ -141,12 +147,15 @@ class LocoReport(msgspec.Struct, frozen=True):
         }
 
     def tables(self) -> list[Table]:
-        by_way: dict[str, list[LocoRun]] = {}
+        by_method: dict[str, list[LocoRun]] = {}
         for run in self.runs:
-            by_way.setdefault(str(run.way), []).append(run)
-        columns = ("way", "final reward", "gained", "of DiLoCo", "density", "a round", "in all", "DiLoCo's", "DDP's")
+            by_method.setdefault(str(run.method), []).append(run)
+        columns = (
+            *("method", "final reward", "gained", "of DiLoCo", "density"),
+            *("a round", "whole run", "DiLoCo's", "DDP's"),
+        )
         rows = []
-        for name, runs in by_way.items():
+        for name, runs in by_method.items():
             first = runs[0]
             sent = statistics.fmean(sum(run.sent_nbytes) for run in runs)
             rows.append(
@@ -154,7 +163,7 @@ class LocoReport(msgspec.Struct, frozen=True):
                     name,
                     _spread([run.final for run in runs]),
                     _spread([run.gained for run in runs]),
-                    _share(runs, by_way.get(str(Way("DiLoCo", first.way.sync_every)))),
+                    _share(runs, by_method.get(str(Method("DiLoCo", first.method.sync_every)))),
                     f"{statistics.fmean(d for run in runs for d in run.density):.2%}",
                     nbytes(round(sent / len(first.sent_nbytes))),
                     nbytes(round(sent)),
@@ -169,17 +178,17 @@ class LocoReport(msgspec.Struct, frozen=True):
         return tables
 
 
-def ways(sync_every: Sequence[int]) -> list[Way]:
-    """All that are compared; DDP at the inner learning rate, and at what the outer optimizer makes of that."""
-    local = [Way(name, h) for h in sync_every for name in ("DiLoCo", "PULSELoCo", "FP16 gate", "without feedback")]
-    return [Way("DDP"), Way(f"DDP, lr × {OUTER:g}", faster=OUTER), *local]
+def methods(sync_every: Sequence[int]) -> list[Method]:
+    """All that are compared; DDP at the inner learning rate, and at OUTER times that."""
+    local = [Method(name, h) for h in sync_every for name in ("DiLoCo", "PULSELoCo", "FP16 gate", "without feedback")]
+    return [Method("DDP"), Method(f"DDP, lr × {OUTER:g}", faster=OUTER), *local]
 
 
 def check(steps: int, sync_every: Sequence[int]) -> None:
-    """Raises ValueError if steps is no multiple of 16, or one of sync_every does not divide 16."""
+    """Raises ValueError if steps is not a multiple of 16, or one of sync_every does not divide 16."""
     if odd := [h for h in sync_every if h < 1 or EVALUATE_EVERY % h]:
         raise ValueError(
-            f"sync_every: expected divisors of {EVALUATE_EVERY}, so that all agree when evaluated, found {odd[0]}"
+            f"sync_every: expected divisors of {EVALUATE_EVERY}, since runs are evaluated after a round, found {odd[0]}"
         )
     if steps % EVALUATE_EVERY:
         raise ValueError(f"steps: expected a multiple of {EVALUATE_EVERY}, so that runs end in a round, found {steps}")
@@ -188,18 +197,18 @@ def check(steps: int, sync_every: Sequence[int]) -> None:
 def run(
     *, seeds: int, steps: int, lr: float, sync_every: Sequence[int], model: str, rounds: int, progress: Progress
 ) -> LocoReport:
-    """Train every way from every seed; then, unless `rounds` is 0, measure so many rounds of `model`.
+    """Train by every method from every seed; then measure `rounds` rounds of `model`, if any.
 
-    steps, sync_every: as `check` wants them. Raises PulseError if a process ends early. Takes about 1 GB of memory for
+    steps, sync_every: see `check`. Raises ProcessDiedError if a process ends early. Takes about 1 GB of memory for
     the trainers, 8 GB for SmolLM2-135M.
     """
     models = MODEL_LRS if rounds else ()
-    total = seeds * len(ways(sync_every)) + len(models)
-    progress(0, total, "first training")
+    total = seeds * len(methods(sync_every)) + len(models)
+    progress(0, total, "supervised training")
     runs: list[LocoRun] = []
     for line in _trained(seeds, steps, lr, sync_every):
         runs.append(msgspec.json.decode(line, type=LocoRun))
-        progress(len(runs), total, f"after seed {runs[-1].seed}: {runs[-1].way}")
+        progress(len(runs), total, f"after seed {runs[-1].seed}: {runs[-1].method}")
     results: list[ModelResult] = []
     for rate in models:
         progress(len(runs) + len(results), total, f"{model} at {rate:g}")
@@ -207,13 +216,16 @@ def run(
         environment = os.environ | {"PULSE_THREADS": "1"}
         ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
         if ended.returncode:
-            raise PulseError(f"bench loco: the process that measures {model} ended with {ended.returncode}, see above")
+            raise ProcessDiedError(
+                f"bench loco: the process that measures {model} ended with {ended.returncode}, see above",
+                process="loco_model",
+            )
         results.append(msgspec.json.decode(ended.stdout, type=ModelResult))
     return LocoReport(trainers=TRAINERS, steps=steps, lr=lr, runs=tuple(runs), models=tuple(results))
 
 
 def _trained(seeds: int, steps: int, lr: float, sync_every: Sequence[int]) -> Iterator[bytes]:
-    """Start the trainers; yields a line of JSON for each run. None of them outlives the generator."""
+    """Start the trainers; yields a line of JSON for each run. They end with the generator."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -225,8 +237,12 @@ def _trained(seeds: int, steps: int, lr: float, sync_every: Sequence[int]) -> It
             command = [sys.executable, "-m", f"{__package__}.loco_ranks", msgspec.json.encode(settings).decode()]
             ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
         yield from ranks[0].stdout or ()
-        if any(codes := [process.wait() for process in ranks]):
-            raise PulseError(f"bench loco: expected all trainers to end with 0, found {codes}, see above")
+        codes = [process.wait() for process in ranks]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            raise ProcessDiedError(
+                f"bench loco: expected all trainers to end with 0, found {codes}, see above",
+                process=f"trainer-{failed[0]}",
+            )
     finally:
         for process in ranks:
             process.kill()
@@ -234,7 +250,7 @@ def _trained(seeds: int, steps: int, lr: float, sync_every: Sequence[int]) -> It
 
 
 def _share(runs: Sequence[LocoRun], dense: Sequence[LocoRun] | None) -> str:
-    """What they gained of what DiLoCo gains from the same seeds at the same H; mean and standard deviation."""
+    """Their gain divided by DiLoCo's from the same seeds at the same H; mean and standard deviation."""
     if dense is None:
         return "–"
     return _spread([run.gained / other.gained for run, other in zip(runs, dense, strict=True)])

@@ -1,12 +1,12 @@
 """What PULSELoCo sends of a real model: `python -m pulse_rl.bench.loco_model MODEL ROUNDS LR`.
 
 Inner steps are supervised: AdamW (0.9, 0.999) under BF16 autocast on the answers of four sums a step, gradient norm
-1, from the dithered GGUF. They are real gradients of the real weights, but no RL's: theirs are noisier. One trainer,
-whose payloads are what it would send to any number of others; what would differ is only where the others lead θ.
+1, from the dithered GGUF. They are real gradients of the real weights, but not those of RL, which are noisier. There is
+one trainer, and its payloads are those that it would send to any number of others; only θ would go elsewhere.
 
-The last round is then timed, all in one thread: θ, residual, momentum and live parameters are put back and the round
-is done again, in turns with DiLoCo's, in a group that hands each rank's bytes back as those of four. So
-encoding, decoding of three payloads, adding up and outer step are those of four trainers, and there is no network.
+The last round is then timed, all in one thread: θ, residual, momentum and live parameters are restored and the round
+is repeated, in turns with DiLoCo's, in a group that returns this rank's bytes as those of four ranks. So
+encoding, decoding of three payloads, adding up and outer step are those of four trainers, without a network.
 """
 
 import statistics
@@ -39,7 +39,7 @@ GRADIENT_NORM = 1.0
 
 
 class Echo(Group):
-    """A group without others: what this rank sends comes back as the bytes of all."""
+    """A group of this rank alone: what it sends is what all ranks send."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None, 0, size)
@@ -58,7 +58,7 @@ class Echo(Group):
 
 
 def position_bits(loco: pulse.PulseLoCo) -> float:
-    """The entropy of which elements the next round sends, given θ's BF16 exponents; a table a segment."""
+    """The entropy, in bits, of which elements the next round sends, given θ's BF16 exponents; one table a segment."""
     sends = loco._contribution.find()
     assert isinstance(sends, list)
     old: dict[str, Bits] = {}
@@ -74,14 +74,14 @@ def position_bits(loco: pulse.PulseLoCo) -> float:
 
 
 def copied(tree: Any) -> Any:
-    """Of a state dict, with tensors of its own."""
+    """A copy of a state dict and its tensors."""
     if isinstance(tree, dict):
         return {key: copied(value) for key, value in tree.items()}
     return tree.clone() if isinstance(tree, torch.Tensor) else tree
 
 
 def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: tasks.Task, first: int) -> float:
-    """SYNC_EVERY of them, on problems from `first` on; returns their mean loss."""
+    """Take SYNC_EVERY inner steps, on problems from step `first` on; returns their mean loss."""
     losses = []
     for step in range(first, first + SYNC_EVERY):
         found = loss(loaded, [task.problem(step * PROMPTS + k) for k in range(PROMPTS)])
@@ -94,7 +94,7 @@ def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: ta
 
 
 def timed(loco: Any, before: dict[str, Any], net: Any, live: dict[str, torch.Tensor]) -> dict[str, float]:
-    """One round from that state, without a network: seconds by part."""
+    """One round from the state `before` and the parameters `live`, without a network: seconds by part."""
     loco.load_state_dict(before)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -104,7 +104,7 @@ def timed(loco: Any, before: dict[str, Any], net: Any, live: dict[str, torch.Ten
 
 
 def measure(name: str, rounds: int, lr: float) -> ModelResult:
-    """So many rounds at a learning rate, and the last one timed."""
+    """Take `rounds` rounds at a learning rate, and time the last one."""
     loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
     net = loaded.model.eval()
     task = tasks.Task("chain_sum", 0)
@@ -136,8 +136,8 @@ def measure(name: str, rounds: int, lr: float) -> ModelResult:
         sent_nbytes=[report.sent_nbytes for report in reports[:rounds]],
         position_bits=bits,
         seconds={
-            way: {part: statistics.median(one[part] for one in found) for part in found[0]}
-            for way, found in seconds.items()
+            name: {part: statistics.median(one[part] for one in found) for part in found[0]}
+            for name, found in seconds.items()
         },
     )
 

@@ -1,7 +1,7 @@
 """A trainer of `bench loco`: `python -m pulse_rl.bench.loco_ranks SETTINGS`, a process for each rank, over Gloo.
 
-For each seed rank 0 trains the policy supervised and hands it to the others; then every way runs from there: the same
-prompts for the same rank and step, the same number of samples. Rank 0 prints a line of JSON for each run.
+For each seed rank 0 trains the policy supervised and broadcasts it; then every method runs from there, with the same
+prompts for the same rank and step, and the same number of samples. Rank 0 prints a line of JSON for each run.
 """
 
 import copy
@@ -20,16 +20,16 @@ from torch import nn
 
 import pulse_rl as pulse
 from pulse_rl.bench import loco_task as task
-from pulse_rl.bench.loco import EVALUATE_EVERY, LocoRun, Settings, Way, ways
+from pulse_rl.bench.loco import EVALUATE_EVERY, LocoRun, Method, Settings, methods
 from pulse_rl.loco.rounds import LocalSteps
 
-PROBLEMS, GROUP = 4, 8  # of each rank and inner step
-EVALUATED = 1024  # problems, the same for all runs; each rank takes its share
+PROBLEMS, GROUP = 4, 8  # problems of each rank and inner step, completions of each problem
+EVALUATED = 1024  # problems, the same for all runs; each rank evaluates its share
 TIMEOUT = timedelta(seconds=600)
 
 
 class Forgetful(pulse.PulseLoCo):
-    """PULSELoCo without error feedback: what is not sent is lost."""
+    """PULSELoCo without error feedback: what is not sent is dropped."""
 
     def sync(self) -> pulse.LocoReport:
         report = super().sync()
@@ -47,7 +47,7 @@ LOCAL: dict[str, Callable[..., LocalSteps]] = {
 
 
 def average(parameters: list[nn.Parameter]) -> None:
-    """Gradients become their mean over all ranks, as DistributedDataParallel has it."""
+    """Replace gradients by their mean over all ranks, as DistributedDataParallel does."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([gradient.view(-1) for gradient in gradients]) / dist.get_world_size()
     dist.all_reduce(flat)
@@ -57,20 +57,20 @@ def average(parameters: list[nn.Parameter]) -> None:
 
 
 def evaluate(policy: task.Policy) -> float:
-    """The same on all ranks only if they hold the same weights, as they do between rounds."""
+    """The expected reward, when all ranks hold the same weights, as they do right after a round. A collective."""
     solved = task.problems(EVALUATED, torch.Generator().manual_seed(-1))
     found = torch.tensor(task.reward(policy, solved[dist.get_rank() :: dist.get_world_size()]))
     dist.all_reduce(found)
     return float(found) / dist.get_world_size()
 
 
-def train(start: task.Policy, way: Way, seed: int, settings: Settings) -> LocoRun:
-    """One run from `start`, which stays as it is."""
+def train(start: task.Policy, method: Method, seed: int, settings: Settings) -> LocoRun:
+    """One run from `start`, which is not changed."""
     began = time.perf_counter()
     policy, rank = copy.deepcopy(start), dist.get_rank()
     parameters = list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=settings.lr * way.faster, betas=(0.9, 0.999), weight_decay=0)
-    local = LOCAL[way.name](policy, optimizer, sync_every=way.sync_every) if way.sync_every else None
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr * method.faster, betas=(0.9, 0.999), weight_decay=0)
+    local = LOCAL[method.name](policy, optimizer, sync_every=method.sync_every) if method.sync_every else None
     rewards = [evaluate(policy)]
     context: Any = local or nullcontext()
     with context:
@@ -88,7 +88,7 @@ def train(start: task.Policy, way: Way, seed: int, settings: Settings) -> LocoRu
     elements = sum(parameter.numel() for parameter in parameters)
     reports = local.reports if local else []
     return LocoRun(
-        way=way,
+        method=method,
         seed=seed,
         elements=elements,
         rewards=rewards,
@@ -115,8 +115,8 @@ def main(settings: Settings) -> None:
             task.pretrain(start, settings.pretrain, generator)
         for parameter in start.parameters():
             dist.broadcast(parameter.data, 0)
-        for way in ways(settings.sync_every):
-            run = train(start, way, seed, settings)
+        for method in methods(settings.sync_every):
+            run = train(start, method, seed, settings)
             if settings.rank == 0:
                 print(msgspec.json.encode(run).decode(), flush=True)
     dist.destroy_process_group()

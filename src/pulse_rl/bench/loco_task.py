@@ -1,9 +1,9 @@
-"""What the trainers of `bench loco` learn: sums of two numbers below 100, by a transformer of 220,000 parameters.
+"""The task of `bench loco`: sums of two numbers below 100, learned by a transformer of 220,000 parameters.
 
-A prompt is `ab+cd=`, a completion three digits, least significant first; the reward is 1 for the right sum and 0 for
-all else. All prompts and completions have one length, so there is nothing to pad or to mask. The forward pass computes
-with weights rounded to BF16, as rollout workers would hold them, and everything else in float32; gradients go to the
-float32 masters as if nothing were rounded.
+A prompt is `ab+cd=`, a completion three digits, least significant first; the reward is 1 for the right sum and 0
+otherwise. All prompts and completions have one length, so nothing is padded or masked. The forward pass computes
+with weights rounded to BF16, as rollout workers would hold them, and everything else in float32; gradients go straight
+through the rounding to the float32 masters.
 """
 
 import math
@@ -16,23 +16,23 @@ from torch.nn import functional
 from pulse_rl.rl import grpo
 
 WIDTH, LAYERS, HEADS = 96, 2, 4
-SYMBOLS, PLUS, EQUALS = 12, 10, 11  # the digits are themselves
+SYMBOLS, PLUS, EQUALS = 12, 10, 11  # a digit is its own symbol
 PROMPT, ANSWER = 6, 3  # symbols
-RIGHT = 0.2  # of the first training's completions
-CLIP = 0.2  # of the ratio, as in the reference run
+RIGHT = 0.2  # share of the supervised training's completions that are right
+CLIP = 0.2  # of the importance ratio, as in the reference run
 GRADIENT_NORM = 1.0
 
 
 class Batch(NamedTuple):
-    """B completions; a group's are side by side."""
+    """B completions; those of a group are consecutive."""
 
     symbols: Tensor  # (B, PROMPT + ANSWER) int64
-    logprobs: Tensor  # (B, ANSWER) float32, when they were sampled
+    logprobs: Tensor  # (B, ANSWER) float32, of the policy that sampled them
     rewards: Tensor  # (B,) float32
 
 
 class Policy(nn.Module):
-    """A causal transformer without biases; float32 masters, seen as BF16."""
+    """A causal transformer without biases; float32 masters, computed with as BF16."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def problems(count: int, generator: torch.Generator) -> Tensor:
 
 
 def logprobs(policy: Policy, symbols: Tensor) -> Tensor:
-    """Of the completions' symbols, (B, ANSWER)."""
+    """The log probabilities of the completions' symbols, (B, ANSWER)."""
     scores = torch.log_softmax(policy(symbols[:, :-1])[:, PROMPT - 1 :], -1)
     return scores.gather(2, symbols[:, PROMPT:, None])[:, :, 0]
 
 
 @torch.no_grad()
 def reward(policy: Policy, solved: Tensor) -> float:
-    """The mean reward to expect of one sample for each problem, exactly: the probability of the right completion."""
+    """The exact mean of the expected reward of one sample: the probability of the right completion."""
     return float(logprobs(policy, solved).sum(1).exp().mean())
 
 
@@ -114,7 +114,7 @@ def backward(policy: Policy, batch: Batch, group: int) -> None:
 
 
 def pretrain(policy: Policy, steps: int, generator: torch.Generator) -> None:
-    """Supervised steps on random problems, so that there is something to reward."""
+    """Take supervised steps on random problems, so that some completions are right and earn a reward."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     for step in range(steps):
         solved = problems(256, generator)
