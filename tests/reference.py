@@ -74,8 +74,9 @@ def fields(value: type) -> list[str]:
 
 
 def methods(value: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that pulse-rl gives a class, inherited ones too."""
-    seen: set[str] = set()
+    """The public methods and properties that pulse-rl gives a class, inherited ones too; not a framework's hooks."""
+    foreign = [base for base in value.__mro__ if not base.__module__.startswith("pulse_rl")]
+    seen = {name for base in foreign for name in vars(base)}
     for base in value.__mro__:
         if not base.__module__.startswith("pulse_rl"):
             continue
