@@ -4,28 +4,29 @@ A version takes six steps: encode the changes against the baseline; prove that t
 new version; move the baseline; put the objects; commit the manifest; put skip patches and prune, where they are due.
 From the move on nothing reads the trainer's weights, so the rest can go on in the background.
 
-A publisher is in one of four states, by what these three fields hold:
+Three fields hold the state:
 
-    state      _committed   _baseline      _in_flight
-    empty      None         None           None          nothing is known of the history
-    ready      version n    of version n   None
-    in flight  version n    None           version n+1   the background puts n+1, whose baseline is in _in_flight
-    broken     version n    None           None          nobody knows what the baseline's memory holds
+    state      _committed         _baseline      _in_flight
+    empty      None               None           None             nothing is known of the history
+    ready      version n          of version n   None
+    in flight  version n or None  None           the version that the background puts, with its baseline
+    broken     version n          None           None             what the baseline's memory holds is not known
 
-and this is what each verb does:
+Each verb leads from state to state:
 
-    state      publish                                   resume                         flush, close
-    empty      as resume, then as ready;                 rebuild the newest version     nothing
-               a first version is an anchor              of the history → ready
-    ready      encode, move, put, commit → ready         look whether the history       nothing
-               failed: undo the move → ready, or broken  still ends with version n
-    in flight  encode against n+1; flush; then as ready  flush, then as ready           wait → ready; failed: undo the
-                                                                                        move → ready at n, or broken
-    broken     as empty                                  as empty                       nothing
+    state      publish                                    resume                     flush, close
+    empty      resume; then as ready, or publish          rebuild the newest         nothing
+               an anchor as the first version → ready     version → ready
+    ready      encode, move, put, commit → ready;         check that the history     nothing
+               on failure undo the move → ready,          still ends at version n
+               or broken if that is not possible
+    in flight  encode; flush; then as ready               flush; then as ready       wait → ready; on failure
+                                                                                     undo the move → ready or broken
+    broken     as empty                                   as empty                   nothing
 
-With anchor=True, empty and broken publish an anchor and rebuild nothing. Two rules keep this true wherever a call is
-interrupted: `_baseline` is of `_committed` or None; and whoever changes a baseline's memory takes it out of the field
-first, and puts it back only when it is known what it holds. So an interruption leaves the state broken at worst.
+With anchor=True, empty and broken publish an anchor and rebuild nothing. Two rules make every line safe to interrupt:
+`_baseline` is of `_committed` or None; and what changes the baseline's memory takes it out of the field first, and puts
+it back when it is known what the memory holds. So an interruption leaves the publisher broken at worst.
 """
 
 from __future__ import annotations
