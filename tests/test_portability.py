@@ -9,7 +9,8 @@ import pulse_rl
 # What other packages do on such systems is their affair, so they are imported before anything is taken away.
 PROGRAM = """
 import importlib, logging, os, random, sys, tempfile, threading
-import blake3, cryptography.hazmat.primitives.asymmetric.ed25519, msgspec, numba, numpy, obstore, rich, torch, typer
+import blake3, cryptography.hazmat.primitives.asymmetric.ed25519, msgspec, numba, numpy, obstore, ray, rich, torch
+import transformers, typer
 
 for name in ("fork", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "geteuid", "getuid", "O_DIRECTORY"):
     if hasattr(os, name):
@@ -27,13 +28,12 @@ print(len(pulse_rl.__all__))
 
 
 def _modules() -> list[str]:
-    """Every module of the package but those of the reference run (it locks files by fcntl), of integrations (which
-    need frameworks) and of the benchmarks."""
+    """Every module of the package."""
     package = Path(pulse_rl.__file__).parent
     names = []
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package.parent).with_suffix("").parts
-        if not {"rl", "integrations", "bench", "__main__"} & set(parts):
+        if parts[-1] != "__main__":
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return names
 
