@@ -1,4 +1,4 @@
-"""plan: what a link asks of a run, calculated."""
+"""plan: what a link costs a run, calculated."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ if TYPE_CHECKING:
 
 
 def plan(
-    params: Annotated[str, typer.Option(help="Of the model, as 7B, 135M or 7e9.", show_default=False)],
+    params: Annotated[str, typer.Option(help="Parameters of the model: 7B, 135M or 7e9.", show_default=False)],
     bandwidth: Annotated[
-        str, typer.Option(help="Of each link, each way, as 200Mbit, 10Gbit or 25MB.", show_default=False)
+        str, typer.Option(help="Bandwidth of each link, each way: 200Mbit, 10Gbps or 25MB/s.", show_default=False)
     ],
-    compute: Annotated[str, typer.Option(help="Time of a step without its sync, as 50s or 2min.", show_default=False)],
-    density: Annotated[str, typer.Option(help="Of changes from version to version.")] = "0.6%",
-    workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 1,
-    trainers: Annotated[int, typer.Option(min=1, help="Trainers; from 2 on what goes between them is told, too.")] = 1,
+    compute: Annotated[str, typer.Option(help="Time of a step without its sync: 50s or 2min.", show_default=False)],
+    density: Annotated[str, typer.Option(help="Elements that change from version to version.")] = "0.6%",
+    workers: Annotated[int, typer.Option(min=1, help="Number of rollout workers.")] = 1,
+    trainers: Annotated[
+        int, typer.Option(min=1, help="Number of trainers; with 2 or more, the traffic between them too.")
+    ] = 1,
     sync_every: Annotated[int, typer.Option(min=1, help="Steps between two exchanges of the trainers.")] = 8,
-    loco_density: Annotated[str, typer.Option(help="Of what a trainer sends in an exchange of PULSELoCo.")] = "3%",
+    loco_density: Annotated[
+        str, typer.Option(help="Elements that a trainer sends in an exchange of PULSELoCo.")
+    ] = "3%",
     as_json: AsJson = False,
 ) -> None:
-    """Calculate what a link asks of a run: bytes, seconds and GPU use of full checkpoints and patches.
+    """Calculate what a link costs a run: bytes, seconds and GPU use of full checkpoints and patches.
 
     A version is published after every step, and everybody waits for it:
-    GPU use = compute / (compute + bytes / bandwidth). Sizes of patches are as
-    measured here; docs/plan.md has the formulas and what they leave out.
+    GPU use = compute / (compute + bytes / bandwidth). Sizes of patches follow
+    our measurements; docs/plan.md has the formulas and what they leave out.
 
     Example: pulse-rl plan --params 7B --bandwidth 200Mbit --compute 50s --workers 32
     """
@@ -67,30 +71,27 @@ def _print(plan: Plan) -> None:
     if several:
         columns[5:5] = [f"direct to {plan.workers}", "GPU use"]
     rows = []
-    for way in plan.weights:
-        sooner = (
-            "never" if way.dense_density is None else f"from {way.dense_density:.1%}" if way.dense_density else "always"
-        )
+    for channel in plan.weights:
         row = [
-            way.name,
-            units.nbytes(way.nbytes),
-            f"{way.reduction:,.1f} ×",
-            units.seconds(way.seconds),
-            f"{way.utilization:.1%}",
-            units.bandwidth(way.bandwidth_needed),
-            units.seconds(way.coding_seconds) if way.coding_seconds else "",
-            "" if way.name == "full" else sooner,
+            channel.name,
+            units.nbytes(channel.nbytes),
+            f"{channel.reduction:,.1f} ×",
+            units.seconds(channel.seconds),
+            f"{channel.utilization:.1%}",
+            units.bandwidth(channel.bandwidth_needed),
+            units.seconds(channel.coding_seconds) if channel.coding_seconds else "",
+            "" if channel.name == "full" else _sooner(channel.dense_density),
         ]
         if several:
-            row[5:5] = [units.seconds(way.direct_seconds), f"{way.direct_utilization:.1%}"]
+            row[5:5] = [units.seconds(channel.direct_seconds), f"{channel.direct_utilization:.1%}"]
         rows.append(row)
     output.write("\n")
     output.table(columns, rows)
     through = (
-        "Through a store the trainer's link carries a version once and each worker's once, however many there are; "
-        "direct,\nthe trainer's carries it once for every worker. "
+        "Through a store, each link carries a version once, however many workers there are. Direct, the trainer's\n"
+        "link carries it once for every worker. "
     )
-    output.write(f"\n{through * several}`coding` is one thread's, on top; `full is sooner` counts it.\n")
+    output.write(f"\n{through * several}`coding` is the time of one thread, on top; `full is sooner` includes it.\n")
     if plan.rounds:
         output.write("\n")
         steps = f"a round of {plan.sync_every} steps"
@@ -108,4 +109,11 @@ def _print(plan: Plan) -> None:
                 for one in plan.rounds
             ],
         )
-        output.write("\nBytes are what each trainer receives, and as many are sent; float32 gradients.\n")
+        output.write("\nBytes are what each trainer receives; it sends as many. Gradients are float32.\n")
+
+
+def _sooner(density: float | None) -> str:
+    """The densities at which a full checkpoint arrives sooner. density: the lowest, None for none."""
+    if density is None:
+        return "never"
+    return f"from {density:.1%}" if density else "always"

@@ -36,35 +36,35 @@ def study(
             "-o",
             metavar="DIR",
             file_okay=False,
-            help=f"Write {REPORT} and {PAGE} there; made if need be.",
+            help=f"Write {REPORT} and {PAGE} into this directory.",
             show_default=False,
         ),
     ] = None,
     html: Annotated[
         bool | None,
         typer.Option(
-            "--html/--no-html", help=f"Write {PAGE}, with -o.", show_default="if its extra, study, is installed"
+            "--html/--no-html", help=f"Write {PAGE}, with -o.", show_default="if the extra `study` is installed"
         ),
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Adam's learning rate, for predictions; a run's is known.", show_default=False)
+        float | None, typer.Option(help="Adam's learning rate, for predictions. A run's is known.", show_default=False)
     ] = None,
     betas: Annotated[
         tuple[float, float] | None,
-        typer.Option(help="Adam's, two numbers: --betas 0.9 0.95.", show_default="a run's, or 0.9 0.999"),
+        typer.Option(help="Adam's betas: --betas 0.9 0.95.", show_default="a run's, or 0.9 0.999"),
     ] = None,
     codecs: Annotated[
         bool,
-        typer.Option(help="Code every step with every codec and cast it to lower precisions, which takes longest."),
+        typer.Option(help="Code every step with every codec and cast it to lower precisions. This takes longest."),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how sparse the steps of a training run are, exactly, on the stored bits, and say why.
+    """Measure how sparse the steps of a training run are, exactly, on the stored bits, and why.
 
-    Over one step and over k = 2, 4, … 32; by tensor, kind of layer, depth and
-    exponent; how often the same elements change; what patches take, and what
-    the entropies are; what receivers of FP16, FP8 and INT8 would see; and
-    beside it what theory predicts of Adam.
+    Counted are changes over 1, 2, 4, … 32 steps; by tensor, kind of layer,
+    depth and exponent; how often the same elements change; the size of patches
+    and its entropy bound; and what receivers of FP16, FP8 and INT8 see. With a
+    learning rate, theory's predictions of Adam stand beside the counts.
     Checkpoints are numbered by the last number in their names (checkpoint-500).
 
     Example: pulse-rl study runs/main -o runs/main/study
@@ -78,18 +78,18 @@ def study(
         with output.checking():
             if out is not None and _is_run(str(out)):
                 raise ValueError(
-                    f"output: expected a directory of its own, found the run {out}, whose {PAGE} it would replace"
+                    f"output: expected another directory than the run's, found {out}: its {PAGE} would be replaced"
                 )
             if html and out is None:
-                raise ValueError(f"html: expected with -o DIR, where {PAGE} is written")
+                raise ValueError(f"--html needs -o DIR, the directory for {PAGE}")
             settings = _settings(targets, lr, betas)
             if settings is not None:
                 check_settings(settings)
         if html:
-            require("vl_convert", "study")  # before the work, not after it
+            require("vl_convert", "study")  # fails before the work
         source = _open(targets, stack)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)  # likewise
+            out.mkdir(parents=True, exist_ok=True)  # as does this
         with output.progress("study") as update:
             report = measure(source, settings, codecs=codecs, progress=update)
     if len(targets) == 1 and _is_run(targets[0]):
@@ -109,7 +109,7 @@ def _is_run(target: str) -> bool:
 
 
 def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] | None) -> Settings | None:
-    """What of the optimizer is given, or known of a run. Raises ValueError for betas without a learning rate."""
+    """Adam's settings as given, or of a run. None without a learning rate; then betas raise ValueError."""
     from pulse_rl.rl.config import RunConfig, load
     from pulse_rl.study.results import Settings
 
@@ -120,13 +120,13 @@ def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] |
             lr, warmup = found.lr, found.warmup
     if lr is None:
         if betas is not None:
-            raise ValueError("betas: expected with --lr, without which nothing can be predicted")
+            raise ValueError("--betas needs --lr: without it nothing is predicted")
         return None
     return Settings(lr=lr, betas=betas or found.betas, warmup=warmup)
 
 
 def _run_notes(target: str) -> list[str]:
-    """What a run does that the theory leaves out."""
+    """What a run does that theory leaves out."""
     from pulse_rl.rl.config import load
 
     config = load(Path(target))
@@ -134,18 +134,18 @@ def _run_notes(target: str) -> list[str]:
     if config.trainers > 1:
         notes.append(
             f"{config.trainers} trainers by {config.trainer_sync}: a version is a round of {config.sync_every} steps, "
-            "and the theory is of one trainer's Adam"
+            "and theory knows one trainer's Adam only"
         )
     if config.weight_decay:
-        notes.append(f"weight decay of {config.weight_decay}: the theory leaves it out")
+        notes.append(f"weight decay of {config.weight_decay}: theory leaves it out")
     return notes
 
 
 def _open(targets: list[str], stack: ExitStack) -> Source:
-    """The source that the targets name; its files are gone when the stack closes."""
-    from pulse_rl.history.contents import kind_of
+    """The source that the targets name. Its files are deleted when the stack closes."""
     from pulse_rl.history.log import History
     from pulse_rl.history.restore import scratch
+    from pulse_rl.history.targets import kind_of
     from pulse_rl.study.sources.checkpoints import Checkpoints
     from pulse_rl.study.sources.history import Stored
 
@@ -157,13 +157,13 @@ def _open(targets: list[str], stack: ExitStack) -> Source:
     for target, (kind, _) in zip(targets, kinds, strict=True):
         if kind != "checkpoint":
             raise ValueError(
-                f"{target}: expected several checkpoints, or one run or store, found a {kind} among {len(targets)}"
+                f"{target}: expected checkpoints, or one run or store; found a {kind} among {len(targets)} targets"
             )
     return Checkpoints(targets)
 
 
 def _write(report: Report, directory: Path, html: bool | None) -> None:
-    """directory: is there. html: whether the page is wanted; None where it can be had."""
+    """Write the report, and its page, into an existing directory. html: None writes a page if its extra is there."""
     import msgspec
 
     from pulse_rl.disk import write_stream
@@ -181,6 +181,40 @@ def _write(report: Report, directory: Path, html: bool | None) -> None:
 def _print(report: Report) -> None:
     from pulse_rl.study.show.page import times
 
+    output.facts(_facts(report))
+    for note in report.notes:
+        output.write(f"note: {note}\n")
+    output.write("\n")
+    rows: list[tuple[object, ...]] = []
+    for span in report.spans:
+        over = span.over_time
+        rows.append((span.k, *(f"{x:.4%}" for x in (over.mean, over.std, over.min, over.max)), len(span.bases)))
+    output.table(["steps", "sparsity", "spread", "lowest", "highest", "pairs"], rows)
+    output.write("\n")
+    rows = [
+        (g.name, g.tensors, f"{g.elements:,}", f"{g.density:.4%}", f"{g.min:.4%}", f"{g.max:.4%}") for g in report.kinds
+    ]
+    output.table(["kind", "tensors", "elements", "density", "lowest", "highest"], rows)
+    if report.patch_nbytes:
+        output.write("\n")
+        changes = sum(step.changes for step in report.steps)
+        rows = []
+        for codec, mean in report.patch_nbytes.items():
+            bits = f"{8 * mean * len(report.steps) / changes:.2f}" if changes else ""
+            rows.append((codec, nbytes(mean), bits, times(report.full_nbytes, mean)))
+        output.table(["codec", "patch", "bits per change", "reduction"], rows)
+    if report.precisions:
+        output.write("\n")
+        rows = []
+        for name, steps in report.precisions.items():
+            scales = sum(step.scales for step in steps)
+            rescaled = f"{sum(step.rescaled for step in steps) / scales:.4%}" if scales else ""
+            rows.append((name, f"{sum(step.density for step in steps) / len(steps):.4%}", rescaled))
+        output.table(["cast to", "codes changed", "scales changed"], rows)
+
+
+def _facts(report: Report) -> dict[str, str]:
+    """The results in a line each, by name."""
     changes = sum(step.changes for step in report.steps)
     first, last = report.versions[0], report.versions[-1]
     bits = sum(step.bounds.total for step in report.steps) / max(1, changes)
@@ -189,53 +223,19 @@ def _print(report: Report) -> None:
         f"{len(report.steps)} step{'s' * (len(report.steps) > 1)} of {report.stride}",
         "model": f"{report.elements:,} elements, {nbytes(report.full_nbytes)}",
         "density": f"{report.density.mean:.4%} of the elements change in a step, ± {report.density.std:.4%} over time",
-        "entropy": f"{bits:.2f} bits a change, given the exponent and the tensor",
+        "entropy": f"{bits:.2f} bits per change, given the exponent and the tensor",
     }
     again = report.recurrence
     if again.again is not None and again.expected_again is not None and again.back is not None:
         facts["again"] = (
-            f"{again.again:.1%} of what changed changes in the next step too ({again.expected_again:.1%} by chance, "
-            f"given the exponent), {again.back:.1%} go back"
+            f"{again.again:.1%} of the changed elements change in the next step too ({again.expected_again:.1%} by "
+            f"chance, given the exponent), {again.back:.1%} return to their earlier bits"
         )
     predictions = [step.prediction for step in report.steps if step.prediction is not None]
     if predictions:
         mean = sum(one.density for one in predictions) / len(predictions)
-        facts["by theory"] = f"{mean:.4%}, {mean / max(report.density.mean, 1e-300):.2f} of what was measured"
+        facts["by theory"] = f"{mean:.4%}, {mean / max(report.density.mean, 1e-300):.2f} of the measured density"
         rates = [step.rate for step in report.steps if step.rate is not None]
         if rates and report.stride == 1:
-            facts["Adam's ratio"] = f"{sum(rates) / len(rates):.3f} the mean |m̂ / √v̂|, as measured"
-    output.facts(facts)
-    for note in report.notes:
-        output.write(f"note: {note}\n")
-    output.write("\n")
-    output.table(
-        ["steps", "sparsity", "spread", "least", "most", "times"],
-        [
-            (span.k, *(f"{x:.4%}" for x in (time.mean, time.std, time.min, time.max)), len(span.bases))
-            for span in report.spans
-            for time in [span.over_time]
-        ],
-    )
-    output.write("\n")
-    output.table(
-        ["kind", "tensors", "elements", "density", "least", "most"],
-        [
-            (g.name, g.tensors, f"{g.elements:,}", f"{g.density:.4%}", f"{g.min:.4%}", f"{g.max:.4%}")
-            for g in report.kinds
-        ],
-    )
-    if report.patch_nbytes:
-        output.write("\n")
-        rows = []
-        for codec, mean in report.patch_nbytes.items():
-            each = f"{8 * mean * len(report.steps) / changes:.2f}" if changes else ""
-            rows.append((codec, nbytes(mean), each, times(report.full_nbytes, mean)))
-        output.table(["codec", "a step", "bits a change", "reduction"], rows)
-    if report.precisions:
-        output.write("\n")
-        casts = []
-        for name, seen in report.precisions.items():
-            scales = sum(one.scales for one in seen)
-            rescaled = f"{sum(one.rescaled for one in seen) / scales:.4%}" if scales else ""
-            casts.append((name, f"{sum(one.density for one in seen) / len(seen):.4%}", rescaled))
-        output.table(["cast to", "codes changed", "scales changed"], casts)
+            facts["Adam's ratio"] = f"{sum(rates) / len(rates):.3f}, the mean |m̂ / √v̂| as measured"
+    return facts
