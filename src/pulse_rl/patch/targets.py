@@ -6,24 +6,13 @@ overlap in part, as slices of a fused weight do: `shared_memory` and `overlappin
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.layout import Layout, compare_layouts
+from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
 
 Copies = Sequence[Bits]  # the live tensors behind one name: the first stands for it, the others are tied copies
-
-
-class HasLayout(Protocol):
-    """Anything with a tensor's dtype and shape."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 def resolve(

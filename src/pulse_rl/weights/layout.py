@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -28,6 +28,16 @@ class TensorSpec(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class HasLayout(Protocol):
+    """Anything with a tensor's dtype and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class Layout(dict[str, Bits]):
@@ -100,10 +110,10 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
     return Layout(sorted(found.items()), tied)
 
 
-def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
+def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLayout], what: str) -> None:
     """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped; tied ones once.
 
-    expected, found: anything with .dtype and .shape, by tensor name. what: what is compared, for the message.
+    expected, found: by tensor name. what: what is compared, for the message.
     """
     common = _once(expected.keys() & found.keys(), expected, found)
     missing = _once(expected.keys() - found.keys(), expected)
@@ -138,7 +148,7 @@ def compare_layouts(expected: Mapping[str, Any], found: Mapping[str, Any], what:
     )
 
 
-def _difference(name: str, one: Any, other: Any) -> str:
+def _difference(name: str, one: HasLayout, other: HasLayout) -> str:
     return f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})"
 
 
