@@ -121,7 +121,7 @@ def _wrong_class(name: str, value: type) -> Iterator[str]:
     described = entries(parts.get("Attributes", [])) | entries(parts.get("Args", []))
     wanted = fields(value)
     if not wanted and not issubclass(value, Exception) and not getattr(value, "_is_protocol", False):
-        wanted = _parameters(value.__init__)  # type: ignore[misc]
+        wanted = _parameters(value.__init__)
     if missing := [field for field in wanted if field not in described]:
         yield f"{name}: says nothing of {', '.join(missing)}"
     own = {method for method, _ in methods(value)} | set(getattr(value, "__annotations__", {})) | set(wanted)
@@ -138,7 +138,7 @@ def _assigned(value: type) -> set[str]:
 
 
 def _wrong_function(name: str, value: Any) -> Iterator[str]:
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    function: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     if not function.__doc__:
         yield f"{name}: no docstring"
         return
@@ -163,7 +163,8 @@ def shown() -> set[str]:
 
 def problems() -> list[str]:
     """Everything that is missing, a line each."""
-    found, names = [], []
+    found: list[str] = []
+    names: list[str] = []
     for name, value in public():
         names.append(name)
         found += wrong(name, value)
