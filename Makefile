@@ -6,7 +6,7 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test azurite fuzz fuzz-history docs check clean
+.PHONY: setup train test test-all azurite fuzz fuzz-history docs check clean
 
 setup: .venv/.ready
 
@@ -25,16 +25,20 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-# Azure's emulator, for tests that are skipped without it. Not a part of the set-up: it needs npm and its registry.
+# With the tests marked slow: whole runs of several processes. About 20 minutes.
+test-all: setup
+	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+# Azure's emulator, for tests that are skipped without it. Not part of the set-up, because it needs npm.
 azurite: setup
 	npm install --silent --no-fund --no-audit --prefix .venv/azurite $(AZURITE)
 
-# Hostile patches, five minutes; an input that breaks something is left as crash-… in this directory.
+# Hostile patches for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/pip install --quiet $(FUZZER)
 	$(BIN)/python tests/fuzz_context.py -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
 
-# Everything that comes over the network, 100,000 times mutated; what is found is told with its seed and number.
+# Everything that arrives over the network, mutated 100,000 times; a failure is reported with its seed and number.
 fuzz-history: setup
 	$(BIN)/python tests/fuzz_history.py --cases 100000 $(ARGS)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.cli.train import _development
+from pulse_rl.cli.train import _reward_change
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
@@ -294,7 +294,7 @@ def test_metrics_are_cut_back_to_a_step_and_a_torn_line_is_left_out(tmp_path: Pa
     ],
 )
 def test_rewards_of_few_steps_are_shown_one_by_one(rewards: list[float], text: str) -> None:
-    assert _development(rewards) == text
+    assert _reward_change(rewards) == text
 
 
 # --- rollout worker -------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
     after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
     assert sum(line.startswith("step ") for line in after) <= 1
     assert after[-1].startswith(
-        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} by"
+        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} with"
     )
     records = metrics.read(out)
     assert summary["seconds"] == sum(record["total_s"] for record in records)

@@ -32,7 +32,7 @@ ERASE = "\x1b[2J"  # what erases a terminal's screen
 
 
 class Counting:
-    """A store that counts what is asked of it, and lets puts of heartbeats wait until they may go on."""
+    """A store that records reads and heartbeats, and can hold the puts of heartbeats."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -89,16 +89,16 @@ def beat(store: Store, name: str = "w") -> Heartbeat:
     return heartbeat.read(store, f"heartbeats/{name}.json")
 
 
-def test_what_a_heartbeat_says(store: Store) -> None:
-    """After each sync, compared with its report, or with its error."""
+def test_a_heartbeat_after_each_sync(store: Store) -> None:
+    """Compared with the report of the sync, or with its error."""
     run, live = Run(store, anchor_every=5), Counting(store)
     subscriber, weights = pulse.Subscriber(live, heartbeat="w"), run.empty()
     with pytest.raises(pulse.VersionNotFoundError):
         subscriber.sync(weights)
     until(lambda: len(live.beats) == 1)
-    said = beat(store)
-    assert (said.id, said.version, said.sequence, said.lag) == ("w", None, None, None)
-    assert said.error == f"{store.url} holds no version yet"
+    first = beat(store)
+    assert (first.id, first.version, first.sequence, first.lag) == ("w", None, None, None)
+    assert first.error == f"{store.url} holds no version yet"
     run.publish(4)
     report = subscriber.sync(weights)
     until(lambda: len(live.beats) == 2)
@@ -114,7 +114,7 @@ def test_what_a_heartbeat_says(store: Store) -> None:
     assert "str" in str(beat(store).error)
 
 
-def test_the_same_is_not_said_over_and_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_heartbeat_is_not_repeated_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run, live = Run(store), Counting(store)
     run.publish()
     subscriber, weights = pulse.Subscriber(live, heartbeat="w"), run.empty()
@@ -128,11 +128,11 @@ def test_the_same_is_not_said_over_and_over(store: Store, monkeypatch: pytest.Mo
     monkeypatch.setattr(subscriber._heart, "_next", 0.0)
     subscriber.sync(weights)
     until(lambda: len(live.beats) == 3)
-    assert [said.version for said in live.beats] == [0, 2, 2]
+    assert [written.version for written in live.beats] == [0, 2, 2]
 
 
-def test_a_heartbeat_holds_no_sync_up(store: Store) -> None:
-    """While the store does not answer: syncs go on, and of what they say the newest is written in the end."""
+def test_a_heartbeat_delays_no_sync(store: Store) -> None:
+    """While the store does not respond, syncs go on; afterwards only the newest heartbeat is written."""
     run, live = Run(store), Counting(store)
     subscriber, weights = pulse.Subscriber(live, heartbeat="w"), run.empty()
     live.go_on.clear()
@@ -142,21 +142,21 @@ def test_a_heartbeat_holds_no_sync_up(store: Store) -> None:
     assert live.beats == []
     live.go_on.set()
     until(lambda: len(live.beats) == 2)
-    assert [said.version for said in live.beats] == [0, 8]
+    assert [written.version for written in live.beats] == [0, 8]
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "../w", "a/b", "a b", "ä", "x" * 65, 3])
-def test_an_id_that_is_no_name(name: Any) -> None:
-    with pytest.raises(ValueError, match="heartbeat: expected an id of 1 to 64 letters"):
+def test_an_invalid_id(name: Any) -> None:
+    with pytest.raises(ValueError, match="heartbeat: "):
         pulse.Subscriber("memory://", heartbeat=name)
 
 
-def test_a_process_that_ends_has_said_its_last(tmp_path: Path) -> None:
-    """And one whose store does not answer ends all the same."""
+def test_a_process_writes_its_last_heartbeat_before_it_exits(tmp_path: Path) -> None:
+    """One whose store does not respond exits all the same."""
     run = Run(tmp_path)
     run.publish()
     code = (
-        "import sys, time, numpy as np, pulse_rl as p; from pulse_rl import heartbeat\n"
+        "import sys, time, numpy as np, pulse_rl as p; from pulse_rl.history import heartbeat\n"
         "store = p.open_store(sys.argv[1]); put = store.put\n"
         "def slow(*a, **o): time.sleep(float(sys.argv[2])); put(*a, **o)\n"
         "store.put = slow; heartbeat.AT_EXIT_S = 1\n"
@@ -168,8 +168,8 @@ def test_a_process_that_ends_has_said_its_last(tmp_path: Path) -> None:
     assert beat(pulse.open_store(tmp_path), "quick").version == 0
 
 
-def test_a_history_that_is_only_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Behind a web server a heartbeat is a warning, once; and status shows what can be known without a listing."""
+def test_behind_a_web_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A heartbeat is a warning, once; status shows what can be known without a listing."""
     run = Run(tmp_path / "run", anchor_every=3)
     run.publish(5)
     url = f"http://127.0.0.1:{servers.web(tmp_path)}/run"
@@ -193,7 +193,7 @@ def test_a_history_that_is_only_served(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a real server: heartbeats, status, and a pruning that leaves them alone."""
+    """On a real server: heartbeats, status, and a pruning that keeps them."""
     servers.use_s3(monkeypatch, servers.moto())
     url = f"s3://{servers.s3_bucket()}/run"
     run = Run(url, anchor_every=3)
@@ -213,18 +213,18 @@ def test_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_status_compared_with_all_manifests(store: Store) -> None:
     run = Run(store, anchor_every=20)
     run.publish(70)
-    seen, told = status(store), store_info(History(store))
-    sizes = [version.patch_nbytes for version in told.versions]
+    seen, listed = status(store), store_info(History(store))
+    sizes = [version.patch_nbytes for version in listed.versions]
     assert (seen.versions, seen.oldest, seen.newest, seen.sequence) == (70, 0, 138, 69)
-    assert (seen.digest, seen.full_nbytes) == (told.versions[-1].digest, told.full_nbytes)
+    assert (seen.digest, seen.full_nbytes) == (listed.versions[-1].digest, listed.full_nbytes)
     assert seen.recent is not None
     assert seen.recent.patches == Objects(64, sum(sizes[-64:]))
-    assert seen.recent.reduction == told.full_nbytes / seen.recent.patch_nbytes
+    assert seen.recent.reduction == listed.full_nbytes / seen.recent.patch_nbytes
     assert seen.listing is not None
     assert seen.listing.patches.nbytes == sum(info.nbytes for info in store.list("patches"))
     assert seen.listing.patches.count == 69 + 17 + 4 + 1  # with skip patches over 4, 16 and 64
-    assert seen.recent.skips.count == 15 + 4 + 1  # of span 4 those that begin with number 5 or later, all longer ones
-    assert seen.listing.anchors.nbytes == sum(version.anchor_nbytes for version in told.versions)
+    assert seen.recent.skips.count == 15 + 4 + 1  # those of span 4 from number 5 on, and all longer ones
+    assert seen.listing.anchors.nbytes == sum(version.anchor_nbytes for version in listed.versions)
     assert seen.listing.anchor_sequences == (0, 20, 40, 60)
     assert seen.listing.unnamed == Objects(0, 0)
     assert (seen.problems, seen.subscribers) == ((), ())
@@ -240,7 +240,7 @@ def test_status_reads_few_objects(store: Store) -> None:
 
 
 def test_heartbeats_are_hostile(store: Store) -> None:
-    """Each is told with its fault; what would move a terminal's cursor does not come through."""
+    """Each is reported with its fault; nothing that would move a terminal's cursor is printed."""
     Run(store).publish(3)
     good: dict[str, Any] = msgspec.to_builtins(Heartbeat("good", 2, 1, 0, f"a{ERASE}b\u202ec\nd", 0.1, 5))
     bad = {
@@ -269,7 +269,7 @@ def test_heartbeats_are_hostile(store: Store) -> None:
 
 
 def test_a_damaged_store_has_a_status(tmp_path: Path) -> None:
-    """The newest manifest, the trail, first.json, and a manifest in the middle: each is told."""
+    """The newest manifest, the trail, first.json, and a manifest in the middle: each is reported."""
     Run(tmp_path, anchor_every=3).publish(9)
     (tmp_path / manifest_name(8)).write_bytes(b"other bytes")
     (tmp_path / manifest_name(4)).unlink()
@@ -278,8 +278,8 @@ def test_a_damaged_store_has_a_status(tmp_path: Path) -> None:
     (tmp_path / "patches" / "000000000009-00000000000000aa.safetensors").write_bytes(b"of a failed attempt")
     seen = status(tmp_path)
     assert (seen.newest, seen.recent) == (14, None)
-    for problem, said in zip(seen.problems, ["first.json", "1 manifests are missing", "000008", "000007"], strict=True):
-        assert said in problem
+    for problem, name in zip(seen.problems, ["first.json", "1 manifests are missing", "000008", "000007"], strict=True):
+        assert name in problem
     assert seen.listing is not None
     assert seen.listing.unnamed.count == 1 + 3  # and the patches and the trail of the version that is missing
     for sequence in range(8):
@@ -295,7 +295,7 @@ def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a run's directory: what they print, what they say as JSON, and that a dry run deletes nothing."""
+    """On a run's directory: what they print, as text and as JSON, and that a dry run deletes nothing."""
     store = pulse.open_store(tmp_path / "store")
     Run(store, anchor_every=3).publish(11)
     store.put("heartbeats/worker-3.json", msgspec.json.encode(Heartbeat("worker-3", 8, 4, 0, "no [b]", 0.1, 5)))
@@ -315,8 +315,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     code, dry, err = command(capsys, "prune", tmp_path, *settings, "--dry-run", "--json")
     assert listing() == before
     code, out, err = command(capsys, "prune", tmp_path, *settings, "--dry-run")
-    assert "would go  7 versions and " in out
-    assert out.endswith("all from version 18 (sequence number 9) on, and for good sequence numbers 0, 6\n"), out
+    assert "would delete  7 versions and " in out
+    assert out.endswith("all from version 18 (sequence number 9) on, and permanently sequence numbers 0, 6\n"), out
     assert listing() == before
     code, out, err = command(capsys, "prune", tmp_path, *settings, "--json")
     assert (code, out) == (0, dry)
@@ -324,7 +324,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(out)["kept_nbytes"] == sum(info.nbytes for info in listing())
     assert json.loads(out)["kept"] == History(store).sequences() == [0, 6, 9, 10]
     code, out, err = command(capsys, "prune", tmp_path, *settings)
-    assert "goes   nothing" in out
+    assert "deletes  nothing" in out
     assert "worker-3" in command(capsys, "status", tmp_path)[1]
     assert verify(store).ok
 
@@ -332,7 +332,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_the_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifests").mkdir()
     assert command(capsys, "status", tmp_path)[2].endswith("holds no version yet\n")
-    assert "goes   nothing" in command(capsys, "prune", tmp_path, "--retain", 3)[1]
+    assert "deletes  nothing" in command(capsys, "prune", tmp_path, "--retain", 3)[1]
     assert command(capsys, "prune", tmp_path)[0] == 2
     assert command(capsys, "prune", tmp_path, "--retain", 0)[0] == 2
     assert command(capsys, "prune", tmp_path, "--retain", 1, "--grace", "nan")[0] == 2

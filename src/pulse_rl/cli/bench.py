@@ -1,4 +1,4 @@
-"""`pulse-rl bench`: the measurements of bench/README.md, one command each."""
+"""`pulse-rl bench`: the benchmarks of bench/README.md that need neither root nor the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulse_rl.cli.output import AsJson
 from pulse_rl.units import nbytes
 
 bench = typer.Typer(
-    help="Measure this machine: kernels against a plain copy, sync against full checkpoints.",
+    help="Benchmarks: each measures on this machine, next to its lower bound or to what it replaces.",
     no_args_is_help=True,
 )
 
@@ -20,10 +20,10 @@ bench = typer.Typer(
 @bench.command()
 def kernels(
     elements: Annotated[int, typer.Option(min=1, help="BF16 elements; the default is SmolLM2-135M's.")] = 134_515_008,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, side by side; the median counts.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 7,
     as_json: AsJson = False,
 ) -> None:
-    """Time find_changes, digest and apply against a plain copy of the same bytes and against NumPy."""
+    """Time find_changes, digest and apply, against a copy of the same bytes and against NumPy."""
     from pulse_rl.bench.kernels import run
 
     with output.progress("kernels") as update:
@@ -39,14 +39,15 @@ def codec(
     new: Annotated[Path | None, typer.Argument(metavar="NEW", help="The next version, with the same tensors.")] = None,
     checkpoints: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Instead of OLD NEW: every two consecutive checkpoints in DIR, by name."),
+        typer.Option(metavar="DIR", help="Instead of OLD and NEW: every two consecutive checkpoints in DIR, by name."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, side by side; the median counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Code the step from OLD to NEW with every codec, with zstd and as XOR, beside the conditional bound.
+    """Code the changes from OLD to NEW by every codec, by zstd and as XOR, and compare with the entropy bound.
 
-    All in one thread and in memory: needs three times the model, and for zstd (up to 1 GiB) eight times more.
+    Runs in one thread and in memory: three times the model, and eight times more
+    for zstd, which codes models of up to 1 GiB.
     """
     from pulse_rl.bench.codec import CheckpointsResult, consecutive, measure
 
@@ -67,13 +68,13 @@ def codec(
 @bench.command()
 def sync(
     versions: Annotated[int, typer.Option(min=2, help="Versions to publish after the first.")] = 5,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 30 are SmolLM2-135M.")] = 30,
-    codec: Annotated[str, typer.Option(metavar="auto|context|gap", help="The publisher's.")] = "auto",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; SmolLM2-135M has 30.")] = 30,
+    codec: Annotated[str, typer.Option(metavar="auto|context|gap", help="The publisher's codec.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Time publish and sync of a 135M-parameter model through a file store, with the memory of each side.
+    """Time publish and sync of a 135M-parameter model through a file store, and measure the memory of each side.
 
-    Publisher, subscriber and the plain save-and-load run in processes of their own. Needs the extra torch.
+    A plain save and load is measured too. Each side is a process. Needs the extra torch.
     """
     from pulse_rl.bench.sync import run
     from pulse_rl.codecs.choose import check
@@ -88,14 +89,14 @@ def sync(
 
 @bench.command()
 def fanout(
-    subscribers: Annotated[int, typer.Option(min=1, help="Processes that follow one history.")] = 64,
+    subscribers: Annotated[int, typer.Option(min=1, help="Subscribers of one history; each is a process.")] = 64,
     versions: Annotated[int, typer.Option(min=1, help="Versions to publish after the first.")] = 10,
     elements: Annotated[int, typer.Option(min=1, help="Elements of the model.")] = 4_000_000,
     as_json: AsJson = False,
 ) -> None:
-    """Count what a publisher asks of its store, and time it, with one subscriber and with many.
+    """Count and time a publisher's requests to its store, with one subscriber and with many.
 
-    A subscriber is a process of about 150 MB and the model; the history is in a directory.
+    A subscriber is a process of 150 MB and the model. The history is in a directory.
     """
     from pulse_rl.bench.fanout import run
 
@@ -106,23 +107,22 @@ def fanout(
 
 @bench.command()
 def loco(
-    seeds: Annotated[int, typer.Option(min=1, help="Of the task's runs.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of the small policy, each with another seed.")] = 3,
     steps: Annotated[int, typer.Option(min=16, help="Inner steps of each run; a multiple of 16.")] = 512,
     lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate in these runs.")] = 1e-6,
     sync_every: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1, help="Inner steps a round, divisors of 16; may be given again.", show_default="1, 4, 8, 16"
-        ),
+        typer.Option(min=1, help="Inner steps per round, divisors of 16; may be repeated.", show_default="1, 4, 8, 16"),
     ] = None,
-    model: Annotated[str, typer.Option(help="The real model: smollm2, tiny, or a path or hub id.")] = "smollm2",
-    rounds: Annotated[int, typer.Option(min=0, help="Rounds of the real model at each learning rate; 0: none.")] = 3,
+    model: Annotated[str, typer.Option(help="The real model: smollm2, tiny, or a directory or hub id.")] = "smollm2",
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of the real model at each learning rate; 0 for none.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small policy by DDP, DiLoCo and PULSELoCo, with four trainers; then count the bytes of a real model.
+    """Train a small policy by DDP, DiLoCo and PULSELoCo with four trainers; then count the bytes of a real model.
 
-    Processes over Gloo on this machine: 1 GB of memory for the trainers, 8 GB for SmolLM2-135M. Takes
-    half an hour on two cores; with --steps 128 minutes. Needs the extra run.
+    The trainers are processes over Gloo on this machine. Needs 1 GB of memory for
+    them, 8 GB for SmolLM2-135M, and the extra run. Takes half an hour on two
+    cores, and minutes with --steps 128.
     """
     from pulse_rl.bench.loco import check, run
 
@@ -138,15 +138,15 @@ def loco(
 @bench.command()
 def identical(
     out: Annotated[Path, typer.Option(help="Empty directory for both runs.")] = Path("runs/identical"),
-    model: Annotated[str, typer.Option(help="smollm2, tiny, or a path or hub id.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="smollm2, tiny, or a directory or hub id.")] = "smollm2",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 8,
     lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate.")] = 3e-6,
-    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train once over patches and once over full weights: the same bits and rewards must come out.
+    """Train once with patches and once with full checkpoints: both must give the same bits and rewards.
 
-    Exits with 1 if they differ. Needs the extra run.
+    Exit code 1 if they differ. Needs the extra run.
     """
     from pulse_rl.bench.identical import compare
 

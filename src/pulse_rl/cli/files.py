@@ -25,10 +25,10 @@ Target = Annotated[
 ]
 
 
-# What a report without problems says of each kind: only a store holds what its bits can be proved against.
+# The result without problems, by kind. Only a store holds what its bits can be proved against.
 SOUND = {
-    "patch": "intact; what it makes of its base is proved when it is applied",
-    "checkpoint": "readable; whether this is the digest that it should have, only you can tell",
+    "patch": "intact; its result is proved when it is applied to its base",
+    "checkpoint": "readable; compare its digest with the one you expect",
     "store": "all proved",
 }
 
@@ -38,7 +38,7 @@ def diff(
         Path,
         typer.Argument(
             metavar="OLD",
-            help="The base: a safetensors file or a directory of shards, as Transformers writes them.",
+            help="The base: a safetensors file, or a directory of shards as Transformers writes it.",
             show_default=False,
         ),
     ],
@@ -55,9 +55,9 @@ def diff(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Write the bits in which NEW differs from OLD as one small patch.
+    """Write the elements whose bits differ between OLD and NEW as one small patch.
 
-    Checkpoints are mapped, not loaded: they may be larger than memory.
+    Checkpoints are mapped, not loaded, so they may be larger than memory.
 
     Example: pulse-rl diff step-3/ step-4/ -o 3-4.safetensors --base 3 --target 4
     """
@@ -90,7 +90,7 @@ def apply(
         Path,
         typer.Argument(
             metavar="BASE",
-            help="The checkpoint that the patch starts from, a file or a directory; not modified.",
+            help="The checkpoint from which the patch was made, a file or a directory. It is not modified.",
             show_default=False,
         ),
     ],
@@ -107,9 +107,9 @@ def apply(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoint that PATCH leads to from BASE, bit for bit.
+    """Apply PATCH to BASE and write the result, bit for bit the patch's target.
 
-    OUT appears whole and proved, or not at all.
+    OUT appears complete and proved, or not at all.
 
     Example: pulse-rl apply step-3/ 3-4.safetensors -o step-4/
     """
@@ -121,10 +121,10 @@ def apply(
 
 
 def inspect(target: Target, as_json: AsJson = False) -> None:
-    """Say what a patch, a checkpoint or a store holds.
+    """Describe a patch, a checkpoint, or all versions of a store.
 
-    A store is told version by version. Names of its files start with the number
-    of the commit (0, 1, 2, …), not of the version; --json gives them.
+    The names of a store's files start with the sequence number of the version
+    (0, 1, 2, …), not with the version; --json lists them.
 
     Example: pulse-rl inspect runs/main
     """
@@ -150,22 +150,22 @@ def verify(
     target: Target,
     deep: Annotated[
         Path | None,
-        typer.Option(metavar="CHECKPOINT", help="Weights to compare with: which version do they hold?"),
+        typer.Option(metavar="CHECKPOINT", help="Compare this checkpoint with the store, or with a patch's base."),
     ] = None,
     public_key: Annotated[
         Path | None, typer.Option(metavar="PEM", help="The Ed25519 key that every manifest must be signed by.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove a whole store, or check a patch or a checkpoint, and say what is wrong where.
+    """Prove a whole store, or check a patch or a checkpoint, and list what is wrong.
 
-    A store is walked from its oldest version to its newest: every manifest,
-    every object's size and hash, every patch applied to a copy in temporary
-    files, every anchor against the patches that lead to it. A lone patch is
-    intact or not, a lone checkpoint readable or not. With --deep every bit of a
-    checkpoint is compared with the version of the store that has its digest,
-    or with the newest; a patch is proved against it as its base.
-    Exit code 1 if anything is wrong.
+    Of a store it checks, from the oldest version to the newest: every manifest,
+    the size and hash of every object, every patch by applying it to a copy in
+    temporary files, and every anchor against the patches that lead to it. Of a
+    patch alone it checks that it is intact, of a checkpoint that it is readable.
+    With --deep it compares every bit of that checkpoint with the version of the
+    store that has its digest, or else with the newest; or it applies the patch
+    to that checkpoint. Exit code 1 if anything is wrong.
 
     Example: pulse-rl verify runs/main
     """
@@ -186,10 +186,10 @@ def verify(
             lines["good"] = _versions(report.good_versions)
             lines["bad"] = _versions(report.bad_versions)
         if report.leftovers:
-            lines["leftovers"] = f"{len(report.leftovers)} objects that nothing names; harmless"
+            lines["leftovers"] = f"{len(report.leftovers)} objects that no manifest names; harmless"
         if report.weights_version is not None:
             lines["weights"] = f"every bit of version {report.weights_version}"
-        output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} wrong:"})
+        output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} problems:"})
         for problem in report.problems:
             output.write(f"  {problem}\n")
     if not report.ok:
@@ -197,7 +197,7 @@ def verify(
 
 
 def _versions(versions: tuple[int, ...], at: str = "") -> str:
-    """How many and which: "2, at versions 0, 50"."""
+    """How many and which, as "2, at versions 0, 50"."""
     if not versions:
         return "none"
     which = ", ".join(map(str, versions)) if len(versions) <= 8 else f"{versions[0]} … {versions[-1]}"
@@ -212,7 +212,7 @@ def _print_patch(info: PatchInfo, as_json: bool) -> None:
         {
             "patch": f"version {info.base} → {info.target}",
             "codec": info.codec,
-            "size": f"{nbytes(info.nbytes)} for {nbytes(info.full_nbytes)}, {info.reduction:,.1f} times less",
+            "size": f"{nbytes(info.nbytes)} for {nbytes(info.full_nbytes)}, {info.reduction:,.1f} times smaller",
             "changes": f"{info.changes:,} of {info.elements:,} elements ({info.density:.4%})",
             "base": info.digests["base"],
             "target": info.digests["target"],
@@ -258,8 +258,8 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
     if patches:
         middle = patches[len(patches) // 2]
         lines["patches"] = (
-            f"{nbytes(sum(patches))} in all, {nbytes(middle)} the median, "
-            f"{info.full_nbytes / middle:,.1f} times less than the model"
+            f"{nbytes(sum(patches))} in total, median {nbytes(middle)}, "
+            f"{info.full_nbytes / middle:,.1f} times smaller than the model"
         )
     output.facts(lines)
     output.write("\n")

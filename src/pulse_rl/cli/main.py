@@ -1,8 +1,8 @@
-"""`pulse-rl`: the commands put together, and the one place where errors become sentences.
+"""`pulse-rl`: all commands, and the one place where an exception becomes a line on stderr.
 
-Exit codes: 0 done; 1 it could not be done, or `verify` found a fault; 2 the command line was not
-understood, or an option's value makes no sense; 141 whoever reads stdout has closed it.
-Only Typer, Rich and the standard library are imported here: `pulse-rl --help` answers at once.
+Exit codes: 0 success; 1 failure, or `verify` found a fault; 2 a bad command line or a bad value of an option; 141 the
+reader of stdout has closed it.
+Only Typer, Rich and the standard library are imported here, so that `pulse-rl --help` is fast.
 """
 
 import os
@@ -23,7 +23,7 @@ from pulse_rl.errors import PulseError, one_line
 app = typer.Typer(
     name="pulse-rl",
     help="The weight channel of RL post-training: lossless sparse patches from trainers to rollout workers.",
-    epilog="Every command takes --help; those with a result take --json: one document on stdout, the rest on stderr.",
+    epilog="Every command has --help. Commands with a result have --json: then stdout holds one JSON document.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, progress on stderr, and only there where a person looks at it."""
+"""What commands print: results on stdout; progress on stderr, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
-CLOSED_PIPE = 128 + 13  # the exit code of what SIGPIPE ends, as a shell reports it
+CLOSED_PIPE = 128 + 13  # the exit code after SIGPIPE, as a shell reports it
 
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """Check the values of options: a ValueError is a usage error then, which Typer prints and exits with 2."""
+    """Check the values of options: a ValueError becomes a usage error, which Typer prints; it exits with 2."""
     try:
         yield
     except ValueError as error:
@@ -33,31 +33,31 @@ def checking() -> Iterator[None]:
 
 
 def write(text: str) -> None:
-    """Text on stdout. Where nobody reads on (`| head`), the command ends without a word, as other tools do."""
+    """Write text to stdout. If its reader has closed it (`| head`), exit silently, as other tools do."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is buffered still would fail again, and loudly, when the interpreter ends.
+        # Otherwise the interpreter fails once more, loudly, when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(CLOSED_PIPE) from None
 
 
 def emit(document: object) -> None:
-    """One JSON document on stdout. Infinite numbers become null, as JSON has none."""
+    """Write one JSON document to stdout. Infinite numbers become null, because JSON has none."""
     import msgspec
 
     write(msgspec.json.encode(document).decode() + "\n")
 
 
 def facts(pairs: Mapping[str, object]) -> None:
-    """Names and values, one a line, on stdout."""
+    """Write names and values to stdout, one per line."""
     width = max(map(len, pairs))
     write("".join(f"{name:<{width}}  {value}\n" for name, value in pairs.items()))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout; columns of numbers to the right."""
+    """Write a table to stdout; columns of numbers are right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -67,7 +67,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         drawn.add_column(column, justify="left" if words else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*map(str, row))
-    # Where no terminal sets a width, a line is as long as it needs to be.
+    # Without a terminal there is no width to fold to.
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(drawn)
@@ -97,7 +97,7 @@ def report(found: Report, as_json: bool) -> None:
 
 @contextmanager
 def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal. Yields update(done: int, total: int, what: str)."""
+    """A progress bar on stderr, if that is a terminal. Yields update(done, total=None, what=None)."""
     if not sys.stderr.isatty():
         yield lambda done, total=None, what=None: None
         return
@@ -116,7 +116,7 @@ def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., N
 
 @contextmanager
 def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
-    """Progress over tensors that a verb reads once: yields a function that wraps them to count what is read."""
+    """Progress of a verb that reads tensors once. Yields a function that wraps the tensors and counts what is read."""
     from pulse_rl.weights.layout import Layout
 
     with progress(what) as update:
@@ -136,7 +136,7 @@ def watching(what: str) -> Iterator[Callable[[Layout], Layout]]:
 
 
 class _Watched:
-    """A tensor that tells how many elements were read of it."""
+    """A tensor that reports how many of its elements were read."""
 
     def __init__(self, bits: Bits, advance: Callable[[int], None]) -> None:
         self._bits = bits

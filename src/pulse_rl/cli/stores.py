@@ -1,4 +1,4 @@
-"""status and prune: what an operator does with a store."""
+"""status and prune: an operator's commands for a store."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
 
 StoreTarget = Annotated[
     str,
-    typer.Argument(
-        metavar="STORE", help="A store (directory or URL), or the directory of a run with one.", show_default=False
-    ),
+    typer.Argument(metavar="STORE", help="A store (directory or URL), or the directory of a run.", show_default=False),
 ]
 
 
 def status(store: StoreTarget, as_json: AsJson = False) -> None:
-    """Show a store at a glance: versions, sizes, reductions, anchors, and who follows it.
+    """Show a store's versions, sizes, reductions and anchors, and its subscribers.
 
-    Reads no more than listings, the newest version's manifest and trail, and the
-    heartbeats of subscribers that report themselves, as
-    Subscriber(store, heartbeat="worker-3") does. Proves nothing: see verify.
+    Reads listings, the newest version's manifest and trail, and the heartbeats
+    of subscribers that write them, as Subscriber(store, heartbeat="worker-3")
+    does. It proves nothing: `pulse-rl verify` does.
 
     Example: pulse-rl status s3://bucket/run-a
     """
@@ -48,7 +46,7 @@ def prune(
     keep_every: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Of older versions, keep every so many-th anchor for good; otherwise none.", show_default=False
+            min=1, help="Of older versions, keep every N-th anchor permanently; without it, none.", show_default=False
         ),
     ] = None,
     grace: Annotated[
@@ -56,18 +54,18 @@ def prune(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Keep what still counted so long before the newest version was written: readers may be at it.",
+            help="Keep what was still needed this long before the newest version: readers may be using it.",
         ),
     ] = 3600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; list what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete old versions of a store, and what failed attempts and interrupted prunings have left.
+    """Delete old versions of a store, and what failed publishes and interrupted prunings left.
 
-    What is kept can be loaded bit for bit all the while: the newest versions, the
-    anchor that the oldest of them starts from, and everything after it. Anchors
-    that an earlier pruning has kept for good stay only with the same --keep-every.
-    A publisher prunes by itself with Publisher(store, retain=…).
+    It keeps the newest versions, the anchor from which the oldest of them starts,
+    and everything after it; these can be loaded at any time. Anchors that an
+    earlier pruning kept permanently are kept again only with the same
+    --keep-every. A publisher prunes by itself with Publisher(store, retain=…).
 
     Example: pulse-rl prune s3://bucket/run-a --retain 100 --keep-every 10 --dry-run
     """
@@ -88,34 +86,34 @@ def prune(
 
 
 def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
-    stays = f"{len(pruning.kept)} versions"
+    kept = f"{len(pruning.kept)} versions"
     if pruning.kept_nbytes is not None:
-        stays += f", {nbytes(pruning.kept_nbytes)}"
+        kept += f", {nbytes(pruning.kept_nbytes)}"
     if pruning.kept and pruning.kept[-1] >= pruning.first:
-        stays += f": all from {_version(history, pruning.first)} on"
-    good = [sequence for sequence in pruning.kept if sequence < pruning.first]
-    if good:
-        stays += f", and for good {_sequences(good)}"
-    goes = "nothing"
+        kept += f": all from {_version(history, pruning.first)} on"
+    permanent = [sequence for sequence in pruning.kept if sequence < pruning.first]
+    if permanent:
+        kept += f", and permanently {_sequences(permanent)}"
+    deleted = "nothing"
     if pruning.manifests or pruning.objects:
-        goes = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects, {nbytes(pruning.nbytes)}"
+        deleted = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects, {nbytes(pruning.nbytes)}"
     if pruning.manifests:
-        goes += f": {_sequences(pruning.manifests[::-1])}"
-    output.facts({"store": pruning.url, "would go" if dry_run else "goes": goes, "stays": stays})
+        deleted += f": {_sequences(pruning.manifests[::-1])}"
+    output.facts({"store": pruning.url, "would delete" if dry_run else "deletes": deleted, "keeps": kept})
 
 
 def _version(history: History, sequence: int) -> str:
-    """A version as people and the names of objects call it."""
+    """A version, and its sequence number, with which the names of its objects start."""
     from pulse_rl.errors import PulseError
 
     try:
         return f"version {history.read(sequence).version} (sequence number {sequence})"
-    except PulseError:  # what is damaged is no matter of pruning
+    except PulseError:  # its manifest is damaged
         return f"sequence number {sequence}"
 
 
 def _sequences(numbers: list[int] | tuple[int, ...]) -> str:
-    """Which sequence numbers: "sequence numbers 0, 50"."""
+    """Sequence numbers as text: "sequence numbers 0, 50"."""
     if len(numbers) > 8:
         return f"sequence numbers {numbers[0]} … {numbers[-1]}"
     return f"sequence number{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
@@ -134,15 +132,15 @@ def _print_status(info: Status) -> None:
     if info.recent and info.recent.patches.count:
         recent = info.recent
         lines["patches"] = (
-            f"{nbytes(recent.patch_nbytes)} the median of the last {recent.patches.count}, "
-            f"{recent.reduction:,.1f} times less than the model"
+            f"{nbytes(recent.patch_nbytes)}, median of the last {recent.patches.count}, "
+            f"{recent.reduction:,.1f} times smaller than the model"
         )
         if recent.skips.count:
             lines["skip patches"] = f"{_objects(recent.skips)}, among the last {recent.versions} versions"
     since = info.sequence - info.anchor_sequence
     lines["anchors"] = "the newest version is one" if since == 0 else f"the newest {since} versions ago"
     if info.listing is None:
-        lines["in the store"] = "not known: it cannot be listed, nor who follows it"
+        lines["in the store"] = "unknown, like its subscribers: the store cannot be listed"
     else:
         listing = info.listing
         lines["anchors"] = (
@@ -158,7 +156,7 @@ def _print_status(info: Status) -> None:
             }.items()
         )
         if listing.unnamed.count:
-            lines["unnamed"] = f"{_objects(listing.unnamed)} of them of no version: failed attempts, or under way"
+            lines["unnamed"] = f"{_objects(listing.unnamed)} that no version names: failed or unfinished publishes"
     output.facts(lines)
     for problem in info.problems:
         output.write(f"problem: {problem}\n")
@@ -191,7 +189,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _age(seconds: float) -> str:
-    """A time that has passed, in the largest unit that fits. The store's clock may be ahead of this machine's."""
+    """A past time in the largest unit that fits. The store's clock may be ahead of this machine's."""
     seconds = max(0.0, seconds)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:

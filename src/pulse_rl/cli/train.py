@@ -1,4 +1,4 @@
-"""`pulse-rl train` and `pulse-rl rollout`: do a run, or add rollout workers to one that is going on."""
+"""`pulse-rl train` and `pulse-rl rollout`: do a run, or add rollout workers to one."""
 
 import json
 from itertools import count
@@ -26,101 +26,100 @@ def train(
     out: Annotated[
         str,
         _option(
-            "Directory of the run and its store; the default is numbered if a run has begun there.",
+            "Directory of the run and its store. If the default holds a run already, a number is added.",
             _RUN,
         ),
     ] = _D.out,
     resume: Annotated[
-        Path | None, _option("Go on with the run in this directory, with its own settings.", _RUN)
+        Path | None, _option("Continue the run in this directory, with the settings it has.", _RUN)
     ] = None,
     model: Annotated[
-        str, _option("smollm2, tiny (random, for trying out), or a directory or hub id for Transformers.", _RUN)
+        str, _option("smollm2; tiny (random weights, for trying out); or a directory or hub id for Transformers.", _RUN)
     ] = _D.model,
     dither: Annotated[
         int | None,
         _option(
-            "A seed: add noise to smollm2's weights, which sit on the few levels of a quantised file, within half a "
-            "level, so that they are spread as a trained model's are.",
+            "A seed: add noise to smollm2's weights. Its file is quantised, so the weights lie on few levels; noise of "
+            "up to half a level spreads them like a trained model's.",
             _RUN,
         ),
     ] = _D.dither,
     task: Annotated[
         str,
         _option(
-            "Where prompts and rewards come from: a dataset of reasoning-gym, with settings of it after a colon, as in "
-            "chain_sum:max_terms=3,max_digits=2. A wrong name or setting is answered with those there are.",
+            "The reasoning-gym dataset that gives prompts and rewards. Its settings may follow a colon, as in "
+            "chain_sum:max_terms=3,max_digits=2. After a wrong name or setting the command lists the right ones.",
             _RUN,
         ),
     ] = _D.task,
     steps: Annotated[
         int,
         _option(
-            "Optimizer steps in all, of each trainer; after --resume too, those done before included. With several "
-            "trainers a multiple of --sync-every.",
+            "Optimizer steps of each trainer in the whole run; with --resume, earlier steps count too. With several "
+            "trainers, a multiple of --sync-every.",
             _RUN,
         ),
     ] = _D.steps,
-    seed: Annotated[int, _option("Of prompts, sampling and random weights.", _RUN)] = _D.seed,
+    seed: Annotated[int, _option("Seed of prompts, sampling and random weights.", _RUN)] = _D.seed,
     deterministic: Annotated[
-        bool, _option("Synchronous: the same seed gives the same bits.", _RUN, "--deterministic")
+        bool, _option("Run synchronously: the same seed then gives the same bits.", _RUN, "--deterministic")
     ] = _D.deterministic,
     checkpoint_every: Annotated[
-        int, _option("Steps between the trainers' checkpoints; one is always written at the end.", _RUN)
+        int, _option("Steps between the trainers' checkpoints. The end of the run always writes one.", _RUN)
     ] = _D.checkpoint_every,
-    prompts: Annotated[int, _option("Prompts a step, for each trainer.", _GRPO)] = _D.prompts,
-    group_size: Annotated[int, _option("Completions a prompt.", _GRPO)] = _D.group_size,
+    prompts: Annotated[int, _option("Prompts per step and trainer.", _GRPO)] = _D.prompts,
+    group_size: Annotated[int, _option("Completions per prompt.", _GRPO)] = _D.group_size,
     chunk: Annotated[
         int,
         _option(
-            "Prompts that a worker samples at a time, each with all its completions; --prompts must be a multiple. "
-            "Smaller ones spread a step over more workers.",
+            "Prompts that a worker samples at a time, each with all its completions; --prompts must be a multiple. A "
+            "smaller chunk spreads a step over more workers.",
             _GRPO,
         ),
     ] = _D.chunk,
-    max_new_tokens: Annotated[int, _option("Of a completion.", _GRPO)] = _D.max_new_tokens,
-    temperature: Annotated[float, _option("Of sampling.", _GRPO)] = _D.temperature,
+    max_new_tokens: Annotated[int, _option("Longest completion, in tokens.", _GRPO)] = _D.max_new_tokens,
+    temperature: Annotated[float, _option("Sampling temperature.", _GRPO)] = _D.temperature,
     lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = _D.lr,
-    warmup: Annotated[int, _option("Steps in which the learning rate rises to that.", _GRPO)] = _D.warmup,
-    betas: Annotated[tuple[float, float], _option("AdamW's, two numbers: --betas 0.9 0.95.", _GRPO)] = _D.betas,
-    weight_decay: Annotated[float, _option("AdamW's, decoupled.", _GRPO)] = _D.weight_decay,
-    clip: Annotated[float, _option("Of the probability ratio, both sides.", _GRPO)] = _D.clip,
-    grad_clip: Annotated[float, _option("Norm of the gradient.", _GRPO)] = _D.grad_clip,
+    warmup: Annotated[int, _option("Steps in which the learning rate rises linearly to --lr.", _GRPO)] = _D.warmup,
+    betas: Annotated[tuple[float, float], _option("AdamW's two betas, as in --betas 0.9 0.95.", _GRPO)] = _D.betas,
+    weight_decay: Annotated[float, _option("AdamW's weight decay.", _GRPO)] = _D.weight_decay,
+    clip: Annotated[float, _option("Clip the probability ratio to 1 − this and 1 + this.", _GRPO)] = _D.clip,
+    grad_clip: Annotated[float, _option("Clip the gradient to this norm.", _GRPO)] = _D.grad_clip,
     max_staleness: Annotated[
-        int, _option("Versions that a trajectory may lag behind the newest, when it is trained on.", _GRPO)
+        int, _option("Drop completions whose weights are more than this many versions old.", _GRPO)
     ] = _D.max_staleness,
-    sync: Annotated[str, _option("What workers read: patch, or full checkpoints.", _SYNC)] = _D.sync,
+    sync: Annotated[str, _option("What workers read: patch, or full (a checkpoint per version).", _SYNC)] = _D.sync,
     codec: Annotated[str, _option("context, gap, or auto: the first to arrive, as tried.", _SYNC)] = _D.codec,
     store: Annotated[
-        str | None, _option("URL or path of the history; otherwise store, in the run's directory.", _SYNC)
+        str | None, _option("URL or path of the history. Without it: the directory store in --out.", _SYNC)
     ] = _D.store,
     anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = _D.anchor_every,
     trainers: Annotated[
         int,
         _option(
-            "How many train together, each on prompts of its own; a step is a step of all of them. They meet after "
-            "rounds of --sync-every steps, and each round is published as one version.",
+            "Trainers, each with its own prompts. After every round of --sync-every steps they exchange; the result is "
+            "published as one version.",
             _TRAINERS,
         ),
     ] = _D.trainers,
     trainer_sync: Annotated[
         str,
         _option(
-            "How they stay together: pulse (PULSELoCo: exchange what the next forward pass can see, every round), "
-            "diloco (the whole pseudo-gradient, every round) or ddp (the gradients, every step).",
+            "What trainers exchange. pulse: what the next forward pass can see, every round (PULSELoCo). diloco: the "
+            "whole pseudo-gradient, every round. ddp: the gradients, every step.",
             _TRAINERS,
         ),
     ] = _D.trainer_sync,
     sync_every: Annotated[
-        int, _option("Steps a round, and so from one version to the next; in ddp too.", _TRAINERS)
+        int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)
     ] = _D.sync_every,
-    workers: Annotated[int, _option("Rollout workers.", _ENGINE)] = _D.workers,
+    workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = _D.workers,
     threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = _D.threads,
     address: Annotated[
         str | None,
         _option(
-            "A Ray cluster to run on, as host:port of its head node, or auto for the one of this machine; with it, "
-            "--store must be reached from every node, and with several trainers --out too. Otherwise Ray is started "
-            "here for this run alone.",
+            "Run on this Ray cluster: host:port of its head node, or auto for the one of this machine. Every node must "
+            "reach --store, and with several trainers --out too. Without it, Ray is started here for this run alone.",
             _ENGINE,
         ),
     ] = _D.address,
@@ -128,16 +127,17 @@ def train(
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
 
-    Workers are separate processes that read weights from the run's store alone; every version they take is
-    proved bit-identical. Ctrl-C ends the run in order; go on with --resume.
+    Rollout workers are separate processes. They read weights only from the
+    run's store, and prove that every version has the trainer's bits. Ctrl-C
+    stops the run after its current step; --resume continues it.
 
     Try it out in half a minute: pulse-rl train --model tiny --steps 5 --out runs/try
 
-    Four trainers, who exchange every eight steps: pulse-rl train --model tiny --trainers 4 --out runs/four
+    Train with four trainers: pulse-rl train --model tiny --trainers 4 --out runs/four
 
-    A longer sum to learn: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
+    Train on longer sums: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
 
-    Go on with it: pulse-rl train --resume runs/sums --steps 400
+    Continue that run: pulse-rl train --resume runs/sums --steps 400
     """
     given = {
         name: value
@@ -161,7 +161,7 @@ def train(
 
 
 def _free(name: str) -> str:
-    """The first of name, name-2, name-3, … where no run is yet."""
+    """The first of name, name-2, name-3, … that holds no run."""
     from pulse_rl.rl.directory import free
 
     numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
@@ -169,17 +169,22 @@ def _free(name: str) -> str:
 
 
 def rollout(
-    directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.", show_default=False)
+    ],
     add: Annotated[int, typer.Option(min=1, help="How many rollout workers to add.")] = 1,
 ) -> None:
-    """Add rollout workers to a run while it goes on, as in: pulse-rl rollout runs/main --add 2"""
+    """Add rollout workers to a run that is going on.
+
+    Example: pulse-rl rollout runs/main --add 2
+    """
     from pulse_rl.rl.directory import request_workers
 
     with output.checking():
         request_workers(directory, add)
     typer.echo(
-        f"asked the run in {directory} for {add} more rollout worker{'s' if add > 1 else ''}: the terminal of its "
-        "`pulse-rl train` says which join, and shows them at work within about 10 s",
+        f"asked the run in {directory} for {add} more rollout worker{'s' if add > 1 else ''}; the terminal of its "
+        "`pulse-rl train` shows when they join, within about 10 s",
         err=True,
     )
 
@@ -193,13 +198,15 @@ def _print_summary(summary: dict[str, Any]) -> None:
     table = Table(title="Summary", show_header=False, title_justify="left")
     steps = summary["steps"]
     if steps:
-        table.add_row("steps", f"{steps}, {summary['seconds']:.0f} s in all")
-        table.add_row("reward", _development(summary["reward"]))
+        table.add_row("steps", f"{steps}, {summary['seconds']:.0f} s")
+        table.add_row("reward", _reward_change(summary["reward"]))
         sent = summary["patch_nbytes"]
         versions, unit = len(sent), "version" if summary["trainer_sync"] else "step"
         density = sum(summary["density"]) / versions
-        table.add_row("density", f"{density:.3%} of {summary['elements']:,} weights a {unit}")
-        table.add_row("bytes a version", f"{nbytes(sum(sent) / versions)} instead of {nbytes(summary['full_nbytes'])}")
+        table.add_row("density", f"{density:.3%} of {summary['elements']:,} weights per {unit}")
+        table.add_row(
+            "bytes per version", f"{nbytes(sum(sent) / versions)} instead of {nbytes(summary['full_nbytes'])}"
+        )
         table.add_row("reduction", f"{summary['reduction']:.0f}×")
         if summary["trainer_sync"]:
             _add_exchange(table, summary["trainer_sync"])
@@ -215,7 +222,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _add_exchange(table: "Table", sync: dict[str, Any]) -> None:
-    """The channel between trainers, against what DiLoCo sends in a round and DDP in its steps."""
+    """What the trainers sent each other, against DiLoCo's bytes and DDP's in the same steps."""
     from pulse_rl.units import nbytes
 
     each = sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"])
@@ -223,7 +230,9 @@ def _add_exchange(table: "Table", sync: dict[str, Any]) -> None:
     table.add_row(
         "trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} round{'s' * (sync['rounds'] > 1)}, {same}"
     )
-    table.add_row("sent by each", f"{nbytes(each)} a round: {sum(sync['density']) / sync['rounds']:.3%} of the weights")
+    table.add_row(
+        "sent by each", f"{nbytes(each)} per round: {sum(sync['density']) / sync['rounds']:.3%} of the weights"
+    )
     table.add_row("instead of", f"DiLoCo's {nbytes(sync['dense_nbytes'])}: {_times(sync['reduction_vs_diloco'])}")
     table.add_row("", f"DDP's {nbytes(sync['ddp_nbytes'])}: {_times(sync['reduction_vs_ddp'])}")
 
@@ -232,8 +241,8 @@ def _times(factor: float) -> str:
     return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
 
 
-def _development(rewards: list[float]) -> str:
-    """From the mean of the first quarter of the steps to that of the last; of a few steps, each one's own."""
+def _reward_change(rewards: list[float]) -> str:
+    """The mean of the first quarter of the steps and of the last; of fewer than four steps, each reward."""
     if len(rewards) < 4:
         return " → ".join(f"{reward:.3f}" for reward in rewards) + " (each step)" * (len(rewards) > 1)
     quarter = len(rewards) // 4
