@@ -1,17 +1,18 @@
-"""The context codec: what the receiver holds already says where changes are likely, and how large.
+"""The context codec: the bits that the receiver holds already say where changes are likely, and how large they are.
 
-Whether a weight changes depends almost only on its size, because the distance to its neighbours does; and the new
-value is the old one moved by a few such distances. So every segment is coded as decisions of an adaptive binary
-range coder, each in the context of the old value's exponent: a changed-or-not for every *hot* element (below a
-threshold), gaps for the few changes among the others, and for each change a direction and a number of steps.
-The statistics that segments start from are told once a block (`model`), so segments decode on their own.
+Whether a weight changes depends almost only on its magnitude, because the distance to its neighbours does; and the new
+value is the old one moved by a few such distances. So every segment is coded as decisions of an adaptive binary range
+coder, each in the context of the old value's exponent: one bit for every *hot* element (below a threshold) says whether
+it changes, gaps lead to the few changes among the others, and each change has a direction and a number of steps. The
+statistics that segments start from are sent once per block (`model`), so that segments decode independently.
 
-A block is `u32 n | head of n bytes | the segments' streams`. `docs/format.md` describes all of it,
-`docs/codec.md` why it is small.
+A block is `u32 n | head of n bytes | the segments' streams`. `docs/format.md` describes every bit, `docs/codec.md` the
+reasons. The bits of a segment are coded in `kernels.cpu.context`.
 """
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
 
-SAMPLED_SIZE = 1 << 16  # elements: larger segments have the exponents of every 64th run counted only
+SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
 SAMPLED_EVERY = 64
 SAMPLE = 32  # segments of a class whose contexts are counted
 
@@ -35,8 +36,8 @@ SAMPLE = 32  # segments of a class whose contexts are counted
 class ContextCodec:
     """Adaptive binary range coder in contexts of the old values.
 
-    price: 1/2048 bits that deciding about one hot element may cost more than it saves, for the time that it takes to
-    decode: the encoder's choice, which a decoder need not know.
+    price: what deciding about one hot element may cost above its savings, in 1/2048 bits, for the time that decoding it
+    takes. It is the encoder's choice, which a decoder need not know.
     """
 
     name = "context"
@@ -47,27 +48,18 @@ class ContextCodec:
         self._price = price
 
     def is_dense(self, spec: SegmentSpec) -> bool:
-        return False  # decided for each segment when it is coded, and told in the head
+        return False  # decided for each segment while it is coded, and stated in the head
 
     def encode(self, parts: Sequence[Part]) -> bytes:
-        numbers: list[int] = []
+        numbers: list[int] = []  # of the head
         kinds: list[int] = []
-        streams: dict[int, bytes] = {}
+        streams: dict[int, bytes] = {}  # by segment
         for dtype, members in _groups([part.spec for part in parts]).items():
-            mine = [parts[number] for number in members]
-            classes, models, coded = _encode_group(field(dtype), mine, self._price)
-            plain = classes == len(models)
-            if plain.all():
-                models = [model.blank(field(dtype))] * len(models)
-            streams.update(zip(members, coded, strict=True))
+            group = [parts[number] for number in members]
+            classes, models, coded = _encode_group(field(dtype), group, self._price)
+            numbers += _group_numbers(field(dtype), group, classes, models, coded)
             kinds += _kinds(field(dtype), len(members))
-            for before, learned in zip([None, *models], models, strict=False):
-                numbers += model.to_numbers(learned, before, field(dtype))
-            lengths = np.array([len(stream) for stream in coded])
-            changed = np.array([part.spec.changed for part in mine])
-            mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
-            residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
-            numbers += [mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
+            streams.update(zip(members, coded, strict=True))
         head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
         ordered = [streams[number] for number in sorted(streams)]
         return b"".join([struct.pack("<I", len(head)), head, *ordered])
@@ -81,36 +73,21 @@ class ContextCodec:
         numbers = decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
-        at = 0
-        lengths = np.zeros(len(specs), np.int64)
-        start_from: dict[int, Start | None] = {}
+        streams = [_Stream(0, None)] * len(specs)
         for dtype, members in groups.items():
-            width = len(model.kinds(field(dtype)))
-            models: list[Model] = []
-            for _ in range(min(model.CLASSES, len(members))):
-                before = models[-1] if models else None
-                models.append(model.from_numbers(numbers[at : at + width], before, field(dtype)))
-                at += width
-            starts = [told.start() for told in models]
-            mean = int(numbers[at])
-            classes, residues = numbers[at + 1 : at + 1 + 2 * len(members)].reshape(-1, 2).T
-            at += 1 + 2 * len(members)
-            for number, mine, residue in zip(members, classes.tolist(), model.unzigzag(residues).tolist(), strict=True):
-                spec = specs[number]
-                dense = spec.size * spec.itemsize
-                length = dense if mine == len(models) else ((spec.changed * mean) >> 8) + residue
-                if mine > len(models) or not 0 <= length <= dense:
-                    raise FormatError(f"context block: a segment of {dense} bytes has class {mine} and {length} bytes")
-                lengths[number] = length
-                start_from[number] = starts[mine] if mine < len(starts) else None
-        ends = 4 + nbytes + np.cumsum(lengths)
-        total = int(ends[-1]) if len(specs) else 4 + nbytes
-        if total != len(payload):
-            raise FormatError(f"context block: expected {total} bytes, found {len(payload)}")
-        return [
-            Piece(1, _decoder(payload[int(end - length) : int(end)], spec, start_from.get(number)))
-            for number, (spec, length, end) in enumerate(zip(specs, lengths, ends, strict=True))
-        ]
+            count = len(_kinds(field(dtype), len(members)))
+            found = _read_group(numbers[:count], field(dtype), [specs[number] for number in members])
+            for number, stream in zip(members, found, strict=True):
+                streams[number] = stream
+            numbers = numbers[count:]
+        expected = 4 + nbytes + sum(stream.nbytes for stream in streams)
+        if expected != len(payload):
+            raise FormatError(f"context block: expected {expected} bytes, found {len(payload)}")
+        pieces, at = [], 4 + nbytes
+        for spec, stream in zip(specs, streams, strict=True):
+            pieces.append(Piece(1, _decoder(payload[at : at + stream.nbytes], spec, stream.start)))
+            at += stream.nbytes
+        return pieces
 
 
 def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
@@ -122,13 +99,66 @@ def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
     return groups
 
 
+# The head: for each group its models, the mean, and class and length of each segment
+
+
 def _kinds(kind: Field, members: int) -> list[int]:
-    """The kinds of the head's numbers for a group of so many segments."""
+    """The kinds of the head's numbers for a group of this many segments."""
     return model.kinds(kind) * min(model.CLASSES, members) + [model.MEAN] + [model.CLASS, model.LENGTH] * members
 
 
+def _group_numbers(
+    kind: Field, parts: Sequence[Part], classes: Ints, models: list[Model], streams: Sequence[bytes]
+) -> list[int]:
+    """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
+    plain = classes == len(models)
+    if plain.all():
+        models = [model.blank(kind)] * len(models)
+    numbers: list[int] = []
+    for before, learned in zip([None, *models], models, strict=False):
+        numbers += model.to_numbers(learned, before, kind)
+    lengths = np.array([len(stream) for stream in streams])
+    changed = np.array([part.spec.changed for part in parts])
+    mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
+    residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
+    return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
+
+
+class _Stream(NamedTuple):
+    """What the head says of a segment's stream."""
+
+    nbytes: int
+    start: Start | None  # None for a plain stream
+
+
+def _read_group(numbers: Ints, kind: Field, specs: Sequence[SegmentSpec]) -> list[_Stream]:
+    """The inverse of `_group_numbers`. Raises FormatError for a class or a length out of range."""
+    width = len(model.kinds(kind))
+    models: list[Model] = []
+    for place in range(min(model.CLASSES, len(specs))):
+        before = models[-1] if models else None
+        models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, kind))
+    starts = [one.start() for one in models]
+    mean, *rest = numbers[len(models) * width :].tolist()
+    streams = []
+    for spec, number, residue in zip(specs, rest[::2], model.unzigzag(np.array(rest[1::2])).tolist(), strict=True):
+        full = spec.size * spec.itemsize
+        nbytes = full if number == len(models) else ((spec.changed * mean) >> 8) + residue
+        if number > len(models) or not 0 <= nbytes <= full:
+            raise FormatError(f"context block: a segment of {full} bytes has class {number} and {nbytes} bytes")
+        streams.append(_Stream(nbytes, starts[number] if number < len(starts) else None))
+    return streams
+
+
+# Encoding
+
+
 def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints, list[Model], list[bytes]]:
-    """Learn and code segments of one dtype: each one's class (len(models): plain), the models, the streams."""
+    """Code segments of one dtype, with what is learned from them.
+
+    Returns the class of each segment (len(models) for a plain one), the models, and the streams.
+    """
+    # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
 
     def measure(part: Part) -> tuple[Ints, Ints]:
         old = part.read()
@@ -144,6 +174,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
         model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
         for number, activity in enumerate(activities)
     ]
+    # 2. Count every context's bits in a sample of each class, and learn its model from the counts.
     size = context.tables(kind.exponents).size
     shares = [model.share(activity) for activity in activities]
 
@@ -160,7 +191,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
         model.learn(kind, thresholds[number], activity, counted[number], counted.sum(0))
         for number, activity in enumerate(activities)
     ]
-
+    # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
     starts = [learned.start() for learned in models]
 
     def code(item: tuple[int, Part]) -> bytes | None:
@@ -178,7 +209,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
 
 
 def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Up to SAMPLE segments of each class, evenly spread."""
+    """Up to SAMPLE segments of each class, evenly spaced, each with its class."""
     chosen = []
     for number in range(int(classes.max()) + 1):
         members = np.flatnonzero(classes == number)
@@ -187,7 +218,7 @@ def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
 
 
 def _encode_segment(kind: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
-    """Code one segment; start's states are changed. limit: as the kernel's."""
+    """Code one segment; start's states are changed. limit: as in the kernel."""
     old = part.read()
     moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind)
     hot = moves.find_hot(old, kind, start.threshold)
@@ -205,10 +236,13 @@ def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
 
 
 def _plain(part: Part) -> bytes:
-    """A segment's new values, whole: for one that would take more bytes coded."""
+    """All new elements of a segment."""
     new = part.read().copy()
     cpu.scatter(new, part.changes.indices, part.changes.values)
     return new.tobytes()
+
+
+# Decoding
 
 
 def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Callable[[Sequence[Read]], list[Changes]]:

@@ -36,7 +36,7 @@ def _digest_range(seed, start, bits):
 
 
 def digest_range(seed: int, start: int, bits: UIntArray) -> int:
-    """Sum of the digest's terms of bits (n,), whose first element has the flat index start."""
+    """The sum of the digest's terms of bits (n,), whose first element has the flat index `start`."""
     return int(_digest_range(np.uint64(seed), np.uint64(start), read_only(bits)))
 
 
@@ -51,7 +51,7 @@ def _digest_delta(seed, start, indices, before, after):
 
 
 def digest_delta(seed: int, start: int, indices: NDArray[np.uint32], before: UIntArray, after: UIntArray) -> int:
-    """What the digest gains, mod 2^64, when the elements at start + indices go from before (k,) to after (k,)."""
+    """The change of the digest, mod 2^64, if the elements at start + indices change from before to after, (k,) each."""
     return int(
         _digest_delta(np.uint64(seed), np.uint64(start), read_only(indices), read_only(before), read_only(after))
     )

@@ -28,7 +28,7 @@ def _gap_encode(indices, words):
 
 
 def gap_encode(indices: NDArray[np.uint32], words: NDArray[np.uint16]) -> int:
-    """Write the gaps between ascending indices (k,) into words (at least 3k,); return how many words.
+    """Write the gaps between ascending indices (k,) into words (at least 3k,). Returns how many words.
 
     A gap is the number of unchanged elements before a change. Below 65535 it is one word; otherwise the
     word 65535, then its low and its high 16 bits.
@@ -60,8 +60,8 @@ def _gap_decode(words, n, indices):
 
 
 def gap_decode(words: NDArray[np.uint16], n: int, indices: NDArray[np.uint32]) -> int:
-    """Fill indices (k,) from the gaps in words, every index proved below n; return the words used.
+    """Fill indices (k,) from the gaps in words; every index is proved below n. Returns how many words were used.
 
-    Returns −1 where the words run out, an index leaves the range, or a short gap is written the long way.
+    Returns −1 if the words run out, an index is out of range, or a short gap is written as a long one.
     """
     return int(_gap_decode(read_only(words), n, indices))

@@ -1,6 +1,6 @@
-"""What the old bits say of a segment, compiled: exponents, which elements are hot, and how values moved.
+"""Exponents of old bits, hot elements, and changes as moves in the order of values, compiled.
 
-The naive twins are in `reference_context.py`; the words are those of `docs/format.md`, "A `context` block".
+The naive twins are in `kernels/reference/context.py`; `docs/format.md` defines the terms under "A `context` block".
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
@@ -47,13 +47,15 @@ def _count_exponents(old, mask, shift, every, counts):
 
 @njit(nogil=True, cache=True, inline="always")
 def _ordered(value, sign, floating):
+    """The place of a bit pattern in the order of values."""
     if floating and value & sign:
         return ~value & (sign | (sign - _U1))
     return value ^ sign
 
 
 @njit(nogil=True, cache=True)
-def _moves(old, new, sign, mask, shift, floating, exponents, ups, sizes):
+def _find_moves(old, new, sign, mask, shift, floating, moved):
+    exponents, ups, sizes = moved
     top = np.uint64(1) << np.uint64(8 * old.itemsize - 1)
     every = top | (top - _U1)
     for j in range(old.shape[0]):
@@ -65,7 +67,7 @@ def _moves(old, new, sign, mask, shift, floating, exponents, ups, sizes):
 
 
 @njit(nogil=True, cache=True)
-def _move(old, indices, ups, sizes, sign, floating, values):
+def _apply_moves(old, indices, ups, sizes, sign, floating, values):
     top = np.uint64(1) << np.uint64(8 * old.itemsize - 1)
     every = top | (top - _U1)
     for j in range(indices.shape[0]):
@@ -79,7 +81,7 @@ def _move(old, indices, ups, sizes, sign, floating, values):
 
 @njit(nogil=True, cache=True)
 def _merge(indices, values, split, out_indices, out_values):
-    """Two ascending runs [0, split) and [split, k) into one; False if an index stands in both."""
+    """Merge two ascending runs, [0, split) and [split, k); returns False if an index is in both."""
     a, b, count = 0, split, indices.shape[0]
     for k in range(count):
         if b == count or (a < split and indices[a] < indices[b]):
@@ -94,26 +96,26 @@ def _merge(indices, values, split, out_indices, out_values):
 
 
 class Moves(NamedTuple):
-    """How elements moved, in steps of their ordered bit patterns."""
+    """Changes as moves: by how many bit patterns, in the order of values, and in which direction."""
 
-    exponents: NDArray[np.uint16]  # of the old values, (k,)
-    ups: NDArray[np.bool_]  # towards +∞, (k,)
-    sizes: NDArray[np.uint64]  # steps, at least 1, (k,)
+    exponents: NDArray[np.uint16]  # (k,) of the old values
+    ups: NDArray[np.bool_]  # (k,) whether towards +∞
+    sizes: NDArray[np.uint64]  # (k,) steps, at least 1
 
 
 class Hot(NamedTuple):
     """The elements of a segment whose exponent is below a threshold."""
 
-    indices: NDArray[np.uint32]  # ascending, (h,)
+    indices: NDArray[np.uint32]  # (h,), ascending
     exponents: NDArray[np.uint16]  # (h,)
 
 
 def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
-    """The elements of old (n,) below a threshold. Scratch: good until this thread's next call."""
+    """Find the elements of old (n,) below a threshold. The result is valid until this thread's next call."""
     indices = buffer("indices", len(old), np.uint32)
     exponents = buffer("exponents", len(old), np.uint16)
     if threshold >= field.exponents:
-        # Every element: a bound above the largest magnitude need not fit the element's width.
+        # All elements: a bound above the largest magnitude may not fit the element's width.
         indices[: len(old)] = np.arange(len(old), dtype=np.uint32)
         count = len(old)
         exponents[:count] = (old & old.dtype.type(field.mask)) >> old.dtype.type(field.shift)
@@ -125,7 +127,7 @@ def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
 
 
 def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int64]:
-    """How many elements have each exponent, (E,): counted in every so-manieth run of 64 and multiplied."""
+    """Estimate how many elements of old (n,) have each exponent, (E,), from every `every`-th run of 64; 1 is exact."""
     counts = np.zeros(field.exponents, np.int64)
     kind = old.dtype.type
     _count_exponents(read_only(old), kind(field.mask), kind(field.shift), every, counts)
@@ -133,32 +135,23 @@ def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int6
 
 
 def find_moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
-    """How old (k,) became new (k,)."""
-    found = Moves(np.empty(len(old), np.uint16), np.empty(len(old), np.bool_), np.empty(len(old), np.uint64))
-    _moves(
-        read_only(old),
-        read_only(new),
-        np.uint64(field.sign),
-        np.uint64(field.mask),
-        np.uint64(field.shift),
-        field.floating,
-        found.exponents,
-        found.ups,
-        found.sizes,
-    )
-    return found
+    """The moves that turn old (k,) into new (k,)."""
+    moved = Moves(np.empty(len(old), np.uint16), np.empty(len(old), np.bool_), np.empty(len(old), np.uint64))
+    sign, mask, shift = np.uint64(field.sign), np.uint64(field.mask), np.uint64(field.shift)
+    _find_moves(read_only(old), read_only(new), sign, mask, shift, field.floating, moved)
+    return moved
 
 
 def apply_moves(
     old: UIntArray, indices: NDArray[np.uint32], ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field
 ) -> UIntArray:
-    """The values (k,) that old (n,) at these indices, all in range, moves to: the inverse of `find_moves`."""
+    """The new values (k,) at indices (k,) of old (n,), which are in range: the inverse of `find_moves`."""
     values = np.empty(len(indices), old.dtype)
-    _move(read_only(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
+    _apply_moves(read_only(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
     return values
 
 
 def merge(indices: NDArray[np.uint32], values: UIntArray, split: int) -> tuple[NDArray[np.uint32], UIntArray] | None:
-    """Two ascending runs of indices, [0, split) and [split, k), into one, with their values; None if one is in both."""
+    """Merge two ascending runs of indices, [0, split) and [split, k), and their values; None if an index is in both."""
     merged = np.empty(len(indices), np.uint32), np.empty(len(indices), values.dtype)
     return merged if _merge(indices, values, split, *merged) else None

@@ -1,4 +1,4 @@
-"""What a study counts of changes, compiled. The naive twins are in `reference_study.py`."""
+"""Counts of changes for the study, compiled. The naive twins are in `kernels/reference/study.py`."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np
@@ -9,9 +9,9 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only
 from pulse_rl.kernels.cpu.moves import Moves
 
-NEAR = 32  # distances that have a place in a table; farther ones, which are few, are listed
+NEAR = 32  # distances up to this are counted in a table; longer ones, which are few, are listed
 BITS = 52  # of a distance in a key
-FARTHEST = (1 << BITS) - 1  # places; what went farther counts as this far, so that a key fits 64 bits
+FARTHEST = (1 << BITS) - 1  # the longest distance; longer ones count as this, so that a key fits 64 bits
 
 _1, _52 = np.uint64(1), np.uint64(BITS)
 _FARTHEST = np.uint64(FARTHEST)
@@ -30,7 +30,7 @@ def _count_differing(old, new):
 
 
 def count_differing(old: UIntArray, new: UIntArray) -> int:
-    """How many elements of old and new (n,) have different bits."""
+    """Count the elements of old and new (n,) that have different bits."""
     return int(_count_differing(read_only(old), read_only(new)))
 
 
@@ -45,8 +45,8 @@ def _recurring(former, old, indices, values):
 
 
 def recurring(former: UIntArray, old: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> tuple[int, int]:
-    """Of the changes of old (n,) to values (k,) at indices (k,), how many elements differ in former (n,) from old,
-    and how many get the bits that former has."""
+    """Count, of the elements at indices (k,), those that differ between former and old (n,), and those whose new bits,
+    values (k,), are those of former."""
     again, back = _recurring(read_only(former), read_only(old), read_only(indices), read_only(values))
     return int(again), int(back)
 
@@ -65,9 +65,9 @@ def _histogram(exponents, ups, sizes, near, far):
 
 
 def histogram(moved: Moves, exponents: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """How often each move occurs: keys (u,), ascending, and counts (u,).
+    """Count each move that occurs: keys (u,), ascending, and counts (u,).
 
-    exponents: how many there are. A key is (exponent · 2^52 + distance) · 2 + (1 for a move towards +∞).
+    exponents: the dtype's number of them. A key is (exponent · 2^52 + distance) · 2 + (1 for a move towards +∞).
     """
     near = np.zeros((exponents, 2 * NEAR), np.int64)
     far = np.empty(len(moved.sizes), np.uint64)
