@@ -1,8 +1,8 @@
-"""Which codec: by name, or by measurement where the name is "auto".
+"""The choice of a codec: by name, or by measurement for "auto".
 
-`auto` tries the candidates on the very changes at hand and takes the one with the least encode + transfer +
-decode time over the link, or the fewest bytes where the link is not known. A sequence of patches (a `Chooser`)
-keeps what it measured and tries again now and then, because densities drift.
+`auto` encodes the changes at hand with each candidate and takes the one with the least encode + transfer + decode time
+over the link, or with the fewest bytes if the link's bandwidth is not known. A `Chooser`, for a sequence of patches,
+keeps its measurements and repeats them now and then, because densities drift.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ CodecName = Literal["auto", "context", "gap"]
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec(), RawCodec())}  # to read
 OFFERED = ("context", "gap")  # to write; `raw` is never smaller than `gap`, and hardly faster
 RETRY = 50  # patches after which `auto` tries all candidates again
-DRIFT = 2.0  # and the factor of change in density after which it does so at once
+DRIFT = 2.0  # factor by which the density changes before it does so at once
 
 
 def check(name: str) -> None:
@@ -30,14 +30,14 @@ def check(name: str) -> None:
 
 
 def candidates(name: str) -> list[Codec]:
-    """The codec of that name; for "auto" all that are worth a try. Raises ValueError for an unknown name."""
+    """The codec of that name; for "auto" all candidates. Raises ValueError for an unknown name."""
     check(name)
     return [CODECS[candidate] for candidate in (OFFERED if name == "auto" else (name,))]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one codec made of one patch, on this machine."""
+    """One codec's measurements on one patch, on this machine."""
 
     codec: str
     nbytes: int
@@ -68,14 +68,17 @@ def best(trials: Sequence[Trial], bandwidth: float | None) -> Trial:
 
 
 class Chooser:
-    """The choice for a sequence of patches of one model."""
+    """Chooses the codec for each of a sequence of patches of one model.
+
+    reason: why the last choice was made, for reports.
+    """
 
     def __init__(self, name: str) -> None:
         check(name)
         self._name = name
         self._trials: list[Trial] = []
-        self._density = 0.0  # when they were made
-        self._since = 0  # patches
+        self._density = 0.0  # of the patch that they were made on
+        self._since = 0  # patches chosen for since then
         self.reason = f"codec={name!r} was asked for"
 
     @property
@@ -84,13 +87,13 @@ class Chooser:
         return not self._trials
 
     def codecs(self, bandwidth: float | None) -> list[Codec]:
-        """What to code the next patch with: one codec, or several to try."""
+        """The codecs to encode the next patch with: one, or several to measure."""
         if self._name != "auto" or not self._trials or self._since >= RETRY:
             return candidates(self._name)
         return [CODECS[best(self._trials, bandwidth).codec]]
 
     def choose(self, trials: Sequence[Trial], density: float, bandwidth: float | None) -> Trial:
-        """Which of the patches just coded to send. Notes why in `reason`."""
+        """Choose which of the patches just encoded to send. Sets `reason`."""
         self._since += 1
         if len(trials) > 1:
             self._trials, self._density, self._since = list(trials), density, 0

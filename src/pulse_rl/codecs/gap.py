@@ -1,8 +1,8 @@
 """The paper's codec: gaps between changes, absolute new values, zstd level 1.
 
-A block is `u32 n | zstd frame of n bytes: gap words | zstd frame: values`. The two streams are compressed
-apart, because interleaving them costs 0.4 bits a change. Source: arXiv 2602.03839, with flat 16-bit gaps in
-place of row and column gaps (as small on real patches, and they need no row loop).
+A block is `u32 n | zstd frame of n bytes: gap words | zstd frame: values`. The two streams are compressed separately,
+because interleaving them costs 0.4 bits per change. Source: arXiv 2602.03839, with flat 16-bit gaps instead of row and
+column gaps (they are as small on real patches, and need no loop over rows).
 """
 
 import struct
@@ -66,7 +66,7 @@ class GapCodec:
             used = cpu.gap_decode(words[at:], spec.size, indices)
             if used < 0:
                 raise FormatError(
-                    f"gaps: a segment of {spec.size} elements with {spec.changed} changes runs out of range"
+                    f"gaps: expected {spec.changed} changes in a segment of {spec.size} elements, found one out of range"
                 )
             changes.append(Changes(indices, new))
             at += used

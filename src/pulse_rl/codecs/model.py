@@ -1,9 +1,9 @@
 """The statistics that the context codec starts every segment from, learned from a block and sent with it.
 
-Segments are coded independently, so what they have in common is told once: for each of at most two classes of
-segments (in practice the embedding and the rest, whose rates of change differ several times) a threshold and
-the probability of every context, as its logarithm of odds in quarters of a bit. Learning is integer arithmetic
-throughout, so the same changes give the same bytes on every machine.
+Segments are coded independently, so what they have in common is sent once: for each of at most two classes of segments
+(in practice the embedding and the rest, whose rates of change differ by a factor) a threshold and the probability of
+every context, as logarithm of its odds in quarters of a bit. All of the learning is integer arithmetic, so that the
+same changes give the same bytes on every machine.
 """
 
 import math
@@ -38,7 +38,7 @@ _COST_0: Ints = (32 << 8) - log2((1 << 32) - PROBABILITIES)
 
 
 class Model(NamedTuple):
-    """What the segments of one class start from. All odds lie in [−ODDS, ODDS]."""
+    """The statistics of one class of segments. All odds are in [−ODDS, ODDS]."""
 
     threshold: int  # elements with a smaller exponent are hot
     activity: Ints  # (E,) odds of a change, by exponent
@@ -46,7 +46,7 @@ class Model(NamedTuple):
     rest: Ints  # (contexts − LEVELS · E,) odds of all other contexts
 
     def start(self) -> Start:
-        """What it makes of itself for the coder: once, for all segments of the class."""
+        """What every segment of the class starts from. The coder changes the states: each segment needs a copy."""
         hot = np.clip(self.activity[:, None] + self.levels, -ODDS, ODDS).reshape(-1)
         states: Ints = (PROBABILITIES[np.concatenate([hot, self.rest]) + ODDS] << SEEN) | PRIOR
         return Start(self.threshold, share(self.activity), states)
@@ -58,7 +58,7 @@ def share(activity: Ints) -> Ints:
 
 
 def blank(field: Field) -> Model:
-    """A model that costs next to nothing to tell, for segments of which none starts from it."""
+    """A model that takes next to no bytes, for a class that no segment starts from."""
     every = context.tables(field.exponents).size
     zeros: Ints = np.zeros(every, np.int64)
     hot = context.LEVELS * field.exponents
@@ -66,13 +66,13 @@ def blank(field: Field) -> Model:
 
 
 def _odds(ones: Ints, zeros: Ints) -> Ints:
-    """Logarithm of ones / zeros (both at least 1) in quarters, rounded to the nearest."""
+    """The logarithm of ones / zeros (both at least 1) in quarters, rounded to the nearest."""
     odds: Ints = np.clip((log2(ones) - log2(zeros) + 32) >> 6, -ODDS, ODDS)
     return odds
 
 
 def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
-    """Part segments into at most CLASSES by how likely each exponent changes: 2-means over coded lengths.
+    """Divide segments into at most CLASSES by the rate at which each exponent changes: 2-means over code lengths.
 
     elements, changes: (segments, E). Returns each segment's class, and each class's activity.
     """
@@ -98,10 +98,10 @@ def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
 
 
 def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:
-    """The exponent below which elements are hot: where both ways together cost least.
+    """The exponent below which elements are hot: the one with the least cost in bits.
 
-    A hot element costs its decision, and `price` 1/2048 bits for the time it takes; a cold change its place among
-    all cold elements, and a tenth of a bit for gaps that are coded less well than that.
+    A hot element costs its decision, and `price` 1/2048 bits for the time that it takes; a cold change costs its place
+    among all cold elements, and a tenth of a bit because gaps are coded less well than that.
     """
     hot = changes * _COST_1[activity + ODDS] + (elements - changes) * _COST_0[activity + ODDS]
     hot += (elements * price) >> 3
@@ -117,31 +117,31 @@ def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:
 
 
 def learn(field: Field, threshold: int, activity: Ints, counts: Ints, all_counts: Ints) -> Model:
-    """A class's model from the counts of its contexts (ones << 32 | bits), and of all classes' together."""
+    """The model of a class. counts, all_counts: (contexts,) ones << 32 | bits, of the class and of all classes."""
     split = context.LEVELS * field.exponents
     ones, bits = counts >> 32, counts & 0xFFFFFFFF
     shape = (field.exponents, context.LEVELS)
     found, tried = ones[:split].reshape(shape), bits[:split].reshape(shape)
-    # What was counted, and eight elements of what all classes show: the activity that the classes were found by
-    # rests on a thin sample, and is far off for the rare small exponents.
+    # The counts, and eight elements at the rate of all classes: the activity that divided the classes is from a thin
+    # sample, and far off for the rare small exponents.
     all_hot = all_counts[:split].reshape(shape).sum(1)
     prior = (128 * (all_hot >> 32)) // np.maximum(all_hot & 0xFFFFFFFF, 1)
     every = tried.sum(1)
     counted = _odds(16 * found.sum(1) + prior + 1, 16 * (every - found.sum(1)) + 128 - prior + 1)
     activity = np.where(every > 0, counted, activity)
-    activity[threshold:] = activity[threshold - 1] if threshold else 0  # never used, so told for nothing
+    activity[threshold:] = activity[threshold - 1] if threshold else 0  # never used: equal entries take no bits
     expected = (share(activity) @ tried) >> 16
     tries = tried.sum(0)
     levels = _odds(2 * found.sum(0) + 1, 2 * (tries - found.sum(0)) + 1)
     levels -= _odds(2 * expected + 1, 2 * (tries - expected) + 1)
-    # The others: a class's own counts, and eight bits of what all classes show.
+    # The other contexts: the counts, and eight bits at the rate of all classes.
     all_ones, all_bits = all_counts[split:] >> 32, all_counts[split:] & 0xFFFFFFFF
     prior = (128 * (5 * all_ones + 2)) // (5 * all_bits + 4)
     ones, bits = ones[split:], bits[split:]
     rest = _odds(16 * ones + prior + 1, 16 * (bits - ones) + 128 - prior + 1)
     at = 0
     for _, (rows, columns) in _tables(field):
-        # What never occurs costs nothing to tell: it repeats the entry above.
+        # A context that never occurs repeats the entry above, which takes no bits.
         seen = all_bits[at : at + rows * columns].reshape(rows, columns) > 0
         above = np.maximum.accumulate(np.where(seen, np.arange(rows)[:, None], 0), axis=0)
         table = rest[at : at + rows * columns].reshape(rows, columns)
@@ -150,7 +150,7 @@ def learn(field: Field, threshold: int, activity: Ints, counts: Ints, all_counts
     return Model(threshold, activity, np.clip(levels, -ODDS, ODDS), rest)
 
 
-# Kinds of numbers in a block's head: those of one kind share their statistics.
+# Kinds of numbers in a block's head: numbers of one kind share statistics.
 THRESHOLD, LEVEL, ACTIVITY, UNARY, SCALE, TOP, GAP, SIGN, CLASS, LENGTH, MEAN = range(11)
 
 
@@ -168,7 +168,7 @@ def _tables(field: Field) -> list[tuple[int, tuple[int, int]]]:
 
 
 def kinds(field: Field) -> list[int]:
-    """The kind of each of a model's numbers."""
+    """The kinds of the numbers that a model is sent as."""
     numbers = [THRESHOLD] + [LEVEL] * context.LEVELS + [ACTIVITY] * field.exponents
     for kind, (rows, columns) in _tables(field):
         numbers += [kind] * (rows * columns)
@@ -176,7 +176,7 @@ def kinds(field: Field) -> list[int]:
 
 
 def zigzag(values: Ints) -> Ints:
-    """Whole numbers as numbers from 0: 0, −1, 1, −2, … become 0, 1, 2, 3, …"""
+    """Map whole numbers to numbers from 0: 0, −1, 1, −2, … become 0, 1, 2, 3, …"""
     return (values << 1) ^ (values >> 63)
 
 
@@ -186,9 +186,9 @@ def unzigzag(values: Ints) -> Ints:
 
 
 def to_numbers(model: Model, before: Model | None, field: Field) -> list[int]:
-    """A model as whole numbers: tables column by column, each entry less the one above it.
+    """A model as whole numbers: tables column by column, each entry minus the one above it.
 
-    before: the model told before this one, whose entries are subtracted first.
+    before: the model sent before this one, whose entries are subtracted first.
     """
     activity, rest = model.activity, model.rest
     if before is not None:

@@ -1,7 +1,6 @@
-"""The plain codec: u32 indices and the values as they are, no compression.
+"""The plain codec: u32 indices and values as they are, no compression. It is read, and not offered to write with.
 
-A block is all sparse segments' indices (relative to their segment), then all values. For links faster than
-a compressor, and for readers in a hurry.
+A block is all sparse segments' indices (relative to their segment), then all values.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ from pulse_rl.errors import FormatError
 def decompress(frame: memoryview, limit: int, what: str) -> bytes:
     """Decompress one zstd frame of at most `limit` bytes.
 
-    The declared size is checked before anything is allocated. Raises FormatError if it is missing or
-    over the limit, or if the frame is broken or followed by anything.
+    The size that the frame declares is checked before memory is allocated. what: a name for the frame, for the error.
+    Raises FormatError if the size is missing or over the limit, or if the frame is broken or followed by other bytes.
     """
     try:
         size = zstandard.get_frame_parameters(frame).content_size
