@@ -1,7 +1,7 @@
 """What SparsityMonitor costs a training loop: python bench/monitor_speed.py [STEPS]
 
-Supervised AdamW steps of SmolLM2-135M (those of sft.py) on 64 answers each, as many as `pulse-rl train` has completions
-a step, float32 masters, on one thread. The first look of a process compiles and is not counted.
+Supervised AdamW steps of SmolLM2-135M (those of sft.py) on 64 answers each, the number of completions per step of
+`pulse-rl train`, with float32 masters, on one thread. The first look of a process compiles and is not counted.
 """
 
 import statistics

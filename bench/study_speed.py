@@ -1,10 +1,10 @@
-"""What a study of checkpoints takes, against NumPy's comparison of two of them, and the memory it takes.
+"""Time and memory of a study of checkpoints, against NumPy's comparison of two of them.
 
     PYTHONPATH=src python bench/study_speed.py OLD.safetensors NEW.safetensors [MORE.safetensors …]
 
-In turns: `numpy !=` over the bytes of the first two, held in memory, and the study of them, read from their files, with
-every statistic but the codecs' sizes. CPU time says more where others use the machine. Then the study of all of them,
-in a process of its own, for its peak memory.
+In turns: `numpy !=` over the bytes of the first two, held in memory, and the study of the two, read from their files,
+with every statistic but the sizes of codecs. On a shared machine, CPU time says more than wall time. Then the study of
+all of them, in a separate process, for its peak memory.
 """
 
 import json
@@ -27,12 +27,12 @@ ALONE = "--alone"
 
 
 def run(paths: list[str]) -> float:
-    """Seconds that the pass took."""
+    """Study the checkpoints; seconds of the counting."""
     return study(Checkpoints(paths), SETTINGS, codecs=False).seconds
 
 
 def peak() -> float:
-    """The most memory that this process has had, MB. (What getrusage tells begins with its parent's.)"""
+    """The peak memory of this process, MB. (getrusage starts from its parent's.)"""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
@@ -44,17 +44,19 @@ def main(paths: list[str]) -> None:
         return
     old, new = (np.fromfile(path, np.uint8) for path in paths[:2])
     run(paths[:2])  # compiles
-    ways = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    methods = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(ROUNDS):
-        for name, way in ways.items():
+        for name, method in methods.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            way()
+            method()
             taken[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    (wall, cpu), (own_wall, own_cpu) = (map(statistics.median, zip(*times, strict=True)) for times in taken.values())
+    (wall, cpu), (study_wall, study_cpu) = (
+        map(statistics.median, zip(*times, strict=True)) for times in taken.values()
+    )
     print(f"two of {old.nbytes / 1e6:,.0f} MB, {threads()} threads, medians of {ROUNDS}")
-    print(f"wall time: numpy != {wall:.3f} s, study {own_wall:.3f} s: {own_wall / wall:.1f} ×")
-    print(f"CPU time, of all threads: numpy != {cpu:.3f} s, study {own_cpu:.3f} s: {own_cpu / cpu:.1f} ×")
+    print(f"wall time: numpy != {wall:.3f} s, study {study_wall:.3f} s: {study_wall / wall:.1f} ×")
+    print(f"CPU time, of all threads: numpy != {cpu:.3f} s, study {study_cpu:.3f} s: {study_cpu / cpu:.1f} ×")
     alone = [sys.executable, str(Path(__file__)), ALONE, *paths]
     found = json.loads(subprocess.run(alone, check=True, capture_output=True, text=True).stdout)
     print(f"{len(paths)} of them, alone: {found['seconds']:.2f} s, peak {found['peak']:,.0f} MB", end=" ")

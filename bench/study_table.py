@@ -1,7 +1,7 @@
 """docs/study.md's tables from report.json files: python bench/study_table.py NAME=REPORT …
 
-REPORT: what `pulse-rl study -o` wrote. Means are over the steps of a run; a prediction is told as a multiple of the
-density that was measured.
+REPORT: as `pulse-rl study -o` wrote it. Means are over the steps of a run. Predictions are multiples of the measured
+density.
 """
 
 import json
@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SPARSITY = ("run", "steps", "mean S₁", "spread", "least", "S₂", "S₄", "S₈", "S₁₆", "S₃₂")
+SPARSITY = ("run", "steps", "mean S₁", "spread", "lowest", "S₂", "S₄", "S₈", "S₁₆", "S₃₂")
 THEORY = (
-    *("run", "density", "by theory", "of single steps", "with the measured r", "of single steps", "r"),
+    *("run", "density", "by theory", "single steps", "with the measured r", "single steps", "r"),
     *("again", "by chance", "back"),
 )
-BYTES = ("run", "`context`", "bits a change", "bound", "reduction", "`gap`", "reduction")
+BYTES = ("run", "`context`", "bits per change", "bound", "reduction", "`gap`", "reduction")
 
 
 def row(*cells: object) -> None:
@@ -38,8 +38,8 @@ def theory(name: str, report: dict[str, Any]) -> None:
     steps = [step for step in report["steps"] if step["prediction"]]
     density = statistics.fmean(step["density"] for step in report["steps"])
 
-    def cells(of: str) -> tuple[str, str]:
-        pairs = [(step["prediction"][of], step["density"]) for step in steps if step["prediction"][of] is not None]
+    def cells(name: str) -> tuple[str, str]:
+        pairs = [(step["prediction"][name], step["density"]) for step in steps if step["prediction"][name] is not None]
         mean = sum(a for a, _ in pairs) / sum(b for _, b in pairs)
         return f"{mean:.2f}", f"{min(a / b for a, b in pairs):.2f} – {max(a / b for a, b in pairs):.2f}"
 

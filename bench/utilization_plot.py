@@ -1,9 +1,9 @@
 """Draw GPU use by bandwidth as an SVG: python bench/link --json > LINK; python bench/utilization_plot.py LINK OUT
 
-U(B) = Tc / (Tc + S / B): a trainer computes for Tc seconds between two versions, and everybody waits while S bits go
-over a link of B bit/s. Left, the setting of arXiv 2602.03839, with the two points that its authors give. Right, ours:
-sizes as `bench link` has measured them, and beside the curves what it has timed, from publish to proved, in place of
-S / B.
+U(B) = Tc / (Tc + S / B): a trainer computes for Tc seconds between two versions, and everybody waits while S bits are
+sent over a link of B bit/s. Left: the setting of arXiv 2602.03839, with the two points that its authors give. Right:
+ours, with sizes as `bench/link` measured them; the points beside the curves have the measured time, from publish to
+proved, in place of S / B.
 """
 
 import json
@@ -80,8 +80,8 @@ class Drawing:
 
 def main(source: str, target: str) -> None:
     link = json.loads(Path(source).read_text())
-    measured = {(r["way"], r["mbit"]): r for r in link["results"]}
-    sizes = {way: next(r["nbytes"] for (w, _), r in measured.items() if w == way) for way in COLORS}
+    measured = {(r["way"], r["mbit"]): r for r in link["results"]}  # by method and bandwidth
+    sizes = {name: next(r["nbytes"] for (method, _), r in measured.items() if method == name) for name in COLORS}
     smaller = sizes["gap"] / sizes["context"]
 
     paper = Drawing(60, 1e6, f"7B model, {PAPER_S:.0f} s of compute (arXiv 2602.03839)")
@@ -99,8 +99,8 @@ def main(source: str, target: str) -> None:
 
     ours = Drawing(550, 1e5, f"SmolLM2-135M, {OURS_S:g} s of compute (this repository)")
     names = {"context": "context", "gap": "gap", "full": "full checkpoint"}
-    ours.curves(OURS_S, (Curve(f"{names[w]}, {sizes[w] / 1e6:,.2f} MB", sizes[w], COLORS[w]) for w in names))
-    timed = ((mbit * 1e6, use(OURS_S, r["seconds"]), COLORS[way]) for (way, mbit), r in measured.items())
+    ours.curves(OURS_S, (Curve(f"{names[m]}, {sizes[m] / 1e6:,.2f} MB", sizes[m], COLORS[m]) for m in names))
+    timed = ((mbit * 1e6, use(OURS_S, r["seconds"]), COLORS[method]) for (method, mbit), r in measured.items())
     ours.points(timed, "timed, from publish to proved (full: loaded)")
 
     middle = (TOP + BOTTOM) / 2
