@@ -1,20 +1,20 @@
-"""Hostile patches and histories, 100,000 of them: nothing but our own errors, and never a wrong bit.
+"""Hostile patches and histories, 100,000 of them: only our own errors, and never a wrong bit.
 
     make fuzz-history                                   # or: python tests/fuzz_history.py --cases 100000 --seed 0
-    python tests/fuzz_history.py --seed 0 --case 4711   # one of them again, with the traceback of what it found
+    python tests/fuzz_history.py --seed 0 --case 4711   # repeat one of them, with the traceback of its finding
 
 Each case is one mutation (`mutations.py`) of a patch, given to `inspect` and `apply`; of a manifest, given to its
-parser; or of one object of a small history, from which a subscriber then syncs. Checked is
+parser; or of one object of a small history, from which a subscriber then syncs. Checked is that
 
-- that only PulseError comes out, or what the docstring of `apply` promises besides;
-- that the live weights are bit for bit what they were, or a state that the history holds, or, where a mutation is a
-  sound patch to another state, one of which the recount is the digest that was promised;
-- that whatever a subscriber says it holds, the recount of the live bits is its digest;
-- that no case takes SECONDS, nor ALLOWED bytes of memory: twice the limits of one patch in docs/format.md. A limit on
-  the data of the process (RLIMIT_DATA) enforces that. tracemalloc would not see what zstd, Rust and the kernels take,
-  and the resident size not what is reserved and never touched.
+- only PulseError is raised, or what else the docstring of `apply` promises;
+- the live weights are bit for bit as they were, or a state of the history, or, where a mutation is a valid patch to
+  another state, a state with the promised digest;
+- the live bits have the digest of the version that a subscriber reports;
+- no case takes SECONDS, nor ALLOWED bytes of memory: twice the limits of one patch in docs/format.md. A limit on the
+  data of the process (RLIMIT_DATA) enforces that. tracemalloc would not count the memory of zstd, Rust and the
+  kernels, and the resident size not what is reserved and never touched.
 
-The cases run in child processes, so that one that dies is a finding like another.
+The cases run in child processes, so that a crash is a finding like any other.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import ObjectInfo, Store
 
 CODECS = ("context", "gap", "raw")
-SECONDS = 20.0  # of one case; the slowest sound one takes well under one
+SECONDS = 20.0  # for one case; the slowest valid one takes well under one
 ALLOWED = 2 * (safetensors_header.MAX_HEADER_NBYTES + patch_format.MAX_TABLE_NBYTES + patch_format.MAX_BLOCK_NBYTES)
 
 
 class Wrong(AssertionError):
-    """What must not be."""
+    """A case did what it must not do."""
 
 
 def expect(holds: bool, what: str) -> None:
@@ -62,7 +62,7 @@ def expect(holds: bool, what: str) -> None:
 
 @contextmanager
 def bounded(seconds: float, nbytes: int) -> Iterator[None]:
-    """Let what runs within take so much time, and so much memory beyond what the process has now."""
+    """Limit the time of a block, and the memory that the process takes beyond what it has now."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise Wrong(f"still running after {seconds} s")
@@ -81,7 +81,7 @@ def bounded(seconds: float, nbytes: int) -> Iterator[None]:
 
 
 def patch_case(random: Random) -> str:
-    """A mutated patch, inspected and applied to weights that hold its base."""
+    """A mutated patch is inspected and applied to weights that hold its base."""
     subjects = world.patches()
     subject = random.choice(subjects[world.BIG :] if random.random() < 0.02 else subjects[: world.BIG])
     if random.random() < 1 / 1500:
@@ -90,10 +90,10 @@ def patch_case(random: Random) -> str:
         donor = random.choice(subjects[: world.BIG]).patch
         data = mutations.mutated_patch(random, subject.patch, donor)
         if random.random() < 0.15 and _readable(data):
-            with suppress(zstandard.ZstdError, ValueError):  # where what is to be changed is broken already
+            with suppress(zstandard.ZstdError, ValueError):  # where what it would change is broken already
                 data = mutations.mutated_patch(random, data, donor)
     outcome, reached = apply_patch(subject, data)
-    if reached is not None:  # a forger who has counted where it leads: now it must be accepted, or refused for another
+    if reached is not None:  # a forger would put in the digest that it leads to: then it must be accepted
         metadata, streams = take_apart(data)
         metadata["target_digest"] = reached
         forged, _ = apply_patch(subject, seal(metadata, streams))
@@ -111,7 +111,7 @@ def _readable(data: bytes) -> bool:
 
 
 def apply_patch(subject: world.Subject, data: bytes) -> tuple[str, str | None]:
-    """What becomes of it; and the digest to which it would lead, where that alone is wrong."""
+    """The outcome; and the digest that the patch leads to, if only the digest that it promises is wrong."""
     weights = subject.weights()
     before = snapshot(weights)
     try:
@@ -121,21 +121,26 @@ def apply_patch(subject: world.Subject, data: bytes) -> tuple[str, str | None]:
     try:
         applied = pulse.apply(weights, data)
     except pulse.PulseError as error:
-        expect(info is not None or isinstance(error, pulse.PatchFormatError), f"inspect refuses, apply says {error!r}")
-        expect(snapshot(weights) == before, f"apply failed and left other weights: {error!r}")
-        reached = (
-            re.search(r"would give ([0-9a-f]{16})", str(error)) if isinstance(error, pulse.IntegrityError) else None
+        expect(
+            info is not None or isinstance(error, pulse.PatchFormatError), f"inspect refuses, apply raises {error!r}"
         )
-        return f"refused: {type(error).__name__}", reached[1] if reached else None
-    expect(info == applied, "inspect and apply tell different things")
+        expect(snapshot(weights) == before, f"apply failed and left other weights: {error!r}")
+        return f"refused: {type(error).__name__}", reached_digest(error)
+    expect(info == applied, "inspect and apply return different things")
     expect(pulse.digest(weights) == applied.digests["target"], "applied, and the digest is not the target's")
     if applied.digests["target"] == subject.target_digest:
         expect(snapshot(weights) == subject.target, "applied, with the target's digest and other bits")
     return "accepted", None
 
 
+def reached_digest(error: pulse.PulseError) -> str | None:
+    """The digest that a patch leads to, where that is another than it promises."""
+    whole = isinstance(error, pulse.IntegrityError) and error.name is None
+    return error.found if whole and isinstance(error.found, str) else None
+
+
 def manifest_case(random: Random) -> str:
-    """A mutated manifest, parsed."""
+    """A mutated manifest is parsed."""
     history = world.history(random.choice(CODECS))
     sequence = random.randrange(world.VERSIONS)
     data = history.objects[manifest.manifest_name(sequence)]
@@ -165,11 +170,11 @@ class Unlisted:
 
 
 def history_case(random: Random) -> str:
-    """One object of a history mutated, and a subscriber that holds some version of it, or none, synced."""
+    """One object of a history is mutated, and a subscriber that holds some version of it, or none, syncs."""
     history = world.history(random.choice(CODECS))
     (kind,) = random.choices(["manifests", "patches", "trails", "anchors", "first.json"], [8, 8, 4, 5, 1])
     names = history.like(kind)
-    name = random.choice(names if random.random() < 0.5 else names[-2:])  # the last are what a subscriber reads first
+    name = random.choice(names if random.random() < 0.5 else names[-2:])  # a subscriber reads the last ones first
     changed, forged = mutate_object(random, history, name)
     signed = random.random() < 0.2
     store: Any = Unlisted(history.store) if name == "first.json" or random.random() < 0.1 else history.store
@@ -202,10 +207,9 @@ def history_case(random: Random) -> str:
 
 
 def mutate_object(random: Random, history: world.History, name: str) -> tuple[dict[str, bytes], list[dict[str, bytes]]]:
-    """The objects of a history that change when this one is mutated, by name: mostly with all hashes of it right.
+    """The objects of a history that change when one is mutated, by name; mostly with all hashes updated.
 
-    And the states that this makes versions of the history, where it is a sound patch to another state and the history
-    is brought in line with that.
+    Also returns the states that become versions of the history, where the mutation is a valid patch to another state.
     """
     data, donor = history.objects[name], history.objects[random.choice(history.like(name.split("/")[0]))]
     if name.startswith("manifests/"):
@@ -228,7 +232,7 @@ def mutate_object(random: Random, history: world.History, name: str) -> tuple[di
 
 
 class Forged(NamedTuple):
-    """A patch that was mutated and then given the digest to which it leads."""
+    """A patch that was mutated and then given the digest that it leads to."""
 
     patch: bytes
     digest: str
@@ -236,19 +240,17 @@ class Forged(NamedTuple):
 
 
 def forge(data: bytes, base: Any) -> Forged | None:
-    """A mutated patch with the digest to which it leads from this base; None where another check refuses it."""
+    """A mutated patch with the digest that it leads to from this base; None where another check refuses it."""
     try:
         pulse.apply(base, data)
-    except pulse.IntegrityError as error:
-        reached = re.search(r"would give ([0-9a-f]{16})", str(error))
+    except pulse.PulseError as error:
+        reached = reached_digest(error)
         if reached is None:
             return None
         metadata, streams = take_apart(data)
-        made = seal(metadata | {"target_digest": reached[1]}, streams)
-        expect(pulse.apply(base, made).digests["target"] == reached[1], "another digest than was counted")
-        return Forged(made, reached[1], snapshot(base))
-    except pulse.PulseError:
-        return None
+        made = seal(metadata | {"target_digest": reached}, streams)
+        expect(pulse.apply(base, made).digests["target"] == reached, "another digest than was counted")
+        return Forged(made, reached, snapshot(base))
     return None
 
 
@@ -256,7 +258,7 @@ CASES = {patch_case: 0.6, manifest_case: 0.12, history_case: 0.28}
 
 
 def run_case(seed: int, number: int) -> str:
-    """Run one case: what became of it. Raises whatever it found."""
+    """Run one case and return its outcome. Raises its finding."""
     random = Random(f"{seed}/{number}")
     (case,) = random.choices(list(CASES), list(CASES.values()))
     with bounded(SECONDS, ALLOWED):
@@ -264,14 +266,14 @@ def run_case(seed: int, number: int) -> str:
 
 
 class Finding(NamedTuple):
-    """A case that did what it must not."""
+    """A case that did what it must not do."""
 
     number: int
     what: str
 
 
 def warm_up() -> None:
-    """Compile the kernels and start the threads, so that no case pays for them."""
+    """Compile the kernels and start the threads, so that no case spends time on them."""
     for subject in world.patches():
         pulse.apply(subject.weights(), subject.patch)
     for history in map(world.history, CODECS):
@@ -280,14 +282,14 @@ def warm_up() -> None:
 
 
 def work(seed: int, first: int, stop: int) -> None:
-    """A child's part: cases one after another; what became of them goes to stdout, a line each."""
+    """A child's part: cases one after another; their outcomes go to stdout, one line each."""
     warm_up()
     for number in range(first, stop):
         print(f"case {number}", flush=True)
         start = time.perf_counter()
         try:
             outcome = run_case(seed, number)
-        except BaseException as error:  # noqa: BLE001 — whatever it is, it is a finding
+        except BaseException as error:  # noqa: BLE001 — any exception is a finding
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(where.filename).name}:{where.lineno}"
             outcome = f"FOUND {type(error).__name__} at {place}: {str(error)[:300]!r}"
@@ -295,7 +297,7 @@ def work(seed: int, first: int, stop: int) -> None:
 
 
 def run(seed: int, cases: int, processes: int) -> tuple[Counter[str], list[Finding], float]:
-    """Run cases in child processes: how often each outcome came, what was found, and the slowest, seconds."""
+    """Run cases in child processes. Returns how often each outcome occurred, the findings, and the slowest case, s."""
     share = -(-cases // processes)
     parts = [range(at, min(at + share, cases)) for at in range(0, cases, share)]
     outcomes: Counter[str] = Counter()
@@ -336,7 +338,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--case", type=int, help="run this one alone, here, with its traceback")
+    parser.add_argument("--case", type=int, help="run only this one, in this process, with its traceback")
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part is not None:
@@ -346,7 +348,7 @@ def main() -> int:
         warm_up()
         print(run_case(given.seed, given.case))
         return 0
-    warm_up()  # what cannot even begin would be a finding in every case
+    warm_up()  # if this fails, so would every case
     start = time.perf_counter()
     outcomes, findings, slowest = run(given.seed, given.cases, given.processes)
     for outcome, count in sorted(outcomes.items()):

@@ -1,4 +1,4 @@
-"""What the fuzzer mutates: sound patches of several kinds, and a small signed history with all its objects."""
+"""What the fuzzer mutates: valid patches of several kinds, and a small signed history with all its objects."""
 
 import json
 from collections.abc import Callable
@@ -27,12 +27,12 @@ SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "d": ("float8_e4m3fn", (64,)),
     "empty": ("float32", (0, 3)),
     "s": ("float64", ()),
-    "twin": ("int8", (77,)),  # b's, should a mutation tie them
+    "twin": ("int8", (77,)),  # like b, in case a mutation ties them
 }
 
 
 class Subject(NamedTuple):
-    """A sound patch, and its base and target."""
+    """A valid patch, its base and its target."""
 
     patch: bytes
     weights: Callable[[], dict[str, Any]]  # a copy of the base
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
 
 
 def _clone(weights: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which what is tied is tied again."""
+    """A copy with the same tensors tied."""
     copies = {id(tensor): tensor.clone() for tensor in weights.values()}
     return {name: copies[id(tensor)] for name, tensor in weights.items()}
 
@@ -61,7 +61,7 @@ def _state(rng: np.random.Generator, names: str) -> dict[str, Any]:
 
 
 def _stepped(state: dict[str, Any], rng: np.random.Generator, share: float) -> dict[str, Any]:
-    """A later state: this share of each tensor's elements have other bits; tied tensors stay tied."""
+    """A later state, in which this share of each tensor's elements has other bits; tied tensors stay tied."""
     made: dict[int, Any] = {}
     for tensor in state.values():
         some = max(1, int(share * tensor.numel())) if tensor.numel() else 0
@@ -71,7 +71,7 @@ def _stepped(state: dict[str, Any], rng: np.random.Generator, share: float) -> d
 
 @cache
 def patches() -> list[Subject]:
-    """Patches of each codec, of few and of all elements, of one dtype and several; from BIG on large ones."""
+    """Patches of each codec, of few and of all elements, of one dtype and several; large ones from BIG on."""
     rng = np.random.default_rng(5)
     found = []
     for codec in ("context", "gap", "raw"):
@@ -89,13 +89,13 @@ def patches() -> list[Subject]:
 
 @cache
 def keys() -> tuple[Ed25519PrivateKey, Ed25519PublicKey]:
-    """The history's. Always the same, so that a case is the same when it is run again."""
+    """The keys of the history, always the same, so that a case can be repeated."""
     private = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     return private, private.public_key()
 
 
 class History:
-    """A signed history in memory, and what its objects are; versions are three apart."""
+    """A signed history in memory, and its objects; versions are three apart."""
 
     def __init__(self, codec: Any) -> None:
         rng = np.random.default_rng(6)
@@ -105,11 +105,11 @@ class History:
         self._weights: list[dict[str, Any]] = []
         index = dumps({"metadata": {}, "weight_map": {"a": "model.safetensors"}})
         tokens = count(1)
-        # What a publisher draws and the time: the same every time, so that a case is the same when it is run again.
+        # Tokens and the time are always the same, so that a case can be repeated.
         with (
             patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
-            patch("pulse_rl.sync.publisher.check_assets"),  # an index, as of several files, is to be read too
+            patch("pulse_rl.sync.publisher.check_assets"),  # so that an index is read too, as of several files
             patch("pulse_rl.codecs.choose.OFFERED", ("context", "gap", "raw")),
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):
@@ -124,7 +124,7 @@ class History:
         self.objects = {name: bytes(self.store.get(name)) for name in [*names, "first.json"]}
 
     def weights(self, held: int | None, *, copied: bool) -> dict[str, Any]:
-        """Live weights: of a version, by its number, or zeros. copied: what is tied has memory of its own."""
+        """Live weights of a version, by its number, or zeros. copied: tied tensors are separate copies."""
         source = self._weights[0 if held is None else held]
         live = {name: tensor.clone() for name, tensor in source.items()} if copied else _clone(source)
         if held is None:
@@ -141,17 +141,17 @@ class History:
         return sequence if document["patch"]["name"] == name else None
 
     def like(self, kind: str) -> list[str]:
-        """The objects of a kind: the first part of their names."""
+        """The objects of a kind, which is the first part of their names."""
         return [name for name in self.objects if name.split("/")[0] == kind]
 
     def repaired(self, name: str, new: bytes, digest: str | None = None) -> dict[str, bytes]:
-        """What changes if an object becomes another and all that speaks of its hash is brought in line.
+        """The objects that change if one is replaced and all that refers to its hash is updated, by name.
 
-        name: of a patch, a trail or an anchor's file. digest: what its version's is said to be from now on, if that
-        is another too. Manifests are sealed anew; their signatures are wrong then.
+        name: of a patch, a trail or an anchor's file. digest: a new digest of its version, if that changes too.
+        Manifests are sealed again; their signatures are then wrong.
         """
         sequence = int(name.split("/")[1][:12])
-        told = {"nbytes": len(new), "blake3": blake3(new).hexdigest()}
+        bound = {"nbytes": len(new), "blake3": blake3(new).hexdigest()}
         token = name.removesuffix(".safetensors")[-16:]
         result = {name: new}
         for path, data in self.objects.items():
@@ -161,19 +161,19 @@ class History:
             refs = [document["patch"], document["trail"], *document["anchor"]]
             for ref in refs:
                 if ref is not None and ref["name"] == name:
-                    ref.update(told)
+                    ref.update(bound)
             if digest is not None and document["sequence"] == sequence:
                 document["digest"] = digest
             if document["trail"] is not None and name.startswith("patches/"):
                 trail = json.loads(decompressed(self.objects[document["trail"]["name"]]))
-                said = dumps(trail)
+                before = dumps(trail)
                 for number, (base, target, version, old, other, *hashed) in enumerate(trail["patches"]):
                     now = digest if digest is not None and target == sequence else old
-                    bound = told.values() if other == token else hashed
-                    trail["patches"][number] = [base, target, version, now, other, *bound]
-                if dumps(trail) != said:
-                    retold = result[document["trail"]["name"]] = compress(dumps(trail))
-                    document["trail"].update(nbytes=len(retold), blake3=blake3(retold).hexdigest())
+                    new_hash = bound.values() if other == token else hashed
+                    trail["patches"][number] = [base, target, version, now, other, *new_hash]
+                if dumps(trail) != before:
+                    new_trail = result[document["trail"]["name"]] = compress(dumps(trail))
+                    document["trail"].update(nbytes=len(new_trail), blake3=blake3(new_trail).hexdigest())
             sealed = sealed_manifest(document, signature)
             if sealed != data:
                 result[path] = sealed

@@ -1,7 +1,7 @@
-"""A proxy between a client and a real S3 server that does to chosen requests what lines and services do to some.
+"""A proxy between a client and a real S3 server that fails chosen requests as networks and services do.
 
-It hands every request on as it is (the Host that its signature covers too), but for those of a `Fault`. Faults are
-drawn by seed; `Line` in `servers` is the simpler thing, a line that can be cut.
+It forwards every request unchanged (with the Host that its signature covers), except those of a `Fault`. Faults are
+drawn by seed; `Line` in `servers` is simpler: a connection that can be cut.
 """
 
 import http.client
@@ -17,19 +17,19 @@ import numpy as np
 
 What = (
     Literal[
-        "drop",  # the connection ends before the request has come to the server
-        "lose",  # the server acts on the request, the connection ends before its answer
-        "truncate",  # the connection ends in the middle of the body, of the request if it has one, else of the answer
-        "shorten",  # half of that body goes on as if it were all
-        "corrupt",  # one bit of that body is turned over
-        "delay",  # the request goes on after `seconds`
-        "hold",  # the request goes on when the test says so
-        "twice",  # the server gets the request two times; the client gets the second answer
+        "drop",  # the connection ends before the server receives the request
+        "lose",  # the server acts on the request, the connection ends before its response
+        "truncate",  # the connection ends in the middle of the body, of the request if it has one, else of the response
+        "shorten",  # half of that body is forwarded as if it were all
+        "corrupt",  # one bit of that body is flipped
+        "delay",  # the request is forwarded after `seconds`
+        "hold",  # the request is forwarded when the test releases it
+        "twice",  # the server gets the request twice; the client gets the second response
     ]
-    | int  # this HTTP status is the answer, and the server never hears of the request
+    | int  # this HTTP status is the response, and the server never gets the request
 )
 
-# As S3 calls them, with its words.
+# With the codes and messages of S3.
 STATUSES = {
     403: ("RequestTimeTooSkewed", "The difference between the request time and the current time is too large."),
     404: ("NoSuchKey", "The specified key does not exist."),
@@ -39,7 +39,7 @@ STATUSES = {
     500: ("InternalError", "We encountered an internal error. Please try again."),
     503: ("SlowDown", "Please reduce your request rate."),
 }
-# Headers that are about one connection and not about the message, or that are written anew.
+# Headers that concern one connection, or that are written again.
 OF_THE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -47,8 +47,8 @@ OF_THE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-l
 class Fault:
     """What goes wrong, and with which requests.
 
-    method: "" for any. path: what stands in the request's path or query; lists are at "list-type=2", where "/" in
-    the prefix is written "%2F". rate: the share of those requests. times: at most so many of them.
+    method: "" for any. path: a part of the request's path or query; listings have "list-type=2", where "/" in the
+    prefix is written "%2F". rate: the share of those requests. times: at most this many of them.
     """
 
     what: What
@@ -62,14 +62,14 @@ class Fault:
     release: threading.Event = field(default_factory=threading.Event)  # of "hold": set by the test
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     status: int
     headers: list[tuple[str, str]]
     body: bytes
 
 
 class Proxy(ThreadingHTTPServer):
-    """Listens on `port` and hands requests on to a server on another port; `faults` may be set at any time."""
+    """Listens on `port` and forwards requests to a server on another port; `faults` may be set at any time."""
 
     def __init__(self, upstream: int, seed: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -96,8 +96,8 @@ class Proxy(ThreadingHTTPServer):
                     return fault, int(self._random.integers(1 << 62))
         return None, 0
 
-    def forward(self, request: BaseHTTPRequestHandler, body: bytes) -> Answer:
-        """What the server says to a request."""
+    def forward(self, request: BaseHTTPRequestHandler, body: bytes) -> Response:
+        """The response of the server to a request."""
         connection = http.client.HTTPConnection("127.0.0.1", self._upstream)
         try:
             connection.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
@@ -107,9 +107,9 @@ class Proxy(ThreadingHTTPServer):
             if body or request.command in ("PUT", "POST"):
                 connection.putheader("Content-Length", str(len(body)))
             connection.endheaders(body)
-            answer = connection.getresponse()
-            headers = [(name, value) for name, value in answer.getheaders() if name.lower() not in OF_THE_CONNECTION]
-            return Answer(answer.status, headers, answer.read())
+            response = connection.getresponse()
+            headers = [(name, value) for name, value in response.getheaders() if name.lower() not in OF_THE_CONNECTION]
+            return Response(response.status, headers, response.read())
         finally:
             connection.close()
 
@@ -118,8 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
     """One client's connection."""
 
     server: Proxy
-    protocol_version = "HTTP/1.1"  # connections are kept
-    disable_nagle_algorithm = True  # an answer goes in two writes; the second would wait 40 ms for the first's receipt
+    protocol_version = "HTTP/1.1"  # connections are kept open
+    disable_nagle_algorithm = (
+        True  # else a response's second write waits 40 ms for the first's acknowledgement
+    )
 
     def do_GET(self) -> None:
         with suppress(OSError):  # a client that has given up
@@ -133,8 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(what, int):
             code, message = STATUSES[what]
             xml = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
-            return self._answer(Answer(what, [("Content-Type", "application/xml")], xml.encode()))
-        if what == "drop" or (what == "truncate" and body):  # no service keeps a part of an upload
+            return self._respond(Response(what, [("Content-Type", "application/xml")], xml.encode()))
+        if what == "drop" or (what == "truncate" and body):  # no service stores a part of an upload
             return self._hang_up()
         if fault and what == "delay":
             time.sleep(fault.seconds)
@@ -143,25 +145,25 @@ class _Handler(BaseHTTPRequestHandler):
             fault.release.wait()
         if what == "twice":
             self.server.forward(self, body)
-        answer = self.server.forward(self, _changed(body, what, number))
+        response = self.server.forward(self, _changed(body, what, number))
         if what == "lose":
             return self._hang_up()
         if body:
-            return self._answer(answer)
+            return self._respond(response)
         if what == "truncate":
-            return self._answer(answer, answer.body[: len(answer.body) // 2])
-        return self._answer(answer._replace(body=_changed(answer.body, what, number)))
+            return self._respond(response, response.body[: len(response.body) // 2])
+        return self._respond(response._replace(body=_changed(response.body, what, number)))
 
-    def _answer(self, answer: Answer, part: bytes | None = None) -> None:
-        """Send an answer; with a part of its body, end the connection after that."""
-        self.send_response_only(answer.status)
-        for name, value in answer.headers:
+    def _respond(self, response: Response, part: bytes | None = None) -> None:
+        """Send a response; with a part of its body, end the connection after that."""
+        self.send_response_only(response.status)
+        for name, value in response.headers:
             self.send_header(name, value)
-        if answer.status != 204:
-            self.send_header("Content-Length", str(len(answer.body)))
+        if response.status != 204:
+            self.send_header("Content-Length", str(len(response.body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body if part is None else part)
+            self.wfile.write(response.body if part is None else part)
         if part is not None:
             self._hang_up()
 

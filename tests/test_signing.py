@@ -1,4 +1,4 @@
-"""Signed histories: a subscriber with the public key takes no version that the private key has not signed."""
+"""Signed histories: a subscriber with the public key accepts only versions that the private key has signed."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
+from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import manifest_name, parse, seal
 from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
@@ -32,7 +33,7 @@ def pem(path: Path, key: Any, *, password: bytes | None = None) -> tuple[Path, P
 
 
 def test_a_signed_history_is_followed(store: Store, trainee: Trainee, tmp_path: Path) -> None:
-    """With the key, without, from PEM files, over a publisher's restart; unsigned readers need nothing."""
+    """With the key and without, from PEM files, over a restart of the publisher; readers need no key."""
     private, public = pem(tmp_path, KEY)
     publisher = pulse.Publisher(store, cast="bfloat16", sign_with=private)
     live, subscriber = trainee.empty(), pulse.Subscriber(store, public_key=public)
@@ -51,9 +52,10 @@ def test_another_history_is_refused(store: Store, trainee: Trainee, signed_by: E
     publisher = pulse.Publisher(store, cast="bfloat16", sign_with=signed_by)
     publisher.publish(trainee.step(), version=0)
     live = trainee.empty()
-    message = "expected a signed manifest" if signed_by is None else "its signature is not by the key that was given"
-    with pytest.raises(pulse.IntegrityError, match=message):
+    message = "found no signature" if signed_by is None else "not by the key"
+    with pytest.raises(pulse.IntegrityError, match=message) as raised:
         pulse.Subscriber(store, public_key=PUBLIC).sync(live)
+    assert raised.value.name == manifest_name(0)
     assert pulse.digest(live) == pulse.digest(trainee.empty())
     with pytest.raises(pulse.IntegrityError, match=message):
         pulse.Publisher(store, cast="bfloat16", sign_with=KEY).publish(trainee.step(), version=1)
@@ -114,8 +116,19 @@ def test_objects_are_bound_by_the_signed_manifest(tmp_path: Path, trainee: Train
     ours, theirs = (next((tmp_path / name / "patches").iterdir()) for name in ("ours", "theirs"))
     ours.write_bytes(theirs.read_bytes())
     live = trainee.empty()
-    with pytest.raises(pulse.IntegrityError, match=r"patches/.* is corrupt: expected .* bytes with BLAKE3"):
+    manifest = parse((tmp_path / "ours" / manifest_name(1)).read_bytes(), 1, PUBLIC, "it")
+    with pytest.raises(pulse.IntegrityError, match="is corrupt"):
         pulse.Subscriber(tmp_path / "ours", public_key=PUBLIC).sync(live)
+    assert manifest.patch is not None
+    with pytest.raises(pulse.IntegrityError) as raised:
+        fetch(pulse.open_store(tmp_path / "ours"), manifest.patch)
+    error, size = raised.value, len(theirs.read_bytes())
+    assert error.name == manifest.patch.name
+    assert (error.expected, error.found) == (
+        (manifest.patch.blake3, blake3(theirs.read_bytes()).hexdigest())
+        if size == manifest.patch.nbytes
+        else (manifest.patch.nbytes, size)
+    )
     assert pulse.digest(live) == pulse.digest(trainee.empty())
 
 
@@ -132,7 +145,7 @@ def test_a_history_that_has_gone_back_is_refused(
     manifest = tmp_path / manifest_name(2)
     data = manifest.read_bytes()
     manifest.unlink()
-    with pytest.raises(pulse.IntegrityError, match="has gone back: these weights hold version 2, its newest is 1"):
+    with pytest.raises(pulse.IntegrityError, match="gone back"):
         subscriber.sync(live)
     assert subscriber.version == 2
     assert subscriber.verify(live)
@@ -140,18 +153,18 @@ def test_a_history_that_has_gone_back_is_refused(
     assert subscriber.sync(live).route == "none"
 
 
-def test_keys_that_are_none(tmp_path: Path, trainee: Trainee) -> None:
+def test_what_is_not_a_key(tmp_path: Path, trainee: Trainee) -> None:
     private, public = pem(tmp_path, ec.generate_private_key(ec.SECP256R1()))
-    with pytest.raises(ValueError, match="key.pem: expected an Ed25519 private key, found"):
+    with pytest.raises(ValueError, match="key.pem: .*private key"):
         pulse.Publisher("memory://", sign_with=private)
-    with pytest.raises(ValueError, match=r"key.pub.pem: expected an Ed25519 public key, found"):
+    with pytest.raises(ValueError, match="key.pub.pem: .*public key"):
         pulse.Subscriber("memory://", public_key=public)
     private, public = pem(tmp_path, KEY, password=b"secret")
-    with pytest.raises(ValueError, match=r"expected an Ed25519 private key in PEM, without a password"):
+    with pytest.raises(ValueError, match="without a password"):
         pulse.Publisher("memory://", sign_with=private)
-    with pytest.raises(ValueError, match=r"expected an Ed25519 public key in PEM"):
+    with pytest.raises(ValueError, match="public key in PEM"):
         pulse.Subscriber("memory://", public_key=private)
     with pytest.raises(FileNotFoundError):
         pulse.Subscriber("memory://", public_key=tmp_path / "nothing.pem")
-    with pytest.raises(ValueError, match="expected an Ed25519 public key, found Ed25519PrivateKey"):
+    with pytest.raises(ValueError, match="Ed25519PrivateKey"):
         pulse.Subscriber("memory://", public_key=KEY)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The store protocol, the same tests over every store that can be written; the servers are real."""
+"""The store protocol: the same tests for every writable store; the servers are real."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from pulse_rl.store.base import Store
 
 @pytest.fixture(params=["memory", "file", "s3", "azure"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Every store in turn, empty."""
+    """Each store in turn, empty."""
     if request.param == "memory":
         return pulse.open_store("memory://")
     if request.param == "file":
@@ -102,26 +102,26 @@ def test_unwritable_store_says_so(tmp_path: Path) -> None:
 def test_no_store_at_all(url: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The empty string and None would be directories, `.` and `None`."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path, found"):
+    with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path"):
         pulse.open_store(url)
     if url != 7:
         for kind in (pulse.Publisher, pulse.Subscriber):
-            with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path, found"):
+            with pytest.raises((TypeError, ValueError), match="store: expected a URL or a path"):
                 kind(url)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_surely_no_store(tmp_path: Path) -> None:
-    """A run's directory gets a hint, a file is refused; a directory that is empty or holds other things is a store."""
+def test_what_is_certainly_not_a_store(tmp_path: Path) -> None:
+    """A run's directory gives a hint, a file is refused; a directory that is empty or holds other files is a store."""
     run, file = tmp_path / "run", tmp_path / "file"
     pulse.Publisher(run / "store").publish({}, version=0)
     file.touch()
     for where in (run, run.as_uri()):
-        with pytest.raises(ValueError, match="is a run's directory; did you mean .*/run/store"):
+        with pytest.raises(ValueError, match="did you mean .*/run/store"):
             pulse.open_store(where)
         with pytest.raises(ValueError, match="did you mean"):
             pulse.Subscriber(where)
-    with pytest.raises(NotADirectoryError, match="expected a directory, found the file"):
+    with pytest.raises(NotADirectoryError, match="found the file"):
         pulse.open_store(file)
     assert pulse.Subscriber(run / "store").latest() == 0
     (tmp_path / "new").mkdir()
@@ -134,26 +134,27 @@ REMOTE = ["s3://bucket/a", "gs://bucket/a", "az://container/a", "https://host/a"
 
 
 @pytest.mark.parametrize("url", REMOTE)
-def test_remote_stores_are_not_talked_to_when_they_are_opened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_remote_store_makes_no_request(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     assert pulse.open_store(url).url == pulse.open_store(f"{url}/").url == url
 
 
 def test_what_the_environment_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(pulse.StoreError, match="cannot open az://container/a: .*Account must be specified$"):
+    with pytest.raises(pulse.StoreError, match="Account must be specified$") as raised:
         pulse.open_store("az://container/a")
+    assert raised.value.url == "az://container/a"
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x", "s3:///x", "https://host/a?token=1"])
 def test_unknown_urls(url: str) -> None:
-    with pytest.raises(ValueError, match="expected file:///path, a path, memory://, s3://bucket/prefix.*found"):
+    with pytest.raises(ValueError, match="store: expected file:///path"):
         pulse.open_store(url)
 
 
 @pytest.mark.parametrize("url", ["s3://me:secret@bucket/a", "https://me:secret@host/a"])
 def test_credentials_do_not_belong_in_a_url(url: str) -> None:
     """They would end up in every message; this one does not show them."""
-    with pytest.raises(ValueError, match="expected credentials in the environment") as raised:
+    with pytest.raises(ValueError, match="credentials") as raised:
         pulse.open_store(url)
     assert "secret" not in str(raised.value)

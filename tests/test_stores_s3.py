@@ -1,4 +1,4 @@
-"""Histories in buckets, over real servers: end to end, two publishers at once, a line that is cut, no put-if-absent."""
+"""Histories in buckets of real servers: end to end, two publishers at once, a lost connection, no put-if-absent."""
 
 import contextlib
 import subprocess
@@ -29,7 +29,7 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def proved(store: Store, trainee: Trainee) -> int:
-    """The version that a new subscriber comes to, checked against the history's own walk and the trainer's bits."""
+    """The version that a new subscriber reaches, proved by itself and by `verify`."""
     live, subscriber = trainee.empty(), pulse.Subscriber(store)
     report = subscriber.sync(live)
     assert subscriber.verify(live) == report.digest
@@ -38,7 +38,7 @@ def proved(store: Store, trainee: Trainee) -> int:
 
 
 def test_publish_subscribe_verify(bucket: str, trainee: Trainee) -> None:
-    """What the trainer holds, cast, against what subscribers hold: one that follows, one that comes late."""
+    """The trainer's weights, cast, against those of subscribers: one that follows, one that starts late."""
     store = pulse.open_store(f"{bucket}/runs/a")
     publisher = pulse.Publisher(store, anchor_every=3, retain=2, grace=0, cast="bfloat16")
     live, subscriber = trainee.empty(), pulse.Subscriber(f"{bucket}/runs/a/")
@@ -77,8 +77,8 @@ for publisher in publishers:
     sys.stdin.readline()
     try:
         print(publisher.publish(weights, version=0).digest, flush=True)
-    except (pulse.StoreError, ValueError) as error:  # ValueError: it looked when the other one had committed already
-        print("lost", "another publisher" in str(error) or "expected more than 0" in str(error), flush=True)
+    except (pulse.StoreError, ValueError) as error:  # ValueError: the other had committed before it looked
+        print("lost", "another publisher" in str(error) or isinstance(error, ValueError), flush=True)
 """
 
 
@@ -97,9 +97,9 @@ def test_two_publishers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             for racer in (one, two):
                 assert racer.stdin is not None
                 racer.stdin.write("\n")
-            said = [_line(racer) for racer in (one, two)]
-            assert said.count("lost True") == 1, said
-            (winner,) = set(said) - {"lost True"}
+            printed = [_line(racer) for racer in (one, two)]
+            assert printed.count("lost True") == 1, printed
+            (winner,) = set(printed) - {"lost True"}
             subscriber, live = pulse.Subscriber(f"{bucket}/race-{number}"), {"w": np.zeros(1000, np.uint16)}
             assert subscriber.sync(live).digest == winner == subscriber.verify(live)
             assert subscriber.history.sequences() == [0]
@@ -113,7 +113,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 class Cutting:
-    """A store that cuts its line when an object of some kind is being written."""
+    """A store that loses its connection while an object of some kind is written."""
 
     def __init__(self, inner: Store, line: servers.Line, prefix: str, after: int) -> None:
         self._inner, self._line, self._prefix, self._after = inner, line, prefix, after
@@ -131,11 +131,11 @@ class Cutting:
 def test_a_store_that_goes_away_in_the_middle(
     prefix: str, after: int, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line is cut for good after so many bytes: one StoreError, and the history is at the version before."""
+    """The connection is lost after some bytes: one StoreError, and the history stays at the version before."""
     with contextlib.closing(servers.Line(servers.moto())) as line:
         servers.use_s3(monkeypatch, line.port)
         url = f"s3://{servers.s3_bucket()}/run"
-        few = S3Store.from_url(url, retry_config={"max_retries": 3})  # not for seconds on end, many times over
+        few = S3Store.from_url(url, retry_config={"max_retries": 3})  # the default takes seconds each time
         store = CloudStore(few, url)
         line_store = Cutting(store, line, prefix, after)
         publisher = pulse.Publisher(store, anchor_every=1, cast="bfloat16")
@@ -143,10 +143,13 @@ def test_a_store_that_goes_away_in_the_middle(
         publisher.history.store = line_store
         live, subscriber = trainee.empty(), pulse.Subscriber(store)
         assert subscriber.sync(live).version == 0
-        with pytest.raises(pulse.StoreError, match=f"cannot write {prefix}.* in {url}: [^\n]*$"):
+        with pytest.raises(pulse.StoreError, match=f"cannot write {prefix}[^\n]*$") as raised:
             publisher.publish(trainee.step(), version=1)
-        with pytest.raises(pulse.StoreError, match=f"cannot list manifests in {url}: "):
+        assert raised.value.url == url
+        assert (raised.value.name or "").startswith(prefix)
+        with pytest.raises(pulse.StoreError) as raised:
             subscriber.sync(live)
+        assert (raised.value.url, raised.value.name) == (url, "manifests")
         assert subscriber.version == 0
         line.left = float("inf")
         assert subscriber.sync(live).route == "none"
@@ -158,7 +161,7 @@ def test_a_store_that_goes_away_in_the_middle(
 
 
 def test_a_download_goes_on_where_its_connection_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every connection is cut after the second part of many; the bytes against those that were put."""
+    """Every connection is cut after the second part of many; the bytes are those that were put."""
     with contextlib.closing(servers.Line(servers.moto())) as line:
         servers.use_s3(monkeypatch, line.port)
         store = pulse.open_store(f"s3://{servers.s3_bucket()}/run")
@@ -179,26 +182,27 @@ def no_put_if_absent(monkeypatch: pytest.MonkeyPatch) -> str:
     return "s3://bucket/run"
 
 
-def test_a_service_without_put_if_absent_is_found_out(no_put_if_absent: str, trainee: Trainee) -> None:
+def test_a_service_without_put_if_absent_is_refused(no_put_if_absent: str, trainee: Trainee) -> None:
     """rclone overwrites what If-None-Match should protect: refused before anything is written, again and again."""
     store = pulse.open_store(no_put_if_absent)
     publisher = pulse.Publisher(store, cast="bfloat16")
     for _ in range(2):
-        with pytest.raises(pulse.StoreError, match="cannot hold a history: expected its service to refuse") as raised:
+        with pytest.raises(pulse.StoreError, match="cannot hold a history") as raised:
             publisher.publish(trainee.step(), version=0)
+        assert raised.value.url == no_put_if_absent
         assert "\n" not in str(raised.value)
     assert [store.list(prefix) for prefix in ("probes", "patches", "anchors", "manifests")] == [[]] * 4
     assert pulse.Subscriber(store).latest() is None
 
 
 def test_no_bucket_and_no_server(trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence each, which says what the service said."""
+    """One sentence each, with the message of the service."""
     servers.use_s3(monkeypatch, servers.moto())
     for verb in (pulse.Subscriber("s3://no-such-bucket/a").latest, lambda: _publish("s3://no-such-bucket/a", trainee)):
         with pytest.raises(pulse.StoreError, match=r"(?m)404 Not Found: The specified bucket does not exist$"):
             verb()
     servers.use_s3(monkeypatch, servers.free_port())
-    with pytest.raises(pulse.StoreError, match=r"cannot list manifests in s3://bucket/a: .*error sending request$"):
+    with pytest.raises(pulse.StoreError, match=r"error sending request$"):
         pulse.Subscriber("s3://bucket/a").latest()
 
 

@@ -1,6 +1,6 @@
-"""Histories that a plain web server serves, to be read only: nginx as it is, and a few lines of Python.
+"""Histories that a plain web server serves, read-only: nginx as it is, and a few lines of Python.
 
-There is no listing, so the newest version is found by trying numbers: compared with what listing the same files says.
+There is no listing, so the newest version is found by probing: compared with a listing of the same files.
 """
 
 from collections.abc import Iterator
@@ -46,27 +46,28 @@ def test_reading_objects(served: tuple[Path, str]) -> None:
 
 
 def test_nothing_can_be_written(served: tuple[Path, str], trainee: Trainee) -> None:
-    """Refused on this side, whatever the server would say; files are as they were."""
+    """Refused before any request; the files stay as they were."""
     directory, url = served
     pulse.open_store(directory).put("x", b"hello")
     store = pulse.open_store(url)
-    with pytest.raises(pulse.StoreError, match="over HTTP a store can only be read; publish to the directory"):
+    with pytest.raises(pulse.StoreError, match="can only be read"):
         store.put("y", b"", mode="create")
-    with pytest.raises(pulse.StoreError, match="cannot delete x in http://127.0.0.1:.* can only be read"):
+    with pytest.raises(pulse.StoreError, match="can only be read"):
         store.delete("x")
-    with pytest.raises(pulse.StoreError, match="over HTTP a store can only be read"):
+    with pytest.raises(pulse.StoreError, match="can only be read"):
         pulse.Publisher(store, cast="bfloat16").publish(trainee.weights, version=0)
     assert [path.name for path in directory.iterdir()] == ["x"]
 
 
 def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Trainee) -> None:
-    """Publish to the directory, subscribe to the server: one that follows through prunings, one that comes late."""
+    """Publish to the directory, subscribe to the server: one that follows through prunings, one that starts late."""
     directory, url = served
     publisher = pulse.Publisher(directory, anchor_every=4, retain=3, grace=0, cast="bfloat16")
     live, follower, files = trainee.empty(), pulse.Subscriber(url), History(directory)
     assert follower.latest() is None
-    with pytest.raises(pulse.VersionNotFoundError, match="holds no version yet"):
+    with pytest.raises(pulse.VersionNotFoundError) as raised:
         follower.sync(live)
+    assert raised.value.version is None
     for version in range(11):
         report = publisher.publish(trainee.step(), version=10 * version)
         assert follower.wait(10 * version, timeout=10) == 10 * version
@@ -88,18 +89,20 @@ def test_no_history_and_no_server(served: tuple[Path, str]) -> None:
     with pytest.raises(pulse.IntegrityError, match=FIRST):
         pulse.Subscriber(url).latest()
     (directory / "first.json").write_text("3")
-    with pytest.raises(pulse.IntegrityError, match="begins with manifests/000000000003.json, which is missing"):
+    with pytest.raises(pulse.IntegrityError, match="manifests/000000000003.json"):
         pulse.Subscriber(url).latest()
-    with pytest.raises(pulse.StoreError, match="cannot read first.json in http://127.0.0.1:.*error sending request"):
-        pulse.Subscriber(f"http://127.0.0.1:{servers.free_port()}/a").latest()
+    nowhere = f"http://127.0.0.1:{servers.free_port()}/a"
+    with pytest.raises(pulse.StoreError, match="error sending request") as unreachable:
+        pulse.Subscriber(nowhere).latest()
+    assert (unreachable.value.url, unreachable.value.name) == (nowhere, FIRST)
 
 
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 7, 8, 9, 100])
 def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> None:
-    """Trying numbers against the numbers themselves; manifests need not be sound."""
+    """Probing against the numbers themselves; manifests need not be sound."""
     store = pulse.open_store("memory://")
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Unlisted:
         url = store.url
@@ -108,7 +111,7 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
             raise CannotListError("no listing")
 
         def stream(self, name: str) -> Iterator[memoryview]:
-            asked.append(name)
+            requested.append(name)
             return store.stream(name)
 
     if first and count:
@@ -117,4 +120,4 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
         store.put(f"manifests/{sequence:012d}.json", b"not sound")
     history = History(Unlisted())  # type: ignore[arg-type]
     assert history.sequences() == list(range(first, first + count))
-    assert len(asked) <= 4 + 2 * count.bit_length()
+    assert len(requested) <= 4 + 2 * count.bit_length()

@@ -1,4 +1,4 @@
-"""verify: a fault anywhere in a history is found, named, and does not hide what is still good."""
+"""verify: a fault anywhere in a history is found and named, and does not hide what is good."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, sequence: int, **changes: object) -> None:
-    """Change a committed manifest behind everybody's back."""
+    """Change a committed manifest in its file."""
     file = path / manifest_name(sequence)
     manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
     file.write_bytes(seal(msgspec.structs.replace(manifest, **changes), None))
@@ -57,7 +57,7 @@ def flip(file: Path, at: int = -1) -> None:
 
 
 def bad(report: VerifyReport) -> tuple[int, ...]:
-    """The bad versions of a report that must have found something and lost track of nothing."""
+    """The bad versions of a report with problems, in which each version is either good or bad."""
     assert not report.ok
     assert report.problems
     assert not {*report.good_versions} & {*report.bad_versions}
@@ -114,14 +114,14 @@ def test_damaged_first_anchor(path: Path) -> None:
     assert report.good_versions == (15, 20, 25, 30)
 
 
-def test_an_anchor_that_is_sound_in_itself_and_another_model(path: Path) -> None:
+def test_an_intact_anchor_of_another_model(path: Path) -> None:
     """Its hash is right, its manifest's digest is not that of its bits."""
     history = History(open_store(path))
     rewrite(path, 3, anchor=(*(_as_of(ref.name, 3, history, path) for ref in history.read(0).anchor),))
     report = verify(path)
     assert bad(report) == ()
     assert "expected digest" in report.problems[0]
-    assert len(report.leftovers) == 1  # the anchor that should stand there
+    assert len(report.leftovers) == 1  # the anchor that the manifest named before
 
 
 def _as_of(name: str, sequence: int, history: History, path: Path) -> object:
@@ -164,7 +164,7 @@ def test_versions_out_of_order_and_wrong_counts(path: Path) -> None:
     assert any("version 1: it comes after version 25" in problem for problem in report.problems)
 
 
-def test_leftovers_are_told_and_harmless(path: Path) -> None:
+def test_leftovers_are_reported_and_harmless(path: Path) -> None:
     (path / "patches" / "000000000009-0123456789abcdef.safetensors").write_bytes(b"half")
     report = verify(path)
     assert report.ok
@@ -199,12 +199,12 @@ def test_a_checkpoint_is_read_whole(tmp_path: Path, path: Path) -> None:
 def test_nothing_to_verify(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         verify(tmp_path / "nothing")
-    with pytest.raises(pulse.VersionNotFoundError, match="no version yet"):
+    with pytest.raises(pulse.VersionNotFoundError):
         verify("memory://")
 
 
 def test_a_version_that_is_an_anchor_only(path: Path) -> None:
-    """A damaged patch, then a fresh anchor without one: only the versions between the two are bad."""
+    """A damaged patch, then a new anchor without a patch: only the versions between the two are bad."""
     flip(patch_file(path, 4))
     (path / manifest_name(6)).unlink()  # the anchor at 30 was never there
     publisher = pulse.Publisher(path, anchor_every=3)
@@ -215,7 +215,7 @@ def test_a_version_that_is_an_anchor_only(path: Path) -> None:
     assert bad(report) == (20, 25)
     assert report.good_versions == (0, 5, 10, 15, 40, 45)
     assert len(report.problems) == 1
-    # A second one, behind a sound version: where its anchor is lost no patch leads there either.
+    # A second one, after a good version: if its anchor is lost, no patch leads there either.
     pulse.Publisher(path).publish(weights, version=50, anchor=True)
     flip(anchor_file(path, 8))
     report = verify(path)
@@ -232,7 +232,7 @@ def test_a_version_with_neither_patch_nor_anchor(path: Path) -> None:
 
 
 def test_weights_are_compared_with_the_version_that_they_hold(path: Path) -> None:
-    """Of any version, found by its digest; every bit counts; a tied copy may stand apart."""
+    """Of any version, found by its digest; every bit counts; a tied copy may be separate."""
     live = {"w": torch.zeros(3000).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(0)}
     for version in (30, 10):
         pulse.Subscriber(path).sync(live, version=version)
@@ -266,6 +266,6 @@ def test_a_patch_is_proved_against_its_base(tmp_path: Path, codec: Any) -> None:
     assert torch.equal(old["w"], torch.zeros(100))
     report = verify(file, deep=new)
     assert "from version 3" in report.problems[0]
-    with pytest.raises(ValueError, match="expected a store or a patch to compare weights with"):
+    with pytest.raises(ValueError, match="deep: "):
         save_file(old, tmp_path / "checkpoint")
         verify(tmp_path / "checkpoint", deep=old)

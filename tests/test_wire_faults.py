@@ -1,7 +1,7 @@
 """Faults on the wire, through a proxy before a real S3 server: the new version bit for bit, or one clear error.
 
-Whatever happens, live weights hold the bits of a version that was offered, and are not moved by a sync that fails
-but from version to version; when the fault is over both sides go on, and the history is sound.
+Whatever happens, live weights hold the bits of a version that was offered, and a failed sync moves them only from
+version to version; after the fault both sides go on, and the history is sound.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ import pulse_rl as pulse
 from pulse_rl.history.verify import VerifyReport, verify
 from pulse_rl.store.objects import CLIENT, CloudStore
 
-# All that a run asks of a store, but for deletions: method, part of the path or query.
+# All requests of a run except deletions: method, part of the path or query.
 WRITES = [("PUT", "probes/"), ("PUT", "patches/"), ("POST", "anchors/"), ("PUT", "anchors/"), ("PUT", "manifests/")]
 READS = [("GET", "list-type=2"), ("GET", "manifests/"), ("GET", "patches/"), ("GET", "anchors/")]
 
-# obstore's own 10 retries take seconds each time.
+# obstore's default of 10 retries takes seconds each time.
 FEW = {
     "max_retries": 2,
     "backoff": {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20)},
@@ -39,7 +39,7 @@ class Run:
         self.proxy, self.url = proxy, url
         self.trainee = Trainee()
         self.offered: dict[int, str] = {}
-        self.labels = True  # whether versions' numbers are compared, not their bits alone
+        self.labels = True  # whether the numbers of versions are compared, besides their bits
         self.publisher = self.opened()
         self.join()
 
@@ -69,7 +69,7 @@ class Run:
         return None
 
     def sync(self) -> str | None:
-        """Sync the worker. Returns the error, None for success; its bits are counted anew."""
+        """Sync the worker and compare its bits. Returns the error, None for success."""
         before, version, failed = pulse.digest(self.live), self.subscriber.version, None
         try:
             self.subscriber.sync(self.live)
@@ -86,14 +86,14 @@ class Run:
         return failed
 
     def _sentence(self, error: Exception) -> str:
-        """What an error says: one line that names where."""
-        said = str(error)
-        assert "\n" not in said
-        assert self.url in said
-        return said
+        """The message of an error: one line that names the store."""
+        message = str(error)
+        assert "\n" not in message
+        assert self.url in message
+        return message
 
     def recover(self, **options: Any) -> VerifyReport:
-        """No faults any more: the trainer publishes, the worker and a new one have it; returns the history's walk."""
+        """Without faults: the trainer publishes, the worker and a new one follow. Returns the report of `verify`."""
         self.proxy.faults = []
         assert self.publish(**options) is None
         newest = max(self.offered)
@@ -113,11 +113,11 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("what", ["drop", "lose", "truncate", "delay", "twice", 429, 500, 503])
-def test_a_fault_that_passes_is_not_even_seen(run: Run, what: What) -> None:
-    """Once for each kind of request: publish and sync succeed all the same, and no version is committed twice."""
+def test_a_fault_that_passes_is_not_noticed(run: Run, what: What) -> None:
+    """Once for each kind of request: publish and sync still succeed, and no version is committed twice."""
     for method, path in (*WRITES, *READS):
         if what == "truncate" and (method, path) in [("POST", "anchors/"), ("GET", "list-type=2")]:
-            continue  # an answer that is no object: obstore gives up
+            continue  # a response without an object: obstore gives up
         fault = Fault(what, method, path, times=1, seconds=0.05)
         run.proxy.faults = [fault]
         assert [run.publish(), run.sync()] == [None, None], (method, path)
@@ -130,7 +130,7 @@ def test_a_fault_that_passes_is_not_even_seen(run: Run, what: What) -> None:
 
 @pytest.mark.parametrize("what", ["drop", "lose", "truncate", "shorten", "corrupt", *STATUSES])
 def test_a_fault_that_lasts_is_one_clear_error(run: Run, what: What) -> None:
-    """With each kind of request: who asks gets the error, all stays at the version before and goes on from there."""
+    """With each kind of request: its sender gets the error, all stay at the version before and go on from there."""
     for method, path in (*WRITES, *READS):
         changed_upload = what in ("shorten", "corrupt") and method != "GET"  # the next test's
         if not changed_upload:
@@ -139,14 +139,14 @@ def test_a_fault_that_lasts_is_one_clear_error(run: Run, what: What) -> None:
 
 
 def one_that_lasts(run: Run, what: What, method: str, path: str) -> None:
-    """A fault of all requests of one kind, its error and its end."""
-    if path == "probes/":  # a publisher looks once, before it first writes
+    """All requests of one kind fail; then none does."""
+    if path == "probes/":  # a publisher tests once, before its first write
         run.publisher = run.opened()
     elif not run.offered:
         assert [run.publish(), run.sync()] == [None, None]
     if (method, path) == ("GET", "anchors/"):
         run.join()
-    # Lists and manifests have no checksum: a number can be read as another one.
+    # Listings have no checksum: a number can be read as another one.
     run.labels = hashed = what != "corrupt" or path in ("patches/", "anchors/")
     fault = Fault(what, method, path)
     run.proxy.faults = [fault]
@@ -155,13 +155,13 @@ def one_that_lasts(run: Run, what: What, method: str, path: str) -> None:
     reads = method == "GET" and path != "list-type=2"
     failed = sync if reads else publish
     if (method, path) == ("GET", "patches/") or (what, method, path) == ("lose", "PUT", "manifests/"):
-        assert failed is None  # the way over the anchor; and a commit of which no answer came is looked for
+        assert failed is None  # the anchor serves instead; and a commit whose response was lost is found
     elif hashed:
         assert failed is not None, (method, path)
-        assert what not in (403, 429, 500, 503) or STATUSES[what][1] in failed  # what the service said
+        assert what not in (403, 429, 500, 503) or STATUSES[what][1] in failed  # the message of the service
         assert reads or run.subscriber.version in (None, run.publisher.version)
     run.proxy.faults = []
-    # To the same version first: what was read wrong once is not believed again.
+    # To the same version first: what was read wrong once is not kept.
     assert [run.sync() if run.publisher.version is not None else None, run.publish(), run.sync()] == [None] * 3
     assert run.subscriber.version == run.publisher.version == max(run.offered)
     run.labels = True
@@ -180,8 +180,8 @@ def one_that_lasts(run: Run, what: What, method: str, path: str) -> None:
         ("corrupt", "manifests/"),
     ],
 )
-def test_an_upload_that_is_kept_otherwise_than_sent(run: Run, what: What, path: str) -> None:
-    """By a service that does not compare the hash in the request: found by who reads it, and a new anchor helps."""
+def test_an_upload_that_is_stored_changed(run: Run, what: What, path: str) -> None:
+    """By a service that does not check the hash in the request: readers find it, and a new anchor helps."""
     run.publisher = run.opened(anchor_every=50)
     assert [run.publish(), run.sync()] == [None, None]
     run.proxy.faults = [Fault(what, "PUT", path, times=1)]
@@ -193,7 +193,7 @@ def test_an_upload_that_is_kept_otherwise_than_sent(run: Run, what: What, path: 
         assert failed is not None
         assert "is corrupt: expected" in failed or "its BLAKE3 hash does not match its bytes" in failed
     else:
-        assert failed is None  # over the anchor before, and a patch; a follower needs no trail
+        assert failed is None  # by the anchor before and a patch; a follower needs no trail
     assert run.subscriber.version == (1 if failed is None else 0)
     report = run.recover(anchor=True)
     assert report.problems
@@ -203,10 +203,10 @@ def test_an_upload_that_is_kept_otherwise_than_sent(run: Run, what: What, path: 
 
 @pytest.mark.parametrize("run", range(2), indirect=True)
 def test_a_share_of_all_requests(run: Run) -> None:
-    """Many kinds of faults at once, by seed, with retention; workers that follow and workers that are new."""
+    """Many kinds of faults at once, by seed, with pruning; workers that follow and workers that are new."""
     often: list[What] = ["drop", "lose", "truncate", "delay", "twice", 403, 429, 500, 503]
     faults = [Fault(what, rate=0.03, seconds=0.01) for what in often]
-    # The hash finds these; in a list or a manifest they can pass for something else.
+    # Hashes find these; in a listing they can pass for something else.
     changed: list[What] = ["shorten", "corrupt", 404, 409, 412]
     faults += [Fault(what, "GET", path, rate=0.05) for what in changed for path in ("patches/", "anchors/")]
     run.publisher = run.opened(anchor_every=3, retain=4, grace=0)
@@ -222,13 +222,13 @@ def test_a_share_of_all_requests(run: Run) -> None:
     assert 0 < sum(error is not None for error in errors) < len(errors)
     assert not [error for error in errors if error and "another publisher" in error]  # there is none
     run.proxy.faults = []
-    for _ in range(3):  # until retention has cleared what it could not while it was refused
+    for _ in range(3):  # until pruning has deleted what it could not before
         assert run.publish() is None
     assert run.recover().problems == ()
 
 
-def test_a_server_that_never_answers(run: Run) -> None:
-    """Requests are taken and nothing comes back: an error when the client's time is up, not for ever."""
+def test_a_server_that_never_responds(run: Run) -> None:
+    """Requests are accepted and never answered: an error after the client's timeout."""
     assert [run.publish(), run.sync(), run.publish()] == [None, None, None]
     run.subscriber.history = pulse.History(run.store(read_timeout="300 ms"))
     run.proxy.faults = [Fault("hold", "GET", "manifests/")]
@@ -241,7 +241,7 @@ def test_a_server_that_never_answers(run: Run) -> None:
 
 @contextlib.contextmanager
 def held(proxy: Proxy, act: Callable[[], str | None], method: str, path: str) -> Iterator[list[str | None]]:
-    """While this lasts, a request of `act`, which another thread does, is on its way; then the list has its result."""
+    """Run `act` in a thread; hold one of its requests while this context lasts. Then the list has its result."""
     fault, result = Fault("hold", method, path, times=1), list[str | None]()
     proxy.faults = [fault]
     thread = threading.Thread(target=lambda: result.append(act()))
@@ -255,7 +255,7 @@ def held(proxy: Proxy, act: Callable[[], str | None], method: str, path: str) ->
 
 @pytest.mark.parametrize("path", ["patches/", "anchors/", "manifests/"])
 def test_a_publisher_that_lags_behind_another(run: Run, path: str) -> None:
-    """Its request is under way while another publishes: it gets the error, and nothing that it sent counts."""
+    """Its request is held while another publishes: it gets the error, and nothing that it sent is committed."""
     late = Run(run.proxy, run.url)
     late.trainee = Trainee(seed=1)
     assert late.publish() is None
@@ -265,17 +265,17 @@ def test_a_publisher_that_lags_behind_another(run: Run, path: str) -> None:
     for failed in (*result, late.publish()):
         assert failed is not None
         assert "another publisher" in failed
-        assert "a history has one publisher at a time" in failed
+        assert "one publisher at a time" in failed
     assert run.recover().problems == ()
     run.publisher = run.opened()
     report = run.recover()
     assert report.problems == ()
-    assert report.leftovers  # of the late one
+    assert report.leftovers  # of the late publisher
 
 
 @pytest.mark.parametrize(("path", "fresh"), [("patches/000000000002", False), ("tokenizer.json", True)])
-def test_a_worker_that_retention_overtakes(run: Run, path: str, fresh: bool) -> None:
-    """In a chain of patches, and between the files of an anchor: it stops at a version; the next sync is at the end."""
+def test_a_worker_that_pruning_overtakes(run: Run, path: str, fresh: bool) -> None:
+    """In a chain of patches, and between the files of an anchor: it stops at a version; the next sync succeeds."""
     run.publisher = run.opened(anchor_every=50, retain=1, grace=0)
     assert [run.publish(assets={"tokenizer.json": b"{}"}), run.sync()] == [None, None]
     if fresh:
@@ -293,22 +293,22 @@ def test_a_worker_that_retention_overtakes(run: Run, path: str, fresh: bool) -> 
     assert run.recover().problems == ()
 
 
-def test_workers_that_race_retention(run: Run) -> None:
-    """A publisher keeps one version and publishes without a pause; workers on a slow line end in the newest one."""
+def test_workers_that_race_pruning(run: Run) -> None:
+    """A publisher keeps one version and publishes without a pause; workers with slow requests reach the newest one."""
     run.publisher = run.opened(anchor_every=2, retain=1, grace=0)
     assert run.publish() is None
     published = list[str | None]()
     run.proxy.faults = [Fault("delay", "GET", path, seconds=0.03) for path in ("patches/", "anchors/", "manifests/0")]
     trainer = threading.Thread(target=lambda: published.extend(run.publish() for _ in range(40)))
     trainer.start()
-    came = []
+    results = []
     while trainer.is_alive():
-        came.append(run.sync())
-        if len(came) % 3 == 0:
+        results.append(run.sync())
+        if len(results) % 3 == 0:
             run.join()
     trainer.join()
     assert published == [None] * 40
-    assert None in came
-    said = "is missing from|holds no|no route leads to version"
-    assert all(re.search(said, failed) for failed in came if failed)
+    assert None in results
+    expected = "is missing from|holds no|no route leads to version"
+    assert all(re.search(expected, failed) for failed in results if failed)
     assert run.recover().problems == ()

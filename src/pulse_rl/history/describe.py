@@ -29,7 +29,7 @@ class VersionInfo(msgspec.Struct, frozen=True):
     sequence: int  # its place in the history: 0, 1, 2, …
     digest: str  # 16 hex digits
     patch: str | None  # its name in the store, which begins with the sequence number; None without one
-    anchor: str | None  # the directory of its files in the store, likewise; None without one
+    anchor: str | None  # the directory of its files, which begins with the sequence number too; None without one
     patch_nbytes: int  # 0 without a patch
     anchor_nbytes: int  # 0 without an anchor
     changes: int  # elements that differ from the version before; 0 without a patch

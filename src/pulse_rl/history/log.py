@@ -156,7 +156,7 @@ class History:
     ) -> tuple[int, Manifest | None]:
         """The first manifest that can be read, of those at some places of a list, and its place; None without one.
 
-        damaged: takes the errors of the others.
+        damaged: the errors of the others are appended.
         """
         place = 0
         for place in places:
@@ -272,7 +272,7 @@ class History:
             if not self._holds(name, data):
                 raise
         pruned = False
-        with suppress(StoreError, IntegrityError):  # the commit stands; that it was pruned already is rare
+        with suppress(StoreError, IntegrityError):  # the commit has succeeded; that it was pruned already is rare
             pruned = self.first() > manifest.sequence
         if pruned:
             self.store.delete(name)
@@ -345,7 +345,7 @@ class History:
             if first == before:
                 raise IntegrityError(
                     f"{FIRST} in {self.store.url} says that the history begins with {manifest_name(first)}, "
-                    "which is missing: a cache on the way may be stale, or the history is damaged",
+                    "which is missing: a cache in between may be stale, or the history is damaged",
                     name=FIRST,
                 )
         newest, step = max([first, *self._manifests]), 1

@@ -110,7 +110,7 @@ class Retention:
 
         line: the sequence numbers of the versions since the last pruning. written: when their manifests were.
         """
-        # 1. How many versions are settled: they were there a grace period ago, and the newest `retain` of them stay?
+        # 1. The settled versions were there a grace period ago: the newest `retain` of them stay, and all later ones.
         settled = _settled(written, self.grace)
         if settled <= self.retain:
             return line[0]

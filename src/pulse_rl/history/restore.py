@@ -25,7 +25,7 @@ from pulse_rl.history.trail import PatchLink, State, cheapest, state_of
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import Patch
-from pulse_rl.patch.targets import resolve
+from pulse_rl.patch.live import resolve
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 

@@ -61,7 +61,7 @@ def find_links(
             break  # only an anchor: no patch leads here
         links[own.ref.name] = own
         if own.base > held:
-            # What a manifest says of its own patch counts more than what the trail of a later one lists.
+            # A manifest's own patch overrides what the trail of a later version lists.
             links = _listed(history, manifest, faults) | links
         reach = costs(links.values(), target.sequence, faults.names)
         earliest = min(sequence for sequence in reach if sequence >= held)

@@ -76,7 +76,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Recent(msgspec.Struct, frozen=True):
-    """What the newest trail tells of the patches between the last versions.
+    """The patches between the last versions, from the newest trail.
 
     Attributes:
         versions: How many versions it reaches back.

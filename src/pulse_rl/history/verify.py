@@ -20,7 +20,7 @@ from pulse_rl.history.targets import kind_of
 from pulse_rl.history.walk import FAULTS, decode_all, walk
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.targets import live_digest, resolve
+from pulse_rl.patch.live import live_digest, resolve
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
