@@ -61,12 +61,12 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
     found: list[tuple[Any, Any, int]] = []
 
     def spy(segment: context.Segment, start: context.Start, *given: Any) -> Any:
-        *given, limit = given
+        *others, limit = given
         if limit is None:
-            return original(segment, start, *given, None)
+            return original(segment, start, *given)
         first, counts = start.states.copy(), np.zeros_like(start.states)
-        original(segment, start._replace(states=counts), *given, None)
-        stream = original(segment, start, *given, limit)
+        original(segment, start._replace(states=counts), *others, None)
+        stream = original(segment, start, *given)
         if stream is not None:
             found.append((first, counts, len(stream)))
         return stream

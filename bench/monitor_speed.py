@@ -27,12 +27,13 @@ def main(steps: int) -> None:
     looks, others = [], []
     for step in range(steps + 1):
         begun = time.perf_counter()
-        loss(loaded, [task.problem(step * BATCH + k) for k in range(BATCH)]).backward()
+        loss(loaded, [task.problem(step * BATCH + k) for k in range(BATCH)]).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         stepped = time.perf_counter()
         found = monitor.step()
+        assert found is not None
         looks.append(time.perf_counter() - stepped)
         others.append(stepped - begun)
         print(
