@@ -66,7 +66,7 @@ class GapCodec:
             used = cpu.gap_decode(words[at:], spec.size, indices)
             if used < 0:
                 raise FormatError(
-                    f"gaps: expected {spec.changed} changes in a segment of {spec.size} elements, found one out of range"
+                    f"gaps: expected {spec.changed} changes below {spec.size}, found fewer, or one out of range"
                 )
             changes.append(Changes(indices, new))
             at += used
