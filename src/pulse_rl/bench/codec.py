@@ -28,7 +28,7 @@ from pulse_rl.parallel import threads
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import encode
-from pulse_rl.patch.targets import resolve
+from pulse_rl.patch.live import resolve
 from pulse_rl.patch.verbs import pair
 from pulse_rl.units import nbytes
 from pulse_rl.weights import digests

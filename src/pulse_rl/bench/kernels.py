@@ -17,7 +17,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.parallel import threads
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.targets import resolve
+from pulse_rl.patch.live import resolve
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.segments import SEGMENT, segments
 

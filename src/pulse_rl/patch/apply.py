@@ -3,7 +3,7 @@
 `Application.prove` decodes every segment against the live weights and computes the digest that they will have; only if
 it is the target's may `write` run. Between the two, decoded changes are kept up to a fixed budget and the rest is
 decoded again, so a receiver holds the patch and little more. A write that is interrupted is finished before the
-interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `targets`.
+interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `live`.
 """
 
 import time
@@ -20,7 +20,7 @@ from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, Segment, decoded_nbytes
-from pulse_rl.patch.targets import Copies, overlapping, shared_memory, tied_differ
+from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
@@ -72,14 +72,14 @@ class _Checked(NamedTuple):
 class Application:
     """A patch, to be proved against live weights by `prove` and then written to them by `write`.
 
-    patch: what to apply. targets: the live tensors behind each of its tensors, as `resolve` finds them.
+    patch: what to apply. live: the live tensors behind each of its tensors, as `resolve` finds them.
     Between `prove` and `write` the weights must not change; the two may run on different threads.
     """
 
-    def __init__(self, patch: Patch, targets: Mapping[str, Copies]) -> None:
+    def __init__(self, patch: Patch, live: Mapping[str, Copies]) -> None:
         self._patch = patch
         self._tensors = [
-            _Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), targets[t.name]) for t in patch.tensors
+            _Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), live[t.name]) for t in patch.tensors
         ]
         self._shared = _SharedMemory([tensor.live for tensor in self._tensors])
         self._overlapping = overlapping(tensor.live for tensor in self._tensors)

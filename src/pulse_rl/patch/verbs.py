@@ -14,7 +14,7 @@ from pulse_rl.patch import encode
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import TensorInfo
-from pulse_rl.patch.targets import live_digest, resolve
+from pulse_rl.patch.live import live_digest, resolve
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, compare_layouts, layout
 
@@ -105,9 +105,9 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
 
 def apply_parsed(weights: Any, patch: patch_format.Patch) -> PatchInfo:
     """`apply` of a parsed patch."""
-    targets = resolve(patch.by_name(), patch.tied, layout(weights))
-    application = Application(patch, targets)
-    application.prove(live_digest(targets))
+    live = resolve(patch.by_name(), patch.tied, layout(weights))
+    application = Application(patch, live)
+    application.prove(live_digest(live))
     application.write()
     return info(patch)
 

@@ -11,7 +11,7 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.encode import encode as encode_patch
-from pulse_rl.patch.targets import resolve
+from pulse_rl.patch.live import resolve
 from pulse_rl.sync.baseline import Baseline
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout

@@ -25,7 +25,7 @@ from pulse_rl.history.restore import Effort, add_recovery_hint, follow, restore,
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
 from pulse_rl.patch.apply import finish_despite_interrupt
-from pulse_rl.patch.targets import live_digest, resolve, shared_memory
+from pulse_rl.patch.live import by_name, live_digest, resolve, shared_memory
 from pulse_rl.store.base import Store
 from pulse_rl.sync.reports import Route, SyncReport, sync_report
 from pulse_rl.weights import digests
@@ -192,7 +192,7 @@ class Subscriber:
         live = layout(weights)
         held, self._held = self._held, None  # not known until they are counted
         try:
-            found = digests.to_hex(live_digest(_by_name(live, self._tied)))
+            found = digests.to_hex(live_digest(by_name(live, self._tied)))
         except BaseMismatchError as error:  # a tied copy
             raise IntegrityError(
                 f"{error}: something other than this subscriber has written to them", expected=held.digest
@@ -296,7 +296,7 @@ class Subscriber:
     def _recognise(self, live: Layout, target: Manifest, faults: FaultLog) -> None:
         """Find out whether the live weights already hold a version from which patches lead to the target."""
         try:
-            found = digests.to_hex(live_digest(_by_name(live, target.tied)))
+            found = digests.to_hex(live_digest(by_name(live, target.tied)))
         except BaseMismatchError:
             return
         for state in self._candidates(target, faults):
@@ -356,16 +356,6 @@ class Subscriber:
                 found=found,
             )
         self._held, self._tied = state_of(target), target.tied
-
-
-def _by_name(live: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
-    """Live tensors under the names of a version, with their tied copies."""
-    tensors = live.all_names()
-    names = {name: [bits] for name, bits in tensors.items() if name not in tied}
-    for alias, owner in tied.items():
-        if alias in tensors and owner in names and tensors[alias].storage != names[owner][0].storage:
-            names[owner].append(tensors[alias])
-    return names
 
 
 def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:

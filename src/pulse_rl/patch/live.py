@@ -29,23 +29,33 @@ def resolve(
     # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
     expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
     compare_layouts(expected, live, "these weights are not what was expected")
-    targets: dict[str, list[Bits]] = {name: [live[name]] for name in tensors}
-    for alias, owner in tied.items():
-        if alias in live and live[alias].storage != live[owner].storage:
-            targets[owner].append(live[alias])
-    for name, copies in targets.items():
+    found = by_name(weights, tied)
+    for name, copies in found.items():
         if written and not all(bits.writable for bits in copies):
             raise ValueError(
                 f"tensor {name!r} is read-only, or its elements share memory (an expanded view): "
                 "expected weights that can be written"
             )
-    return targets
+    return found
 
 
-def live_digest(targets: Mapping[str, Copies]) -> int:
-    """Digest the live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
-    total = digests.state_digest({name: copies[0] for name, copies in targets.items() if len(copies) == 1})
-    for name, copies in targets.items():
+def by_name(weights: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
+    """Live tensors under the names of a version, each with its tied copies in other memory.
+
+    tied: further names → the name that stands for them, as the version has them.
+    """
+    live = weights.all_names()
+    found = {name: [bits] for name, bits in live.items() if name not in tied}
+    for alias, owner in tied.items():
+        if alias in live and owner in found and live[alias].storage != found[owner][0].storage:
+            found[owner].append(live[alias])
+    return found
+
+
+def live_digest(live: Mapping[str, Copies]) -> int:
+    """Digest live weights in full. Raises BaseMismatchError if a tied copy differs from its original."""
+    total = digests.state_digest({name: copies[0] for name, copies in live.items() if len(copies) == 1})
+    for name, copies in live.items():
         if len(copies) > 1:
             found = {digests.state_digest({name: bits}) for bits in copies}
             if len(found) > 1:
@@ -59,11 +69,11 @@ def tied_differ(name: str) -> BaseMismatchError:
     return BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
 
 
-def shared_memory(targets: Iterable[Copies]) -> list[tuple[int, int]]:
+def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
     """Pairs of tensors (by position) that are the same memory in the live weights; empty in the ordinary case."""
     owners: dict[object, int] = {}
     pairs = []
-    for tensor, copies in enumerate(targets):
+    for tensor, copies in enumerate(live):
         for bits in copies:
             owner = owners.setdefault(bits.storage, tensor) if bits.size else tensor
             if owner != tensor:
@@ -71,8 +81,8 @@ def shared_memory(targets: Iterable[Copies]) -> list[tuple[int, int]]:
     return pairs
 
 
-def overlapping(targets: Iterable[Copies]) -> bool:
+def overlapping(live: Iterable[Copies]) -> bool:
     """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
-    distinct = {bits.storage: bits.extent for copies in targets for bits in copies if bits.size}
+    distinct = {bits.storage: bits.extent for copies in live for bits in copies if bits.size}
     extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
