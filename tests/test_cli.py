@@ -1,4 +1,4 @@
-"""The command line: what each command does, what it says when it cannot, and that stdout stays pure."""
+"""The command line: what each command does, its messages, and that stdout holds nothing but results."""
 
 import json
 import os
@@ -253,6 +253,18 @@ def test_people_get_text(run: Run, files: Files, store: Path, tmp_path: Path) ->
         assert result.code == 0
         assert result.err == ""
         assert word in result.out
+
+
+def test_names_from_outside_cannot_control_a_terminal(run: Run, tmp_path: Path) -> None:
+    name = "layer\x1b[2J\u202e"
+    old, new = {name: np.zeros(4, np.float32)}, {name: np.ones(4, np.float32)}
+    patch = tmp_path / "patch.safetensors"
+    patch.write_bytes(pulse.diff(old, new))
+    result = run("inspect", patch)
+    assert result.code == 0
+    assert "layer" in result.out
+    assert not {"\x1b", "\u202e"} & set(result.out)
+    assert run("inspect", patch, "--json").json()["tensors"][0]["name"] == name
 
 
 def test_verify_in_json(run: Run, files: Files, store: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.cli.train import _reward_change
 from pulse_rl.rl import config as settings
-from pulse_rl.rl import grpo, metrics, model, policy
+from pulse_rl.rl import directory, grpo, metrics, model, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.rollout import RolloutWorker
@@ -295,6 +295,25 @@ def test_metrics_are_cut_back_to_a_step_and_a_torn_line_is_left_out(tmp_path: Pa
 )
 def test_rewards_of_few_steps_are_shown_one_by_one(rewards: list[float], text: str) -> None:
     assert _reward_change(rewards) == text
+
+
+# --- the run's directory --------------------------------------------------------------------------------------
+
+
+def test_one_driver_holds_the_lock_of_a_run(tmp_path: Path) -> None:
+    assert not directory.running(tmp_path)
+    with directory.lock(tmp_path):
+        assert directory.running(tmp_path)
+        with pytest.raises(FileExistsError), directory.lock(tmp_path):
+            pass
+    assert not directory.running(tmp_path)
+
+
+def test_a_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where the module fcntl is missing; the package itself imports there."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(OSError, match="Linux or macOS"), directory.lock(tmp_path):
+        pass
 
 
 # --- rollout worker -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
+from pulse_rl.errors import printable
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def verify(
             lines["weights"] = f"every bit of version {report.weights_version}"
         output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} problems:"})
         for problem in report.problems:
-            output.write(f"  {problem}\n")
+            output.write(f"  {printable(problem)}\n")
     if not report.ok:
         raise typer.Exit(1)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from pulse_rl.errors import printable
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -51,13 +53,13 @@ def emit(document: object) -> None:
 
 
 def facts(pairs: Mapping[str, object]) -> None:
-    """Write names and values to stdout, one per line."""
+    """Write names and values to stdout, one per line, without control characters."""
     width = max(map(len, pairs))
-    write("".join(f"{name:<{width}}  {value}\n" for name, value in pairs.items()))
+    write("".join(f"{name:<{width}}  {printable(str(value))}\n" for name, value in pairs.items()))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write a table to stdout; columns of numbers are right-aligned."""
+    """Write a table to stdout, without control characters; columns of numbers are right-aligned."""
     from rich.console import Console
     from rich.table import Table
 
@@ -66,7 +68,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         words = any(str(row[place])[:1].isalpha() for row in rows)
         drawn.add_column(column, justify="left" if words else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*map(str, row))
+        drawn.add_row(*(printable(str(cell)) for cell in row))
     # Without a terminal there is no width to fold to.
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     with console.capture() as captured:

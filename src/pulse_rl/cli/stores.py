@@ -9,6 +9,7 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
+from pulse_rl.errors import printable
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _print_status(info: Status) -> None:
             lines["unnamed"] = f"{_objects(listing.unnamed)} that no version names: failed or unfinished publishes"
     output.facts(lines)
     for problem in info.problems:
-        output.write(f"problem: {problem}\n")
+        output.write(f"problem: {printable(problem)}\n")
     if info.subscribers:
         output.write("\n")
         output.table(
