@@ -135,8 +135,9 @@ def apply_patch(subject: world.Subject, data: bytes) -> tuple[str, str | None]:
 
 def reached_digest(error: pulse.PulseError) -> str | None:
     """The digest that a patch leads to, where that is another than it promises."""
-    whole = isinstance(error, pulse.IntegrityError) and error.name is None
-    return error.found if whole and isinstance(error.found, str) else None
+    if isinstance(error, pulse.IntegrityError) and error.name is None and isinstance(error.found, str):
+        return error.found
+    return None
 
 
 def manifest_case(random: Random) -> str:
