@@ -18,6 +18,7 @@ from loco_ranks import Model, adam, bits, inner_step, picklable, seen, trainable
 
 import pulse_rl as pulse
 from pulse_rl.loco import payload
+from pulse_rl.loco.elastic import ElasticMembers
 from pulse_rl.loco.group import Group
 
 EVERY = 2
@@ -240,7 +241,7 @@ def test_trainers_die_and_join(world: World) -> None:
     world.send("enter", 1)
 
     # Killed while it hands its state over: the newcomer gets it from the other one, after a round of that one alone.
-    order: tuple[object, ...] = (pulse.Membership, "_transfer", 1)
+    order: tuple[object, ...] = (ElasticMembers, "_transfer", 1)
     while world.trainers[0][0].is_alive():
         world.send(order, 0)
         check(world.round(2), [0, 2])
@@ -251,7 +252,7 @@ def test_trainers_die_and_join(world: World) -> None:
     check(world.round(1, 2), [1, 2])
 
     # Killed when all of its round has arrived at all: it is in the mean of that round, and not of the next.
-    world.send((pulse.Membership, "agree", 1), 2)
+    world.send((ElasticMembers, "agree", 1), 2)
     check(world.round(1), [1, 2])
     check(world.round(1), [1])
 

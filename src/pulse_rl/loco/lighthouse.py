@@ -1,7 +1,7 @@
 """torchft's lighthouse: who is alive, and one table of all trainers' offers that is the same for all who ask.
 
 Only the lower interface of torchft is used (https://docs.pytorch.org/torchft/coordination.html): heartbeats, and one
-question, the quorum. What trainers make of the answer is decided in `membership`.
+question, the quorum. What trainers make of the answer is decided in `elastic`.
 """
 
 import socket

@@ -1,7 +1,9 @@
 """Who takes part in the rounds of a trainer: what a round needs to know of it, and the fixed group.
 
-FixedMembers            the ranks of one process group, all of them in every round
-membership.Membership   trainers that come and go: it has a group at a time
+    FixedMembers             the ranks of one process group, all of them in every round
+    elastic.ElasticMembers   trainers that come and go: it has one group at a time
+
+Nothing is exchanged here but proofs that all hold the same.
 """
 
 from collections.abc import Callable

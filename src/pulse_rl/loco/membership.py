@@ -1,86 +1,20 @@
-"""Trainers that come and go: who takes part in a round, agreed on through torchft's lighthouse.
+"""The public side of trainers that come and go.
 
     with (
         pulse.Membership("http://host:29510", "trainer-0") as members,
         pulse.PulseLoCo(model, inner_optimizer, sync_every=8, process_group=members),
     ): ...
 
-The lighthouse (`torchft_lighthouse --min_replicas 2`) hears every trainer's heartbeat. At the end of an exchange every
-trainer that lives asks it for a quorum, and makes an offer: has all of this round arrived here? The lighthouse
-answers all of them with one table of offers, so all decide the same:
-
-    all have all of it    all commit the round; trainers that wait to join are in the group of the next
-    some have not         none commits it: those that are left form a group and exchange it again, for a mean over
-                          their own number; no inner step is redone, for what each sends does not depend on the others
-
-So the lighthouse's answer is the point where a round is committed. A Membership has at most one Group at a time:
-
-    apart      no group: before `join`, and as soon as one has to be left (the old group is released)
-    agreed     `_next` names the members of the next group, which is not connected yet
-    formed     the group is connected, newcomers have the state, and all have compared theirs
-
-torchft's Manager is not used: a Manager commits for one replica alone, and one that could not commit takes over
-another's state, which here would cost it its residual. A newcomer gets the counters, θ and the momentum from a trainer
-that has them, and starts with an empty residual. A trainer that the others went on without, because the lighthouse did
-not hear it, ends with an error; started again, it is a newcomer. Groups are Gloo's: payloads are in host memory in any
-case.
+Who takes part in a round is decided in `elastic`.
 """
 
-import logging
-import uuid
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import Self
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from pulse_rl.errors import ExchangeError, IntegrityError, require
-from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.group import Group, Place, torch_errors
-from pulse_rl.loco.lighthouse import Lighthouse, Offer, Quorum
-from pulse_rl.loco.masters import Masters
-
-log = logging.getLogger(__name__)
-
-
-class Decision(NamedTuple):
-    """What all trainers make of one quorum, alike."""
-
-    name: str  # of the quorum, and of the group that it leads to
-    ids: list[str]  # the members of the next group, by rank
-    holders: list[str]  # the trainers that hold the state of the run
-    whole: bool  # whether the holders' state is whole
-    options: str  # the holders'
-    between: bool  # whether newcomers may join: no round is to be exchanged again
-    rendezvous: str  # where the members connect
-
-    def transfers(self) -> list[tuple[int, int]]:
-        """Who hands the state over to whom: (rank, newcomer's rank)."""
-        givers = [rank for rank, id_ in enumerate(self.ids) if id_ in self.holders]
-        takers = [rank for rank, id_ in enumerate(self.ids) if id_ not in self.holders]
-        return [(givers[number % len(givers)], taker) for number, taker in enumerate(takers)]
-
-
-def decide(quorum: Quorum) -> Decision:
-    """Who holds the state, who is in the next group, and whether the round is committed.
-
-    The holders are those of the newest group, or where all are new those with the most rounds. They commit the round
-    only if all of it is at all of them. Newcomers with other options are left out.
-    """
-    offers = quorum.offers
-    highest = max(offer.standing for offer in offers.values())
-    holders = [id_ for id_, offer in offers.items() if offer.standing == highest]
-    options = offers[holders[0]].options
-    between = not highest.established or all(offers[id_].arrived for id_ in holders)
-    ids = [
-        id_
-        for id_, offer in sorted(offers.items())
-        if offer.options == options and (id_ in holders or (between and not offer.standing.established))
-    ]
-    rendezvous = f"{quorum.stores[ids[0]]}/pulse/{quorum.name}"
-    return Decision(quorum.name, ids, holders, highest.whole, options, between, rendezvous)
+from pulse_rl.loco.elastic import ElasticMembers
+from pulse_rl.loco.group import Group
+from pulse_rl.loco.members import FixedMembers, Members
 
 
 class Membership:
@@ -105,163 +39,25 @@ class Membership:
         ExchangeError: The lighthouse does not answer within the timeout, or `host` does not reach this machine.
     """
 
-    elastic = True
-    place = Place(0, 1)  # in checkpoints: each trainer saves its own residual only
-
     def __init__(self, lighthouse: str, name: str, *, timeout: float = 60.0, host: str | None = None) -> None:
         self.name = name
-        self._gloo = require("torchft", "ft").ProcessGroupGloo
-        self._timeout = timedelta(seconds=timeout)
-        self._id = f"{name}:{uuid.uuid4()}"  # a trainer that is started again is another one
-        self._lighthouse = Lighthouse(lighthouse, self._id, timeout=self._timeout, host=host)
-        self._closed = False
-        self._joined: Counters | None = None
-        self._group: Group | None = None
-        self._ids: list[str] = []  # the members of the group, by rank
-        self._next: Decision | None = None  # the group to be formed
-        self._agreed = ""  # the last group whose state this trainer has
+        self._members = ElasticMembers(lighthouse, name, timeout=timeout, host=host)
 
     def __enter__(self) -> Self:
+        """Return the Membership: it takes part since it was made."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close."""
         self.close()
 
     def close(self) -> None:
         """Leave the run: the others go on without this trainer."""
-        self._leave()
-        self._closed = True
-        self._lighthouse.close()
+        self._members.close()
 
-    @property
-    def group(self) -> Group:
-        """The group that exchanges now. For PulseLoCo and DiLoCo."""
-        if self._group is None:
-            raise ExchangeError(f"{self.name}: this trainer is in no group: enter PulseLoCo or DiLoCo first")
-        return self._group
 
-    def join(self, trainer: Counters, masters: Masters, options: str, compare: Callable[[], None]) -> None:
-        """Wait for the others' round to end, and take over their state. For PulseLoCo and DiLoCo.
-
-        options: a hash of what must be the same on all. compare: a collective that raises if states differ.
-        Raises as `agree` does.
-        """
-        if self._closed or self._joined not in (None, trainer):
-            raise ExchangeError(
-                f"{self.name}: expected an open Membership of one PulseLoCo or DiLoCo, found one that is "
-                f"{'closed' if self._closed else 'of another already'}: make one for each"
-            )
-        self._joined = trainer
-        self._trainer, self._masters, self._options, self._compare = trainer, masters, options, compare
-        self._meet(arrived=False)
-        self.settle(compare)
-
-    def agree(self, *, arrived: bool) -> bool:
-        """Whether to commit the round; if not, a new group to exchange it again is formed. For PulseLoCo and DiLoCo.
-
-        arrived: whether all of it is here. Raises ExchangeError if the lighthouse does not answer or the others went
-        on without this trainer, IntegrityError if its options differ from theirs.
-        """
-        if self._meet(arrived):
-            return True
-        self.settle(self._compare)
-        return False
-
-    def settle(self, prove: Callable[[], None]) -> None:
-        """Prove that all hold the same, after forming the next group where one is agreed on. For PulseLoCo and DiLoCo.
-
-        prove: a collective for a group that has not changed; a new one compares everything.
-        """
-        while True:
-            try:
-                if self._next is None:
-                    prove()
-                else:
-                    self._group = self._form(self._next)
-                    self._hand_over(self._group, self._next)
-                    self._next = None
-                    self._compare()
-                return
-            except ExchangeError:
-                self._meet(arrived=False)
-
-    def _meet(self, arrived: bool) -> bool:
-        """Agree with all trainers that live on the next group; returns whether all of the round is at all of them."""
-        if not arrived:
-            self._leave()
-        while True:
-            quorum = self._lighthouse.ask(
-                Offer(self._trainer.round, self._masters.whole, arrived, self._agreed, self._options)
-            )
-            decision = decide(quorum)
-            self._check(decision)
-            if self._id in decision.ids:
-                break  # else a newcomer, which waits for the end of the others' round
-        if arrived and decision.between and decision.ids == self._ids:
-            return True
-        self._leave()
-        names = ", ".join(id_.rpartition(":")[0] for id_ in decision.ids)
-        log.info("%s: a group of %d trainers: %s", self.name, len(decision.ids), names)
-        self._next = decision
-        if self._id in decision.holders:
-            self._agreed = decision.name
-        return decision.between
-
-    def _check(self, decision: Decision) -> None:
-        """Raise if this trainer lost its place among those that hold the state, or nobody holds it."""
-        if self._agreed and self._id not in decision.holders:
-            raise ExchangeError(
-                f"the other trainers went on without {self.name}, which the lighthouse did not hear in round "
-                f"{self._trainer.round + 1}: start it again, and it joins them"
-            )
-        if not decision.whole:
-            raise ExchangeError(
-                f"{self.name}: no trainer holds the shared weights: the last one was lost while it handed them over: "
-                "start the trainers again from their last checkpoint"
-            )
-        if self._options != decision.options:
-            raise IntegrityError(
-                f"{self.name} has another model, sync_every or options than the trainers that it joins: start it "
-                "again with theirs",
-                expected=decision.options,
-                found=self._options,
-            )
-
-    def _form(self, decision: Decision) -> Group:
-        """Connect to the other members."""
-        gloo = self._gloo(self._timeout)
-        place = Place(decision.ids.index(self._id), len(decision.ids))
-        with torch_errors():
-            gloo.configure(decision.rendezvous, self._id, *place)
-        self._ids = decision.ids
-        return Group(gloo.parent, *place)
-
-    def _hand_over(self, group: Group, decision: Decision) -> None:
-        """Give newcomers the counters, θ and the momentum. A newcomer's residual becomes empty."""
-        trainer, masters = self._trainer, self._masters
-        counters = np.array([trainer.round, trainer.inner_steps], np.int64)
-        state = [counters, *(array for view in masters.slices for array in (view.shared, view.momentum))]
-        for giver, taker in decision.transfers():
-            if group.rank == giver:
-                self._transfer(group, state, taker, dist.isend)
-            elif group.rank == taker:
-                masters.whole = False
-                self._transfer(group, state, giver, dist.irecv)
-                for residual in masters.residual.values():
-                    residual.fill(0)
-                masters.copy_to_live()
-                trainer.round, trainer.inner_steps = counters.tolist()
-                masters.whole = True
-        self._agreed = decision.name
-
-    def _transfer(self, group: Group, arrays: Sequence[Any], rank: int, send_or_receive: Callable[..., Any]) -> None:
-        with torch_errors():
-            for array in arrays:
-                send_or_receive(torch.from_numpy(array), None, group.handle, 0, rank).wait()
-
-    def _leave(self) -> None:
-        """Release the group: its connections end, and with them the waits of its other members."""
-        if self._group is not None:
-            self._group.release()
-        self._group = None
-        self._ids = []
+def members_of(process_group: dist.ProcessGroup | Membership | None) -> Members:
+    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`."""
+    if isinstance(process_group, Membership):
+        return process_group._members
+    return FixedMembers(Group.of(process_group))

@@ -123,7 +123,9 @@ def rounded(values: F32, value_dtype: str) -> F32:
 def _part(sends: Sends, span: Span, gate: str) -> Part:
     spec = segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, len(sends.indices))
     count = len(sends.indices)
-    up = moves.apply_moves(span.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype))
+    up = moves.apply_moves(
+        span.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype)
+    )
     return Part(spec, Changes(sends.indices, up), lambda: span.bits)
 
 

@@ -37,7 +37,7 @@ fragment_sync_delay and fragment_update_alpha.) Neither θ nor live depends on w
 Nothing of a trainer's state changes until all that it needs of a round has arrived and been checked; from then on only
 the machine can fail. So an error leaves θ, momentum and residual as before the round. Only where a worker is lost in a
 round's very last exchange can others be one whole round apart; then start again from a common checkpoint. Where
-trainers come and go (`membership`), those that are left exchange a failed round again, and all commit it or none.
+trainers come and go (`elastic`), those that are left exchange a failed round again, and all commit it or none.
 Buffers (running statistics, say) are not shared.
 """
 
@@ -57,10 +57,8 @@ from pulse_rl.loco import agreement, arguments, checkpoint
 from pulse_rl.loco.collect import Outcome, collect
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings
-from pulse_rl.loco.group import Group
 from pulse_rl.loco.masters import Masters
-from pulse_rl.loco.members import FixedMembers, Members
-from pulse_rl.loco.membership import Membership
+from pulse_rl.loco.membership import Membership, members_of
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.parallel import ordered_map, submit
 from pulse_rl.weights import digests
@@ -127,9 +125,7 @@ class LocalSteps:
         self.reports: list[LocoReport] = []
         self._model = model
         self._inner = inner_optimizer
-        self._members: Members = (
-            process_group if isinstance(process_group, Membership) else FixedMembers(Group.of(process_group))
-        )
+        self._members = members_of(process_group)
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
         self._state = State.IDLE
         self._hook: Any = None  # in the context: what removes the inner optimizer's hook
