@@ -204,6 +204,12 @@ def test_the_reference_finds_what_is_missing() -> None:
     assert list(reference.wrong("whole", whole)) == []
 
 
+def test_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"`([\w/]+\.(?:py|md|html|toml))`", text):
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "pulse_rl")), name
+
+
 def _messages() -> list[str]:
     """Every text in the code, with "…" where something is filled in, and neighbouring pieces joined."""
     found = []
