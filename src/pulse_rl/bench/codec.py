@@ -1,8 +1,9 @@
-"""Every codec on real pairs of checkpoints, beside what a user might do instead and beside the conditional `bound`.
+"""Every codec on real pairs of checkpoints, compared with what a user might do instead and with the `bound`.
 
-All of it runs in one thread, as with PULSE_THREADS=1, on weights in memory, in turns. Encoding starts from both
-states and the old one's digest; decoding starts from the patch's bytes and ends where nothing but writing is left,
-for the codecs with the target's digest proved. zstd and XOR prove nothing. After each turn all bits are compared.
+Everything runs in one thread, as with PULSE_THREADS=1, on weights in memory, one method after another. Encoding starts
+from both states and the old one's digest; decoding starts from the patch's bytes and ends when only the writing is
+left. Of a codec it includes proving the target's digest; zstd and XOR prove nothing. After each method all bits are
+compared.
 """
 
 import os
@@ -47,7 +48,7 @@ class CodecResult(msgspec.Struct, frozen=True):
     nbytes: int  # of the patch, everything included
     bits_per_change: float
     of_bound: float  # 8 · nbytes / bound_bits
-    reduction: float  # bytes of the whole model / nbytes
+    reduction: float  # bytes of the full model / nbytes
     encode_s: float  # both states → patch
     decode_s: float  # patch → changes, proved
     apply_s: float  # patch → changed weights: decode_s and the writing
@@ -55,22 +56,22 @@ class CodecResult(msgspec.Struct, frozen=True):
 
 
 class PairResult(msgspec.Struct, frozen=True):
-    """Everything on one pair of checkpoints."""
+    """All codecs on one pair of checkpoints."""
 
     pair: tuple[str, str]  # old and new
     elements: int
     full_nbytes: int
     changes: int
     density: float  # changes / elements
-    bound_bits: float  # the conditional bound in all, a table for each tensor: positions_bits + moves_bits
-    positions_bits: float  # of it: changed or not, given the exponent
-    moves_bits: float  # of it: the difference of the ordered bit patterns, given the exponent
-    pooled_bits: float  # the same with one table for all tensors of a dtype
+    bound_bits: float  # the conditional bound with a table for each tensor: positions_bits + moves_bits
+    positions_bits: float  # its part for changed or not, given the exponent
+    moves_bits: float  # its part for the difference of the ordered bit patterns, given the exponent
+    pooled_bits: float  # the conditional bound with one table for all tensors of a dtype
     read_old_s: float  # one read of the old bits: the floor of decode
     read_both_s: float  # one read of the old and the new bits: the floor of encode
     rounds: int
     codecs: tuple[CodecResult, ...]
-    skipped: dict[str, str]  # what was not tried, and why
+    skipped: dict[str, str]  # method → why it was not measured
 
     def facts(self) -> dict[str, object]:
         each = max(1, self.changes)
@@ -111,28 +112,28 @@ class CheckpointsResult(msgspec.Struct, frozen=True):
 
 
 class Weights(NamedTuple):
-    """A model's bits in one piece of memory, to be patched as tensors and as plain bytes."""
+    """A model's bits in one array, to be patched as tensors and as plain bytes."""
 
     flat: NDArray[np.uint8]
     tensors: Layout
 
 
-class Way(Protocol):
-    """A way from the old state to the new one through bytes."""
+class Method(Protocol):
+    """A method to code the change from one state to another as bytes."""
 
     name: str
 
     def encode(self, old: Weights, new: Weights) -> bytes: ...
 
     def decode(self, patch: bytes, live: Weights) -> Callable[[], None]:
-        """Make ready everything that needs the old state; returns what then writes the new one into live."""
+        """Do everything that needs the old state. Returns a function that writes the new one into live."""
 
 
 def consecutive(directory: Path) -> list[tuple[Path, Path]]:
     """Every two neighbours among a directory's checkpoints, which are files or directories of shards.
 
-    In natural order: a number counts as a number, so step-9 comes before step-10. Raises ValueError if there
-    are fewer than two, FileNotFoundError if there is no such directory.
+    In natural order, in which step-9 comes before step-10. Raises ValueError if there are fewer than two,
+    FileNotFoundError if there is no such directory.
     """
     found = [path for path in directory.iterdir() if path.suffix == ".safetensors" or any(path.glob("*.safetensors"))]
     if len(found) < 2:
@@ -146,38 +147,38 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairResult:
-    """Try everything on one pair, in three copies of the model and what zstd needs.
+    """Measure every method on one pair. Takes the memory of three copies of the model and what zstd needs.
 
-    Raises BaseMismatchError if the two have other tensors, and whatever opening a checkpoint raises.
+    Raises BaseMismatchError if the tensors differ, and whatever opening a checkpoint raises.
     """
     with _one_thread():
         before, after = map(_load, pair(open_checkpoint(old), open_checkpoint(new))[:2])
         live = _load(before.tensors)
         base_digest = digests.state_digest(before.tensors)
         full_nbytes = before.tensors.nbytes
-        ways: list[Way] = [_Patch(codec, base_digest) for codec in CODECS.values()]
+        methods: list[Method] = [_Patch(codec, base_digest) for codec in CODECS.values()]
         skipped = {}
         if full_nbytes <= PATCH_FROM_LIMIT:
-            ways.append(_PatchFrom())
+            methods.append(_PatchFrom())
         else:
             limit = nbytes(PATCH_FROM_LIMIT)
             skipped[_PatchFrom.name] = f"expected a model of at most {limit}, found {nbytes(full_nbytes)}"
-        ways.append(_Xor())
+        methods.append(_Xor())
         progress(0, rounds + 1, "bound")
-        own, pooled, changes = bounds(before.tensors, after.tensors)
+        by_tensor, pooled, changes = bounds(before.tensors, after.tensors)
         words, copied = before.flat.view(np.uint64), live.flat.view(np.uint64)
         clock = Rounds()
         sizes: dict[str, int] = {}
-        exact = dict.fromkeys((way.name for way in ways), True)
+        exact = dict.fromkeys((method.name for method in methods), True)
         for number in range(rounds):
             progress(number + 1, rounds + 1, f"round {number + 1}")
             np.copyto(live.flat, before.flat)
             clock.time("read old", lambda: words.max(initial=0))
             clock.time("read both", lambda: find_changes(words, copied))
-            for way in ways:
+            for method in methods:
                 np.copyto(live.flat, before.flat)
-                sizes[way.name] = _turn(clock, way, before, after, live)
-                exact[way.name] &= np.array_equal(live.flat, after.flat)
+                sizes[method.name] = _measure_once(clock, method, before, after, live)
+                exact[method.name] &= np.array_equal(live.flat, after.flat)
 
     def result(name: str) -> CodecResult:
         size, decode_s = sizes[name], clock.median(f"{name} decode")
@@ -185,7 +186,7 @@ def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairRes
             name=name,
             nbytes=size,
             bits_per_change=8 * size / changes if changes else float("inf"),
-            of_bound=8 * size / own.bits if own.bits else float("inf"),
+            of_bound=8 * size / by_tensor.bits if by_tensor.bits else float("inf"),
             reduction=full_nbytes / size,
             encode_s=clock.median(f"{name} encode"),
             decode_s=decode_s,
@@ -200,14 +201,14 @@ def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairRes
         full_nbytes=full_nbytes,
         changes=changes,
         density=changes / elements if elements else 0.0,
-        bound_bits=own.bits,
-        positions_bits=own.positions,
-        moves_bits=own.moves,
+        bound_bits=by_tensor.bits,
+        positions_bits=by_tensor.positions,
+        moves_bits=by_tensor.moves,
         pooled_bits=pooled.bits,
         read_old_s=clock.median("read old"),
         read_both_s=clock.median("read both"),
         rounds=rounds,
-        codecs=tuple(result(way.name) for way in ways),
+        codecs=tuple(result(method.name) for method in methods),
         skipped=skipped,
     )
 
@@ -240,18 +241,18 @@ def _load(tensors: Mapping[str, Bits]) -> Weights:
     return Weights(flat, placed)
 
 
-def _turn(clock: Rounds, way: Way, old: Weights, new: Weights, live: Weights) -> int:
-    """Once there: bytes of the patch."""
+def _measure_once(clock: Rounds, method: Method, old: Weights, new: Weights, live: Weights) -> int:
+    """Encode, decode and write once, timed. Returns the bytes of the patch."""
     patches: list[bytes] = []
     writes: list[Callable[[], None]] = []
-    clock.time(f"{way.name} encode", lambda: patches.append(way.encode(old, new)))
-    clock.time(f"{way.name} decode", lambda: writes.append(way.decode(patches[0], live)))
-    clock.time(f"{way.name} write", writes[0])
+    clock.time(f"{method.name} encode", lambda: patches.append(method.encode(old, new)))
+    clock.time(f"{method.name} decode", lambda: writes.append(method.decode(patches[0], live)))
+    clock.time(f"{method.name} write", writes[0])
     return len(patches[0])
 
 
 class _Patch:
-    """A patch of ours, by one codec."""
+    """A patch by one codec."""
 
     def __init__(self, codec: Codec, base_digest: int) -> None:
         self.name = codec.name
@@ -271,10 +272,10 @@ class _Patch:
 
 
 class _PatchFrom:
-    """The new bytes by zstd, with the old ones as its dictionary, as `zstd --patch-from` does.
+    """The new bytes by zstd, with the old bytes as dictionary, as `zstd --patch-from` does.
 
-    Its long-distance matcher does not look into a dictionary that is loaded by this library, and its fast
-    strategies index no more than the last 16 MB of one; `greedy` does all of it if its hash table is large enough.
+    Its long-distance matcher ignores dictionaries that this library loads, and its fast strategies index only the last
+    16 MB of one; `greedy` indexes all of it if the hash table is large enough.
     """
 
     name = "zstd patch-from"
@@ -299,7 +300,7 @@ def _dictionary(weights: Weights) -> zstandard.ZstdCompressionDict:
 
 
 class _Xor:
-    """The XOR of both states, nearly all zeros, by zstd."""
+    """The XOR of both states, which is nearly all zeros, by zstd."""
 
     name = "xor zstd-1"
 
@@ -308,9 +309,9 @@ class _Xor:
         return coded
 
     def decode(self, patch: bytes, live: Weights) -> Callable[[], None]:
-        turned = np.frombuffer(zstandard.ZstdDecompressor().decompress(patch), np.uint8)
+        flips = np.frombuffer(zstandard.ZstdDecompressor().decompress(patch), np.uint8)
 
         def write() -> None:
-            live.flat[:] ^= turned
+            live.flat[:] ^= flips
 
         return write

@@ -1,10 +1,10 @@
-"""The hot loops against a plain copy of the same bytes, which is as fast as memory lets anything be.
+"""The hot loops compared with a plain copy of the same bytes, which is as fast as memory allows.
 
-find_changes and digest run in one thread, segment by segment, as one worker thread runs them; the copy is
-np.copyto, in one thread too. Applying a patch overwrites a part of the cache lines that a copy of the model
-overwrites, and that part is its floor: with uniformly scattered changes, a density of 1 % touches 27 % of the
-64-byte lines of BF16 weights. So `write_floor_s` is what the copy would take for the touched lines alone.
-Apply runs as users run it, on all threads. Changes are scattered uniformly, the hardest case for all of it.
+find_changes and digest run in one thread, segment by segment, as one worker thread runs them; the copy is np.copyto, in
+one thread too. Applying a patch overwrites some of the cache lines that a copy of the model overwrites, and these are
+its lower limit: with uniformly scattered changes, a density of 1 % touches 27 % of the 64-byte lines of BF16 weights.
+So `write_floor_s` is the time that the copy takes for the touched lines alone. Apply runs on all threads, as users run
+it. Changes are scattered uniformly, the hardest case for all of these.
 """
 
 import msgspec
@@ -47,13 +47,13 @@ class ApplyResult(msgspec.Struct, frozen=True):
     copy_s: float  # np.copyto of the whole model
     write_floor_s: float  # copy_s · touched_lines
     write_s: float  # Application.write: overwrite and read back
-    step_s: float  # parse, decode, prove against a known digest, write: what a subscriber does a version
-    apply_s: float  # pulse.apply, which also counts the digest of the whole base first
+    step_s: float  # parse, decode, prove against a known digest, write: a subscriber's work per version
+    apply_s: float  # pulse.apply, which computes the digest of the whole base first
     over_copy: float  # copy_s / write_s; target ≥ 20 at 1 %
 
 
 class KernelsReport(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The whole measurement."""
 
     elements: int
     full_nbytes: int
@@ -100,7 +100,7 @@ class KernelsReport(msgspec.Struct, frozen=True):
 
 
 def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
-    """Measure everything on weights of this many BF16 elements. Takes about ten bytes of memory an element."""
+    """Measure everything on weights of this many BF16 elements. Takes about ten bytes of memory per element."""
     rng = np.random.default_rng(0)
     old = rng.integers(0, 1 << 16, elements, dtype=np.uint16)
     spare = old.copy()
@@ -150,36 +150,36 @@ def _find(old: UIntArray, new: UIntArray, spare: UIntArray, density: float, roun
 def _apply(
     old: UIntArray, new: UIntArray, spare: UIntArray, where: "np.typing.NDArray[np.int64]", density: float, rounds: int
 ) -> ApplyResult:
-    """There and back, round after round."""
+    """Apply a patch and its inverse in turns."""
 
     def cut(flat: UIntArray) -> dict[str, UIntArray]:
         starts = range(0, len(flat), TENSOR_ELEMENTS)
         return {f"{start:012d}": flat[start : start + TENSOR_ELEMENTS] for start in starts}
 
     live = cut(old.copy())
-    ways = [pulse.diff(cut(old), cut(new)), pulse.diff(cut(new), cut(old))]
+    patches = [pulse.diff(cut(old), cut(new)), pulse.diff(cut(new), cut(old))]
     clock = Rounds()
 
-    def step(way: bytes, base_digest: int) -> None:
-        patch = patch_format.unpack(way)
+    def step(data: bytes, base_digest: int) -> None:
+        patch = patch_format.unpack(data)
         application = Application(patch, resolve(patch.by_name(), patch.tied, layout(live)))
         application.prove(base_digest)
         clock.time("write", application.write)
 
     for number in range(rounds + rounds % 2):
-        way = ways[number % 2]
-        base_digest = int(patch_format.unpack(way).header.base_digest, 16)
+        data = patches[number % 2]
+        base_digest = int(patch_format.unpack(data).header.base_digest, 16)
         clock.time("copy", lambda: np.copyto(spare, new))
-        clock.time("step", lambda way=way, base_digest=base_digest: step(way, base_digest))  # type: ignore[misc]
+        clock.time("step", lambda data=data, base_digest=base_digest: step(data, base_digest))  # type: ignore[misc]
     for number in range(rounds + rounds % 2):
         clock.time("copy", lambda: np.copyto(spare, new))
-        clock.time("apply", lambda way=ways[number % 2]: pulse.apply(live, way))  # type: ignore[misc]
+        clock.time("apply", lambda data=patches[number % 2]: pulse.apply(live, data))  # type: ignore[misc]
     line = LINE_NBYTES // old.itemsize
     touched = len(np.unique(where // line)) / -(-len(old) // line)
     copy_s, write_s = clock.median("copy"), clock.median("write")
     return ApplyResult(
         density=density,
-        patch_nbytes=len(ways[0]),
+        patch_nbytes=len(patches[0]),
         touched_lines=touched,
         copy_s=copy_s,
         write_floor_s=copy_s * touched,

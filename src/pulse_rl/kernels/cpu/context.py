@@ -10,7 +10,7 @@ Encoder and decoder have the same functions in the same order, and both compute 
 `rangecoder` codes the bits; `moves` finds hot elements and turns changes into moves and back. The decoder in plain
 Python is in `kernels/reference/context.py`.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,arg-type"
 
 from typing import NamedTuple
 
