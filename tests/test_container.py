@@ -218,11 +218,12 @@ NAMES = ["context", "gap", "raw"]
 PATCHES = {name: make_patch(name) for name in NAMES}
 
 
-def refused(patch: bytes, message: str | None = None) -> None:
-    """A PulseError from inspect or apply, and weights that are as they were."""
+def refused(patch: bytes, message: str | None = None, kind: type[Exception] = pulse.PatchFormatError) -> None:
+    """An error of this kind from apply, and weights that are as they were."""
     weights = make_weights()
-    with pytest.raises(pulse.PulseError, match=message):
+    with pytest.raises(kind, match=message) as raised:
         pulse.apply(weights, patch)
+    assert type(raised.value) is kind
     assert snapshot(weights) == BASE
 
 
@@ -376,7 +377,7 @@ def test_malformed_gap_blocks() -> None:
     def block(gaps: bytes, values: bytes = values) -> bytes:
         return struct.pack("<I", len(gaps)) + gaps + values
 
-    refused(with_block(block(compress(good))), "should have digest")  # sound, and not the target
+    refused(with_block(block(compress(good))), kind=pulse.IntegrityError)  # intact, but not the target
     refused(with_block(b"abc"), "gap block: expected at least 4 bytes, found 3")
     refused(with_block(struct.pack("<I", 1 << 31) + compress(good)), "zstd frame")
     refused(with_block(block(b"")), "gaps: broken zstd frame")
@@ -407,7 +408,7 @@ def test_malformed_raw_blocks() -> None:
         found[place] = index
         return found
 
-    refused(with_block(ascending), "should have digest")  # sound, and not the target
+    refused(with_block(ascending), kind=pulse.IntegrityError)  # intact, but not the target
     refused(with_block(at(19, 300)), "expected ascending indices below 300")
     refused(with_block(at(19, (1 << 32) - 1)), "expected ascending indices below 300")
     refused(with_block(at(19, 18)), "expected ascending indices below 300")
