@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def main(paths: list[str]) -> None:
         return
     old, new = (np.fromfile(path, np.uint8) for path in paths[:2])
     run(paths[:2])  # compiles
-    methods = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
+    methods: dict[str, Callable[[], object]] = {"numpy !=": lambda: old != new, "study": lambda: run(paths[:2])}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for _ in range(ROUNDS):
         for name, method in methods.items():
