@@ -46,6 +46,7 @@ fuzz-history: setup
 docs: setup
 	$(BIN)/python tests/reference.py
 	$(BIN)/zensical build --strict
+	$(BIN)/python tests/links.py site
 
 check: setup docs
 	$(BIN)/ruff check .

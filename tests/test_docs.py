@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import links
 import pytest
 import reference
 import typer.main
@@ -231,3 +232,18 @@ def test_messages_that_the_docs_explain_are_in_the_code() -> None:
     for message in re.findall(r"(?m)^`([^`]+)`\n:   ", page):
         pattern = re.compile(".*".join(map(re.escape, filter(None, re.split(r" ?… ?", message)))), re.DOTALL)
         assert message in foreign or any(pattern.search(text) for text in texts), message
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#there">, <a href="b.html#gone">, <a href="c.html">, <a href="#x">'
+    )
+    (tmp_path / "b.html").write_text(
+        '<p id="there">, <img src="https://elsewhere/x.png">, <a href="https://elsewhere">'
+    )
+    assert list(links.wrong(tmp_path)) == [
+        "a.html: b.html#gone has no such place",
+        "a.html: c.html leads nowhere",
+        "a.html: #x has no such place",
+        "b.html: https://elsewhere/x.png is loaded from another place",
+    ]
