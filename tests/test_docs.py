@@ -235,9 +235,7 @@ def test_messages_that_the_docs_explain_are_in_the_code() -> None:
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#there">, <a href="b.html#gone">, <a href="c.html">, <a href="#x">'
-    )
+    (tmp_path / "a.html").write_text('<a href="b.html#there"> <a href="b.html#gone"> <a href="c.html"> <a href="#x">')
     (tmp_path / "b.html").write_text(
         '<p id="there">, <img src="https://elsewhere/x.png">, <a href="https://elsewhere">'
     )
