@@ -95,7 +95,7 @@ def main(source: str, target: str) -> None:
         ),
     )
     marks = " and ".join(f"{share:.0%} at {rate(bandwidth)}" for bandwidth, share in PAPER_POINTS)
-    paper.points(((*point, "#b00040") for point in PAPER_POINTS), f"the paper's own figures: {marks}")
+    paper.points(((*point, "#b00040") for point in PAPER_POINTS), f"the paper's figures: {marks}")
 
     ours = Drawing(550, 1e5, f"SmolLM2-135M, {OURS_S:g} s of compute (this repository)")
     names = {"context": "context", "gap": "gap", "full": "full checkpoint"}

@@ -1,4 +1,4 @@
-"""A made-up report of a study, as large and as shaped as a real one: for what shows reports."""
+"""A made-up report of a study, of a real one's size and shape, for tests of pages."""
 
 import math
 
@@ -47,7 +47,7 @@ CHANGE = {-17: 0.93, -16: 0.88, -15: 0.78, -14: 0.61, -13: 0.34, -12: 0.18, -11:
 
 
 def example(versions: int = 41, layers: int = 30, *, settings: bool = True) -> Report:
-    """A report of so many versions of a Llama with so many layers; settings: whether a learning rate is known."""
+    """A report on a Llama. versions, layers: their number; settings: whether a learning rate is known."""
     rng = np.random.default_rng(7)
     shapes: dict[str, tuple[str, int | None, tuple[int, ...]]] = {
         "model.embed_tokens.weight": ("embedding", None, (49152, 576)),

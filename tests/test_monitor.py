@@ -115,7 +115,7 @@ def test_far_distances_add_up() -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_an_optimizer_is_followed(named: bool) -> None:
-    """Without a call, over its own parameters, by kind if they have names; until the monitor is closed."""
+    """Without a call, over its parameters, by kind if they have names; until the monitor is closed."""
     model = Tiny()
     parameters: Any = model.named_parameters() if named else model.parameters()
     optimizer = torch.optim.AdamW(parameters, lr=3e-4)
@@ -136,7 +136,7 @@ def test_an_optimizer_is_followed(named: bool) -> None:
     assert [step for _, step in found] == [1, 2]
 
 
-def test_groups_with_the_same_names_are_all_looked_at() -> None:
+def test_groups_with_the_same_names_are_all_counted() -> None:
     """A policy and a critic in one optimizer, as PPO has them: each has a weight and a bias."""
     policy, critic = torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)
     groups: Any = [{"params": list(model.named_parameters())} for model in (policy, critic)]
@@ -148,7 +148,7 @@ def test_groups_with_the_same_names_are_all_looked_at() -> None:
     assert (found.elements, found.changed) == (15 + 10, 8)
 
 
-def test_every_third_step_counts_three_together(tmp_path: Path) -> None:
+def test_every_third_step_counts_the_changes_of_three(tmp_path: Path) -> None:
     """Against the bits of three steps before; the file has a whole line for each look as soon as it is made."""
     model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -167,13 +167,13 @@ def test_every_third_step_counts_three_together(tmp_path: Path) -> None:
             assert lines[-1]["changed"] == looked.changed
             assert lines[-1]["by_kind"]["mlp"]["density"] == looked.by_kind["mlp"].density
             before = after
-    SparsityMonitor(model, step=7, path=path).step()  # a run that goes on adds to its file
+    SparsityMonitor(model, step=7, path=path).step()  # a run that continues appends to its file
     last = [json.loads(line) for line in path.read_text().splitlines()][-1]
     assert (last["step"], last["since"], last["changed"], last["neighbours"], last["mean_distance"]) == (8, 7, 0, 0, 0)
 
 
-def test_a_line_that_was_cut_off_stays_one_line(tmp_path: Path) -> None:
-    """As where a disk was full: the run that goes on begins a line of its own."""
+def test_a_truncated_line_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """As on a full disk: the run that continues starts a new line."""
     path = tmp_path / "sparsity.jsonl"
     path.write_bytes(b'{"step":1}\n{"step":2,"si')
     for step in (2, 3):
@@ -183,7 +183,7 @@ def test_a_line_that_was_cut_off_stays_one_line(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in rest] == [3, 4]
 
 
-def test_a_parameter_whose_memory_is_exchanged_is_still_seen() -> None:
+def test_a_parameter_with_new_memory_is_still_counted() -> None:
     model = torch.nn.Linear(8, 8)
     monitor = SparsityMonitor(model)
     for _ in range(2):
@@ -194,7 +194,7 @@ def test_a_parameter_whose_memory_is_exchanged_is_still_seen() -> None:
 
 
 def test_a_step_may_be_numbered_by_numpy(tmp_path: Path) -> None:
-    """What is no whole number is refused before the look, so that no change is lost."""
+    """Another number is refused before the look, so that no change is lost."""
     model = torch.nn.Linear(2, 2)
     monitor = SparsityMonitor(model, path=tmp_path / "sparsity.jsonl")
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_a_baseline_takes_two_bytes_an_element() -> None:
     assert monitor._baseline.nbytes == 2 * (monitor._baseline.elements - 1) + 8  # the whole number is as it is
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     model = Tiny()
     with pytest.raises(TypeError, match="expected a torch module or a torch optimizer, found dict"):
         SparsityMonitor({})  # type: ignore[arg-type]

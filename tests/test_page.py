@@ -34,7 +34,7 @@ VOID = {"meta"}
 
 @dataclass
 class Document(HTMLParser):
-    """What a browser reads of a page: its elements, its visible text, its scripts, and the numbers of the headline."""
+    """A page as a browser reads it: elements, visible text, scripts, and the numbers of the headline."""
 
     open: list[str] = field(default_factory=list)
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)

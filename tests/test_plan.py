@@ -1,4 +1,4 @@
-"""`pulse-rl plan`: the paper's two points, the measurements of docs/measurements.md, and what multiplies with whom."""
+"""`pulse-rl plan`: the paper's two points, docs/measurements.md, and what grows with workers and trainers."""
 
 import ast
 import itertools
@@ -19,6 +19,7 @@ from pulse_rl.loco import exchange
 from pulse_rl.planner import LOCO_RATES, RATES, Channel, Plan, bandwidth_needed, bits, plan, utilization
 
 ROOT = Path(__file__).parent.parent
+MEASUREMENTS = ROOT / "docs/measurements.md"
 
 
 def of(found: Plan, name: str) -> Channel:
@@ -67,7 +68,9 @@ def measured() -> list[tuple[str, float, float, float]]:
     """Setting, density, bits a change by `context` and by `gap`, of docs/measurements.md's table of sizes."""
     number = r"\*{0,2}[\d.,]+ \(([\d.]+)\)\*{0,2}"
     rows = re.findall(
-        rf"^\| ([^|]*→[^|]*) \| ([\d.]+) % \| {number} \| {number} \|", (ROOT / "docs/measurements.md").read_text(), re.M
+        rf"^\| ([^|]*→[^|]*) \| ([\d.]+) % \| {number} \| {number} \|",
+        MEASUREMENTS.read_text(),
+        re.M,
     )
     return [(setting, float(density) / 100, float(context), float(gap)) for setting, density, context, gap in rows]
 
@@ -87,7 +90,8 @@ def test_sizes_are_those_of_the_measured_patches() -> None:
 
 def test_what_pulseloco_sends_is_what_was_measured() -> None:
     rows = re.findall(
-        r"\| ([\d.]+)% \| [\d.]+ MB \| [\d.,]+ × \| [\d.,]+ × \| ([\d.]+) \|", (ROOT / "docs/measurements.md").read_text()
+        r"\| ([\d.]+)% \| [\d.]+ MB \| [\d.,]+ × \| [\d.,]+ × \| ([\d.]+) \|",
+        MEASUREMENTS.read_text(),
     )
     assert len(rows) == 13
     for density, found in rows:

@@ -63,7 +63,7 @@ def test_counts_are_those_of_torchs_casts(shape: tuple[int, ...], dtype: torch.d
         changed = int((raw(before[name][0]) != raw(after[name][0])).sum())
         scales, rescaled = before[name][1].numel(), int((before[name][1] != after[name][1]).sum())
         assert one == Visible(old.numel(), changed, changed / old.numel(), scales, rescaled), name
-    if shape[:1] == (300,):  # the example is one that can tell them apart
+    if shape[:1] == (300,):  # this example distinguishes the precisions
         assert 0 < found[ROWS].rescaled < found[ROWS].scales
         assert len({one.changed for one in found.values()}) > 3
 
@@ -112,7 +112,7 @@ def test_tensors_add_up() -> None:
     assert merge_visible([])["F16"] == Visible(0, 0, 0.0)
 
 
-def test_what_has_no_scale_is_refused() -> None:
+def test_values_without_a_scale_are_refused() -> None:
     good = torch.ones(3, 4)
     for value in (float("nan"), float("inf"), -float("inf")):
         bad: Any = good.clone()

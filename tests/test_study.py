@@ -56,7 +56,7 @@ def disturbed(tensor: torch.Tensor, share: float, rng: np.random.Generator) -> t
 
 
 def states_of(shapes: Mapping[str, tuple[Any, tuple[int, ...]]], count: int, share: float, seed: int) -> list[Weights]:
-    """States of a model, dtype and shape by name; now and then elements come back to what they were two states ago."""
+    """States of a model, dtype and shape by name; some tensors return close to their state of two versions before."""
     rng = np.random.default_rng(seed)
     states: list[Weights] = []
     for number in range(count):
@@ -80,7 +80,7 @@ def written(directory: Path, states: list[Weights], numbers: list[int]) -> Check
 
 
 def order(bits: int, dtype: str, width: int) -> int:
-    """The place of an element among all values of its dtype, from the least up; −0 lies below 0."""
+    """The place of an element among all values of its dtype, ascending; −0 is below 0."""
     kind = field(dtype)
     if not kind.floating:
         return bits - (1 << width) if kind.sign and bits >> width - 1 else bits
@@ -252,7 +252,7 @@ def test_thirty_two_steps_and_a_run_with_a_gap(tmp_path: Path) -> None:
 
 
 def test_tensors_of_several_segments(tmp_path: Path) -> None:
-    """Cut at the same places or not, the whole is the whole: against NumPy over the whole tensor."""
+    """Counts of segments add up to those of the whole tensor, by NumPy."""
     rng = np.random.default_rng(2)
     states = [{"w": torch.from_numpy(rng.normal(0, 0.02, 2 * SEGMENT + 77).astype(np.float32)).bfloat16()}]
     for _ in range(3):
@@ -292,7 +292,7 @@ def test_values_and_ulps_are_torchs(dtype: str) -> None:
 def test_a_history_is_studied_as_its_versions_are(
     tmp_path: Path, trainee: Trainee, codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patches, anchors amid them, a version that is an anchor only, and several segments."""
+    """With patches, anchors between them, a version that is an anchor only, and several segments."""
     monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", ("context", "gap", "raw"))
     rng = np.random.default_rng(0)
     trainee.weights["big"] = torch.from_numpy(rng.normal(0, 0.02, (2, SEGMENT // 2 + 5)).astype(np.float32))
@@ -317,7 +317,7 @@ def test_a_history_is_studied_as_its_versions_are(
 
 
 def test_other_precisions_see_what_visible_says(tmp_path: Path) -> None:
-    """Step by step, against `precision.visible` of the two checkpoints' tensors; a pair that is no step has nothing."""
+    """Step by step, against `precision.visible` of the two checkpoints' tensors; a pair that is no step has none."""
     shapes = {"w": (torch.bfloat16, (40, 7)), "b": (torch.float32, (5,)), "n": (torch.int64, (9,))}
     rng = np.random.default_rng(4)
     states = [
@@ -353,7 +353,7 @@ def test_a_history_of_one_version_is_refused(tmp_path: Path, store: Store) -> No
 
 
 def test_a_history_begins_anew_at_an_anchor(tmp_path: Path, trainee: Trainee) -> None:
-    """Pruned, or damaged: what nothing leads to is left out and told; what follows an anchor is studied."""
+    """Pruned or damaged: versions that nothing leads to are noted and left out; those after an anchor are studied."""
     store = pulse.open_store("memory://")
     paths = {}
     with pulse.Publisher(store, cast="bfloat16", anchor_every=4) as publisher:
@@ -402,7 +402,7 @@ def test_checkpoints_are_numbered_by_their_names(tmp_path: Path) -> None:
         assert "do not give the training steps" in notes[0]
 
 
-def test_what_is_no_series_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_of_different_models_are_refused(tmp_path: Path) -> None:
     one, other = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
     write_checkpoint(one, layout({"a": np.zeros(3), "b": np.zeros(3)}))
     write_checkpoint(other, layout({"a": np.zeros(3)}))

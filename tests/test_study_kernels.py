@@ -1,4 +1,4 @@
-"""The study's kernels against their naive twins, over widths and sizes that do not divide evenly."""
+"""The study's kernels compared with their naive twins, over widths and sizes that do not divide evenly."""
 
 from typing import Any
 

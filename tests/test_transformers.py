@@ -132,7 +132,7 @@ def test_only_the_first_process_publishes() -> None:
 
 
 def test_the_trainers_own_log_takes_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At its logging steps, for every tracker, beside its own entries and not in place of them; counted naively."""
+    """At its logging steps, for every tracker, in addition to its own entries; counts as of a naive count."""
     follower = Follower()
     run = trainer(tmp_path, follower, max_steps=6, logging_steps=2)
     run.add_callback(SparsityCallback(run, path=tmp_path / "sparsity.jsonl"))

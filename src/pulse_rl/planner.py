@@ -5,7 +5,7 @@
 A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
 `docs/plan.md` and the tests compare with its two points). Sizes are bits per change: the entropy of where changes are,
 plus a constant, fitted to measurements (`docs/measurements.md`, "Codecs" and "Trainers"). `docs/plan.md` compares the
-formulas with them, and says what they leave out.
+formulas with them and lists what they leave out.
 """
 
 import math
@@ -32,8 +32,8 @@ class Rates(NamedTuple):
 RATES = {
     # Measured 19.5 to 25.5 bits at densities of 0.14 to 5.5 %, within 0.6 of this.
     "gap": Rates(math.inf, 14.4, 1.34e-10, 9.5e-9),
-    # Measured 5.6 to 6.0 bits per step once a run is under way: given the old exponents, positions cost the same at any
-    # density.
+    # Measured 5.6 to 6.0 bits per step once a run is under way: given the old exponents, positions cost the same
+    # at any density.
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
 LOCO_RATES = Rates(1.9, 27.0, 0.0, 0.0)  # PULSELoCo: 27.4 to 28.9 bits; values are float32 with similar exponents
@@ -88,7 +88,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What `plan` calculated, and from what.
+    """The result of `plan`, and the settings that it is for.
 
     Attributes:
         params: Parameters of the model.

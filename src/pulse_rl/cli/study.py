@@ -64,7 +64,7 @@ def study(
     Counted are changes over 1, 2, 4, … 32 steps; by tensor, kind of layer,
     depth and exponent; how often the same elements change; the size of patches
     and its entropy bound; and what receivers of FP16, FP8 and INT8 see. With a
-    learning rate, theory's predictions of Adam stand beside the counts.
+    learning rate, it compares the counts with theory's predictions of Adam.
     Checkpoints are numbered by the last number in their names (checkpoint-500).
 
     Example: pulse-rl study runs/main -o runs/main/study
@@ -126,7 +126,7 @@ def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] |
 
 
 def _run_notes(target: str) -> list[str]:
-    """What a run does that theory leaves out."""
+    """Notes on parts of a run that theory leaves out."""
     from pulse_rl.rl.config import load
 
     config = load(Path(target))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FEW = 10  # up to so many whole numbers, each has a mark
+FEW = 10  # whole numbers: up to this many, each has a mark
 POINTS = 400  # of a line: no screen shows more, and they are slow to draw
 COLORS = tuple(f"var(--c{n})" for n in range(6))
 RAMP = tuple(f"var(--s{n})" for n in range(6))  # for series that have an order

@@ -6,7 +6,7 @@ libraries that draw them come from `vl-convert-python` (extra `study`) and are w
 page's content security policy forbids every request: opening a page contacts nobody.
 
 A table that is wider than the window scrolls sideways under its first column, which stays. A shadow at its right edge
-and a line below it say so while there is more to see.
+and a line below it show that there are more columns.
 
 Text is hostile: names of tensors, files and workers come from outside. All text passes `escape`, all data `_json`, and
 neither can end its element; a specification takes names as data only, never as fields or expressions.

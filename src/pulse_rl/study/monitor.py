@@ -53,7 +53,7 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Sparsity(msgspec.Struct, frozen=True):
-    """What changed between two looks at the weights; one line of the file.
+    """The changes between two looks at the weights; one line of the file.
 
     Attributes:
         step: The step of this look.
@@ -95,7 +95,7 @@ class Sparsity(msgspec.Struct, frozen=True):
 
 
 class _Counts(NamedTuple):
-    """What was counted of one segment."""
+    """The counts of one segment."""
 
     kind: str
     elements: int

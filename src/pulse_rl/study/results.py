@@ -85,8 +85,8 @@ class KStepSparsity(msgspec.Struct, frozen=True, kw_only=True):
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """Entropies of one step: the fewest bits for its positions and moves under a model, all changes together.
 
-    The frequencies are those of the step itself, and the bits to transmit them are not counted. A *position* says
-    whether an element changed; a *move* is the direction and distance of a change.
+    The frequencies are those of the step itself, and the bits to transmit them are not counted. A *position* is
+    whether an element changed, a *move* the direction and distance of a change.
 
     Attributes:
         positions_uniform: One probability for all elements.

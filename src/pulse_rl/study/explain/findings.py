@@ -91,7 +91,7 @@ def exponents_of(totals: Totals, forecast: Forecast | None) -> tuple[tuple[int, 
 
 
 class _Table(NamedTuple):
-    """What happened at each exponent of one dtype, summed over steps; (E,) where not said otherwise."""
+    """Counts at each exponent of one dtype, summed over steps; (E,) unless noted."""
 
     by_step: Counts  # elements, (steps, E)
     changes: Counts
@@ -110,7 +110,7 @@ class _Theory(NamedTuple):
     """Theory's figures at each exponent, (E,)."""
 
     chances: Reals  # mean over elements of P(change), as Forecast.chances: (3, E)
-    unit_moves: Reals  # sum of the moves if r were 1 for every element: what `_Table.moved` is divided by
+    unit_moves: Reals  # sum of the moves if r were 1 for every element; divides `_Table.moved`
 
 
 def _sum_steps(steps: list[Tally]) -> _Table:
@@ -126,7 +126,7 @@ def _sum_steps(steps: list[Tally]) -> _Table:
 
 
 def _theory(forecast: Forecast | None, stride: int, table: _Table, ulps: Reals | None) -> _Theory | None:
-    """What theory says of a table; None without a learning rate, or for whole numbers."""
+    """Theory's figures for a table; None without a learning rate, or for whole numbers."""
     if forecast is None or ulps is None:
         return None
     present, elements = table.present, table.by_step

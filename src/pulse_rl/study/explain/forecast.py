@@ -1,4 +1,4 @@
-"""What theory predicts for each step of a study."""
+"""Theory's prediction for each step of a study."""
 
 from collections.abc import Mapping
 

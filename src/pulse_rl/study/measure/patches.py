@@ -1,4 +1,4 @@
-"""What is measured of both versions of a step at once: the patch by each codec, and other precisions.
+"""Measurements that need both versions of a step whole: the patch by each codec, and other precisions.
 
 The sweep cannot do this, as it sees one segment of one tensor at a time.
 """

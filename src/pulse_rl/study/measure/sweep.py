@@ -93,7 +93,7 @@ class _Sweep:
         self._elements: dict[int, Counts] = {}  # by version that a step led to: its elements by exponent, (E,)
 
     def advance(self, place: int, bits: UIntArray) -> None:
-        """The next version: compare it with the earlier ones that the timeline names, then drop what has served."""
+        """The next version: compare it with the earlier ones that the timeline names, then drop those that have served."""
         self._held[place] = bits
         self.run.begin(place, bits)
         for k, base in self._timeline.bases[place].items():

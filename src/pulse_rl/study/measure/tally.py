@@ -1,4 +1,4 @@
-"""What is counted of one step: of a segment, a tensor or all tensors of a dtype. Tallies of disjoint elements add up.
+"""The counts of one step: of a segment, a tensor or all tensors of a dtype. Tallies of disjoint elements add up.
 
 A tally stays small however many changes there are: equal moves are counted, not listed.
 """

@@ -1,4 +1,4 @@
-"""Totals of what was counted: by tensor, by kind of layer, by depth and by dtype."""
+"""Totals of the counts: by tensor, by kind of layer, by depth and by dtype."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

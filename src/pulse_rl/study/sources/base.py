@@ -1,4 +1,4 @@
-"""The protocol of a source: it hands out every version of a piece of a tensor.
+"""The protocol of a source, which yields every version of a piece of a tensor.
 
 Reading goes piece by piece and, within a piece, version by version. So each version is read once, and the memory
 needed does not grow with the number of versions.
