@@ -29,7 +29,7 @@ def test_the_least_time_over_the_link(bandwidth: float | None, codec: str) -> No
     assert codec in chooser.reason.split(" against ")[0]
 
 
-def test_what_was_tried_is_kept_and_tried_again() -> None:
+def test_trials_are_kept_and_repeated_later() -> None:
     chooser = Chooser("auto")
     chooser.choose([STRONG, FAST], 0.001, 8e5)
     for _ in range(RETRY):
@@ -44,11 +44,11 @@ def test_what_was_tried_is_kept_and_tried_again() -> None:
     assert len(chooser.codecs(8e5)) == 2
 
 
-def test_a_codec_that_was_asked_for_is_not_chosen() -> None:
+def test_a_requested_codec_needs_no_trial() -> None:
     chooser = Chooser("gap")
     assert [c.name for c in chooser.codecs(1.0)] == ["gap"]
     assert chooser.choose([FAST], 0.001, 1.0) is FAST
-    assert chooser.reason == "codec='gap' was asked for"
+    assert chooser.reason == "codec='gap' was requested"
 
 
 def _steps(count: int) -> list[dict[str, np.ndarray]]:
@@ -63,8 +63,8 @@ def _steps(count: int) -> list[dict[str, np.ndarray]]:
     return states
 
 
-def test_a_publisher_chooses_by_the_link_and_says_why(tmp_path: Path) -> None:
-    """Over a modem every byte counts; over a link without a limit only the work does. The bits are the same."""
+def test_a_publisher_chooses_by_the_link_and_reports_why(tmp_path: Path) -> None:
+    """Over a modem bytes decide; over an unlimited link only the work does. The bits are the same."""
     states = _steps(4)
     slow = pulse.Publisher(tmp_path / "slow", bandwidth="8kbit")
     fast = pulse.Publisher(tmp_path / "fast", bandwidth=1e15)
@@ -106,7 +106,7 @@ def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bandwidth", [0, 0.0, -1.0, float("nan"), "1e6"])
-def test_a_bandwidth_that_makes_no_sense(tmp_path: Path, bandwidth: Any) -> None:
+def test_an_invalid_bandwidth(tmp_path: Path, bandwidth: Any) -> None:
     with pytest.raises(ValueError, match="bandwidth: expected"):
         pulse.Publisher(tmp_path, bandwidth=bandwidth)
     assert not list(tmp_path.iterdir())
@@ -116,8 +116,8 @@ def test_a_bandwidth_that_makes_no_sense(tmp_path: Path, bandwidth: Any) -> None
     assert publisher.bandwidth == 1e6
 
 
-def test_the_first_trial_does_not_count_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time anything is coded is thrown away: as if the strong codec had taken a second then."""
+def test_the_first_trial_does_not_count_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first encoding is discarded: here it takes a second, as if it compiled the kernels."""
     genuine, calls = ContextCodec.encode, 0
 
     def slow_at_first(self: ContextCodec, parts: Any) -> bytes:
