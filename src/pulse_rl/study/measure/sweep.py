@@ -93,7 +93,7 @@ class _Sweep:
         self._elements: dict[int, Counts] = {}  # by version that a step led to: its elements by exponent, (E,)
 
     def advance(self, place: int, bits: UIntArray) -> None:
-        """The next version: compare it with the earlier ones that the timeline names, then drop those that have served."""
+        """The next version: compare it with earlier ones as the timeline says, then drop those no longer needed."""
         self._held[place] = bits
         self.run.begin(place, bits)
         for k, base in self._timeline.bases[place].items():
