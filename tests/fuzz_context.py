@@ -1,12 +1,12 @@
-"""Hostile `context` blocks: the fast decoder against the one written from docs/format.md.
+"""Hostile `context` blocks: the fast decoder compared with the one written from docs/format.md.
 
-`make fuzz` runs this under Atheris, which looks for inputs that reach new lines of the codec and of the naive
-decoder; the tests run the same `check` on what Hypothesis makes up. libFuzzer's options can be given:
+`make fuzz` runs this under Atheris, which searches for inputs that reach new lines of the codec and of the naive
+decoder; the tests run the same `check` on Hypothesis' inputs. It accepts libFuzzer's options:
 
     make fuzz ARGS="-max_total_time=3600"
 
-An input is a few choices and then bytes: the block itself, edits of one that the encoder wrote, the stream of one
-of its segments, or edits of the numbers in its head. The last two reach what a bad head would hide.
+An input is a few choices and then bytes: the block itself, edits of one that the encoder wrote, the stream of one of
+its segments, or edits of the numbers in its head. The last two reach code that a broken head would hide.
 """
 
 import importlib
@@ -32,11 +32,11 @@ Decoded = list[tuple[list[int], list[int]]]  # for each segment the indices and 
 
 
 class Block(NamedTuple):
-    """A block as its reader meets it, and the old bits."""
+    """A block as a reader gets it, and the old bits."""
 
     payload: bytes
     specs: list[SegmentSpec]
-    old: list[Any]  # arrays, one a segment
+    old: list[Any]  # one array per segment
 
 
 class Segment(NamedTuple):
@@ -60,7 +60,7 @@ def encoded(segments: Sequence[Segment]) -> Block:
 
 
 def decode(block: Block) -> Decoded:
-    """What the library reads. Raises FormatError."""
+    """The library's result. Raises FormatError."""
     decoded, at = [], 0
     for piece in CODEC.open(memoryview(block.payload), block.specs):
         reads = [lambda old=old: old for old in block.old[at : at + piece.segments]]
@@ -70,7 +70,7 @@ def decode(block: Block) -> Decoded:
 
 
 def decode_naively(block: Block) -> Decoded:
-    """What the document says. Raises reference_context.Refused."""
+    """The document's result. Raises reference_context.Refused."""
     segments = [
         reference_context.Segment(spec.dtype, spec.itemsize, spec.stride, spec.phase, spec.changed, old.tolist())
         for spec, old in zip(block.specs, block.old, strict=True)
@@ -79,7 +79,7 @@ def decode_naively(block: Block) -> Decoded:
 
 
 def check(block: Block) -> bool:
-    """Assert that both decoders refuse, or both give the same sound changes; whether they did."""
+    """Assert that both decoders refuse, or that both give the same valid changes. Returns whether they gave any."""
     expected: Decoded | None
     try:
         expected = decode_naively(block)
@@ -123,7 +123,7 @@ BLOCKS = [
 
 
 def _edited(data: bytes, edits: bytes) -> bytes:
-    """Bytes set (position u16, value u8) in a copy; one past the end makes it longer, at 0xFFFF it ends there."""
+    """A copy with bytes set (position u16, value u8); a position past the end appends, position 0xFFFF truncates."""
     result = bytearray(data)
     for position, value in struct.iter_unpack("<HB", edits[: len(edits) // 3 * 3]):
         if position == 0xFFFF:
@@ -163,7 +163,7 @@ def _rebuilt(block: Block, chosen: int, edits: bytes, stream: bytes | None) -> B
 
 
 def block_of(data: bytes) -> Block:
-    """The block that an input stands for."""
+    """The block that an input encodes."""
     kind, which, chosen, *_ = data.ljust(3, b"\0")
     block, rest = BLOCKS[which % len(BLOCKS)], data[3:]
     if kind % 4 == 0:
@@ -177,7 +177,7 @@ def block_of(data: bytes) -> Block:
 
 def main() -> None:
     atheris: Any = importlib.import_module("atheris")
-    # The kernels are compiled and show no coverage; the naive decoder takes the same ways in plain Python.
+    # Compiled kernels show no coverage; the naive decoder takes the same branches in plain Python.
     for module in (reference_context, context_codec, model):
         for thing in vars(module).values():
             for function in vars(thing).values() if inspect.isclass(thing) else [thing]:

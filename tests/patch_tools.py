@@ -1,4 +1,4 @@
-"""What several tests of the patch layer need: bytes of weights, random weights, patches taken apart and resealed.
+"""Helpers of several tests of patches: the bytes of weights, random weights, patches taken apart and resealed.
 
 Taking apart and resealing are written against docs/format.md, not with the library's own reader and writer, so that a
 slip in those shows.
@@ -48,7 +48,7 @@ def from_bytes(kind: str, dtype: str, shape: tuple[int, ...], data: bytes) -> An
 
 
 def random_tensor(kind: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Random bits: NaNs of every payload, infinities, subnormals and both zeros among them."""
+    """Random bits, also NaNs of every payload, infinities, subnormals and both zeros."""
     data = rng.integers(0, 2 if dtype == "bool" else 256, int(np.prod(shape)) * DTYPES[dtype][1], np.uint8)
     return from_bytes(kind, dtype, shape, data.tobytes())
 
@@ -83,7 +83,7 @@ def take_apart(patch: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
 
 
 def seal(metadata: Mapping[str, Any], streams: Mapping[str, bytes]) -> bytes:
-    """A patch of this metadata and these streams, with the hash that belongs to them."""
+    """A patch of this metadata and these streams, with a hash that matches."""
     lines = "".join(f"{key}={value}\n" for key, value in sorted(metadata.items()) if key != "blake3")
     data = b"".join(streams.values())
     header: dict[str, Any] = {"__metadata__": {**metadata, "blake3": blake3(lines.encode() + data).hexdigest()}}

@@ -105,6 +105,14 @@ def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
     assert taken_up.history.head().patch.codec == "context"  # type: ignore[union-attr]
 
 
+def test_a_bandwidth_is_bits_per_second_or_text_with_a_unit(tmp_path: Path) -> None:
+    publisher = pulse.Publisher(tmp_path, bandwidth="10Mbit")
+    assert publisher.bandwidth == 1e7
+    for given, bits in (("200 Mbit/s", 2e8), ("25MB", 2e8), (3e6, 3e6), (None, None)):
+        publisher.bandwidth = given
+        assert publisher.bandwidth == bits
+
+
 @pytest.mark.parametrize("bandwidth", [0, 0.0, -1.0, float("nan"), "1e6"])
 def test_an_invalid_bandwidth(tmp_path: Path, bandwidth: Any) -> None:
     with pytest.raises(ValueError, match="bandwidth: expected"):

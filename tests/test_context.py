@@ -1,5 +1,4 @@
-"""The context codec: what was encoded, and what is hostile, against the fast decoder and the one written from
-docs/format.md."""
+"""The context codec: encoded and hostile blocks, by the fast decoder and by the one written from docs/format.md."""
 
 import struct
 import threading
@@ -39,14 +38,14 @@ STEPS = st.sampled_from(["ulp", "negated", "bits"])
 
 
 def old_bits(dtype: str, size: int, how: str, rng: np.random.Generator) -> Any:
-    """Elements like weights (in dtypes of two bytes), any bits, or what stands at the ends of the value order."""
+    """Elements like weights (in dtypes of two bytes), any bits, or the ends of the value order."""
     kind, bits = UINTS[ITEMSIZES[dtype]], 8 * ITEMSIZES[dtype]
     if how == "weights" and dtype == "BF16":
         return (rng.normal(0, 0.02, size).astype("<f4").view("<u4") >> 16).astype(kind)
     if how == "weights" and dtype == "F16":
         return rng.normal(0, 0.02, size).astype("<f2").view(kind)
     if how == "specials":
-        # ±0, the least and the largest subnormal or so, ±infinity and NaNs with payloads, the ends of integers
+        # ±0, subnormals, ±infinity, NaNs with payloads, the largest and smallest integers
         top, whole = 1 << (bits - 1), (1 << bits) - 1
         infinity = field(dtype).mask >> field(dtype).shift << field(dtype).shift
         specials = [0, 1, 2, top - 1, top, top + 1, whole - 1, whole, infinity, infinity | 1, infinity | top]
@@ -55,7 +54,7 @@ def old_bits(dtype: str, size: int, how: str, rng: np.random.Generator) -> Any:
 
 
 def stepped(old: Any, density: float, how: str, rng: np.random.Generator) -> Any:
-    """A copy in which about so many elements moved: by a few steps, to the other sign, or anywhere."""
+    """A copy in which this share of the elements moved: by a few steps, to the other sign, or anywhere."""
     new = old.copy()
     where = rng.random(len(old)) < density
     one = old.dtype.type(1)
@@ -96,7 +95,7 @@ def test_both_decoders_give_what_was_encoded(listed: list[Segment]) -> None:
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_every_dtype(dtype: str) -> None:
-    """Two segments, so that the second model is told as a difference; every pair of special values among the moves."""
+    """Two segments, so that the second model is sent as a difference; moves between all pairs of special values."""
     rng = np.random.default_rng(1)
     specials = np.unique(old_bits(dtype, 300, "specials", rng))
     old, new = (grid.reshape(-1).copy() for grid in np.meshgrid(specials, specials))
@@ -112,8 +111,8 @@ def test_a_block_in_which_nothing_changes() -> None:
     assert decode(block) == decode_naively(block) == [([], []), ([], [])]
 
 
-def test_a_segment_that_nothing_compresses_is_told_whole() -> None:
-    """Random bits in place of random bits: the stream is the new elements themselves, beside a coded neighbour."""
+def test_an_incompressible_segment_is_plain() -> None:
+    """Random bits replace random bits: the stream is the new elements themselves; another segment is coded."""
     rng = np.random.default_rng(2)
     noise = Segment("BF16", old_bits("BF16", 5000, "bits", rng), old_bits("BF16", 5000, "bits", rng), 50)
     calm = old_bits("BF16", 5000, "weights", rng)
@@ -122,11 +121,11 @@ def test_a_segment_that_nothing_compresses_is_told_whole() -> None:
     assert noise.new.tobytes() in block.payload
     assert decode(block) == decode_naively(block) == expected_of(listed)
     broken = block.payload.replace(noise.new.tobytes(), noise.old.tobytes())
-    assert not check(block._replace(payload=broken))  # no longer as many changes as the index says
+    assert not check(block._replace(payload=broken))  # fewer changes than the index announces
 
 
 def test_a_segment_is_decoded_without_the_others() -> None:
-    """Its own stream and old bits are enough: the other streams are garbage, the other old bits not to be read."""
+    """Its own stream and old bits are enough: the other streams are garbage, the other old bits are not read."""
     rng = np.random.default_rng(3)
     listed = []
     for size in (900, 5, 700, 300):
@@ -153,7 +152,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
 
 
 def large() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows that no segment holds whole, rows that segments cut (phase 576), 0-dim, empty and short tensors."""
+    """Rows longer than a segment, rows across segments (phase 576), 0-dim, empty and short tensors."""
     rng = np.random.default_rng(4)
     old: dict[str, Any] = {
         "a": torch.from_numpy(rng.normal(0, 0.02, (2, (1 << 20) + 7)).astype("f4")).bfloat16(),
@@ -181,7 +180,7 @@ def apply_to_copy(old: dict[str, Any], patch: bytes) -> dict[str, bytes]:
 
 
 def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one block and in many: the naive decoder's changes, scattered, against the target; apply likewise."""
+    """In one block and in several: the naive decoder's changes and `apply` both lead to the target."""
     old, new = large()
     for block_nbytes, blocks in ((CODEC.block_nbytes, 1), (10_000, 4)):
         monkeypatch.setattr(ContextCodec, "block_nbytes", block_nbytes)
@@ -232,7 +231,7 @@ def test_the_number_of_threads_does_not_matter(threads: Any) -> None:
 @settings(max_examples=40)
 @given(segments(st.sampled_from(["BF16", "F32", "U8", "F64"])), st.integers(1, 40))
 def test_auto_is_never_worse_than_gap(segment: Segment, times: int) -> None:
-    """Bytes of a whole patch; and `context` alone takes no more than the weights and a byte for each number told."""
+    """By the bytes of a patch; `context` alone takes at most the weights and a byte for each number of the head."""
     numpy_dtype = {"BF16": "<u2", "F32": "<f4", "U8": "u1", "F64": "<f8"}[segment.dtype]
     old, new = ({"w": np.tile(bits, times).view(numpy_dtype)} for bits in (segment.old, segment.new))
     auto, gap, context_alone = (pulse.diff(old, new, codec=codec) for codec in ("auto", "gap", "context"))
@@ -251,7 +250,7 @@ def drifted_patch(count: int = 4, *, size: int = 300) -> tuple[dict[str, Any], d
 
 
 def test_another_base_is_refused_and_left_alone() -> None:
-    """By the base digest; and where that is forged, by the target's or because the stream makes no sense there."""
+    """By the base digest; if that is forged, by the target digest or because the stream is broken there."""
     old, _, patch = drifted_patch(1)
     old["t0"].view(torch.int16)[5, 7] ^= 0x4000
     before = snapshot(old)
@@ -266,7 +265,7 @@ def test_another_base_is_refused_and_left_alone() -> None:
 
 @pytest.mark.parametrize("keep", [0, 32 << 20])
 def test_an_interrupted_write_ends_in_the_target(keep: int, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scatter that writes half of a segment and raises: decoding again would find new bits where old ones were."""
+    """A scatter that writes half of a segment and raises: decoding again would read new bits instead of old ones."""
     threads(1)
     monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, patch = drifted_patch()
@@ -288,7 +287,7 @@ def test_an_interrupted_write_ends_in_the_target(keep: int, threads: Any, monkey
 
 
 def test_an_interruption_while_other_threads_write(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repeated write must not meet a segment that a thread is still writing, whichever of them ends first."""
+    """The repeated write waits for every thread of the first one, whichever of them ends first."""
     threads(3)
     old, new, patch = drifted_patch()
     genuine, begun = HostBits.scatter, threading.Event()
@@ -312,7 +311,7 @@ def test_an_interruption_while_other_threads_write(threads: Any, monkeypatch: py
 
 @pytest.mark.parametrize("keep", [0, 32 << 20])
 def test_two_names_of_one_memory(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch that holds them apart gives both the same changes: the second is not decoded against new bits."""
+    """A patch that treats them as two has the same changes for both: the second is not decoded against new bits."""
     monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, _ = drifted_patch(1)
     apart = {"a": old["t0"], "b": old["t0"].clone()}
@@ -323,10 +322,10 @@ def test_two_names_of_one_memory(keep: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("codec", ["context", "gap"])
-def test_an_interruption_of_whoever_waits_for_the_threads(
+def test_an_interruption_of_the_thread_that_waits_for_the_others(
     codec: Any, threads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C comes to the main thread, while others write: nothing of the first write goes on beside the second."""
+    """Ctrl-C interrupts the main thread while others write: the first write ends before the second begins."""
     threads(2)
     old, new, _ = drifted_patch()
     patch = pulse.diff(old, new, codec=codec)
@@ -372,7 +371,7 @@ OVERLAPS: dict[str, Callable[[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("codec", ["context", "gap"])
 @pytest.mark.parametrize("kind", OVERLAPS)
 def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of one memory end in the target; where the patch contradicts itself, they are as they were."""
+    """Overlapping slices end in the target; if the patch contradicts itself, they stay as they were."""
     monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", 0)
     rng = np.random.default_rng(0)
     before = rng.normal(0, 0.02, 40_000).astype(np.float16)
@@ -399,7 +398,7 @@ def test_tensors_that_overlap_in_part(kind: str, codec: Any, monkeypatch: pytest
 
 
 def test_many_segments_are_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is learned of a segment takes memory: a block holds so many and no more."""
+    """The statistics of a segment take memory: the number of segments in a block is limited."""
     monkeypatch.setattr("pulse_rl.patch.encode.BLOCK_SEGMENTS", 10)
     old = {f"t{i:02d}": np.zeros(5, np.uint16) for i in range(35)}
     new = {name: tensor + 1 for name, tensor in old.items()}
@@ -419,12 +418,12 @@ def test_many_segments_are_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @example(2, 0, 0, b"\xff" * 200)  # a code above every width: 0s, and the largest raw bits
 @example(2, 0, 0, b"")  # 1s for ever
 def test_hostile_blocks(kind: int, which: int, chosen: int, data: bytes) -> None:
-    """Raw bytes, edits, extensions, cuts, streams and head numbers: both decoders agree, and refuse or are sound."""
+    """Raw bytes, edits, extensions, cuts, streams and head numbers: both decoders agree, and refuse or are correct."""
     check(block_of(bytes([kind, which, chosen]) + data))
 
 
 def test_a_change_just_past_the_end() -> None:
-    """A sound block of 5000 elements, read as one of 4999: the cold change of the last element is out of range."""
+    """A valid block of 5000 elements, read as one of 4999: the cold change of the last element is out of range."""
     old = np.zeros(5000, np.uint16)
     new = old.copy()
     new[-1] = 1
@@ -436,7 +435,7 @@ def test_a_change_just_past_the_end() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_hostile_patches_never_touch_the_weights(data: st.DataObject) -> None:
-    """A payload changed anywhere, under a hash that fits: refused, or applied to the very target."""
+    """A payload changed anywhere, with a hash that matches: refused, or applied with exactly the target's bits."""
     old, new, patch = drifted_patch(2, size=20)
     metadata, streams = take_apart(patch)
     payload = bytearray(streams["payload"])
@@ -454,7 +453,7 @@ def test_hostile_patches_never_touch_the_weights(data: st.DataObject) -> None:
 @pytest.mark.parametrize("stream", [b"", b"\xff" * 4000, bytes(range(1, 256)) * 8])
 @pytest.mark.parametrize("dtype", ["BF16", "U8", "F64"])
 def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: bytes) -> None:
-    """Every element said to change, after a short head: at most 64 bytes an element, and seconds."""
+    """A short head announces that every element changes: at most 64 bytes per element, and seconds."""
     size = 1 << 20
     kinds = [*model.kinds(field(dtype)), model.MEAN, model.CLASS, model.LENGTH]
     numbers = np.zeros(len(kinds), np.int64)

@@ -1,4 +1,4 @@
-"""The kernels of the context codec, each against its naive twin; the range coder against exact arithmetic."""
+"""The kernels of the context codec, each compared with its naive twin; the range coder with exact arithmetic."""
 
 import numpy as np
 import pytest
@@ -16,11 +16,11 @@ from pulse_rl.kernels.reference import context as reference
 
 
 class Fraction:
-    """An encoder that keeps every bit of the fraction in one Python integer, so that nothing is ever carried."""
+    """An encoder that keeps every bit of the fraction in one Python integer, so that it never carries."""
 
     def __init__(self) -> None:
         self.low, self.width, self.words = 0, (1 << 64) - 1, 0
-        self.ripple = 0  # most bytes of 0xFF that one addition turned to 0
+        self.ripple = 0  # the most bytes of 0xFF that one addition turned to 0
         self.states: dict[tuple[int, str, int], reference.Context] = {}
 
     def _narrow(self, start: int, width: int) -> None:
@@ -71,7 +71,7 @@ def fraction_of(numbers: list[int], kinds: list[int]) -> tuple[bytes, int]:
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 40).flatmap(lambda k: st.integers(0, 2**k)), st.integers(0, 10)), max_size=60))
 def test_numbers_equal_their_twins(pairs: list[tuple[int, int]]) -> None:
-    """The fast encoder against exact arithmetic, the fast decoder and the naive one against the numbers."""
+    """The fast encoder gives the bytes of exact arithmetic; the fast and the naive decoder give the numbers."""
     numbers, kinds = [n for n, _ in pairs], [k for _, k in pairs]
     coded = rangecoder.encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
     assert coded == fraction_of(numbers, kinds)[0]
@@ -83,8 +83,8 @@ def test_numbers_equal_their_twins(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_carries_ripple_through_bytes_already_written() -> None:
-    """Decoding 61 00 … 00 01 gives numbers whose range stays around 61 00 … for long: its low end is 60 FF FF …,
-    until it passes that point and the carry runs through all of them. Against exact arithmetic."""
+    """Numbers decoded from 61 00 … 00 01 keep the range around 61 00 … for long: its low end is 60 FF FF … until it
+    passes that point, and the carry runs through all of these bytes. Compared with exact arithmetic."""
     kinds = np.zeros(60, np.uint8)
     longest = 0
     for first in range(1, 256):
@@ -160,7 +160,7 @@ def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: floa
 @settings(max_examples=150)
 @given(segments())
 def test_moves_equal_their_twins(segment: Segment) -> None:
-    """Exponent, direction and size of every move; and moving the old bits back gives the new."""
+    """Exponent, direction and size of every move; applying the moves to the old bits gives the new ones."""
     dtype, bits, kind = segment.dtype, 8 * segment.old.itemsize, field(segment.dtype)
     where = np.flatnonzero(segment.old != segment.new).astype(np.uint32)
     old, new = segment.old[where], segment.new[where]
@@ -188,6 +188,6 @@ def test_merge_equals_sorting(first: set[int], second: set[int]) -> None:
 
 @pytest.mark.parametrize("odds", [-64, -63, -1, 0, 1, 2, 3, 63, 64])
 def test_probabilities(odds: int) -> None:
-    """The table against the document's formula and against floating point."""
+    """The table agrees with the document's formula and with floating point."""
     assert int(model.PROBABILITIES[odds + model.ODDS]) == reference.probability(odds)
     assert reference.probability(odds) == pytest.approx(2**32 / (1 + 2 ** (-odds / 4)), rel=1e-9, abs=1)

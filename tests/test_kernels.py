@@ -27,7 +27,7 @@ def with_changes(old: Any, density: float, seed: int) -> Any:
     rng = np.random.default_rng(seed)
     new = old.copy()
     where = rng.random(len(old)) < density
-    # One bit of each changed element, the highest and the lowest among them: no lane may ignore a bit.
+    # One bit of each changed element, also the highest and the lowest: no lane may ignore a bit.
     new[where] ^= (np.uint64(1) << rng.integers(0, 8 * old.itemsize, where.sum()).astype(np.uint64)).astype(old.dtype)
     return new
 
@@ -63,8 +63,8 @@ def test_find_changes_reads_arrays_at_odd_addresses(width: int, n: int) -> None:
     assert found.values.tolist() == expected.values.tolist() == new[old != new].tolist()
 
 
-def test_find_changes_results_outlive_the_scratch() -> None:
-    """The scratch of a thread is reused: results of one call stay as they were after the next."""
+def test_find_changes_results_outlive_the_scratch_memory() -> None:
+    """A thread reuses its scratch memory: the next call does not change the results of this one."""
     old = np.zeros(300, np.uint16)
     first = find_changes(old, np.arange(300, dtype=np.uint16))
     kept = first.indices.tolist(), first.values.tolist()
@@ -118,7 +118,7 @@ def test_digest_range_equals_its_twin(width: int, n: int, root: int, start: int,
 @settings(deadline=None, max_examples=100)
 @given(WIDTHS, SIZES, DENSITIES, WORDS64, SEEDS)
 def test_a_digest_moves_by_its_changes_alone(width: int, n: int, density: float, root: int, seed: int) -> None:
-    """digest(new) = digest(old) + terms of the new bits − terms of the old bits, at the changes."""
+    """digest(new) = digest(old) + the terms of the new bits − those of the old bits, at the changes."""
     old = random_bits(width, n, seed)
     new = with_changes(old, density, seed + 1)
     indices, values = find_changes(old, new)
@@ -155,7 +155,7 @@ def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
     st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20]),
 )
 def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], k: int, n: int) -> None:
-    """Hostile words: the same verdict as the twin, the same indices, and none of them out of range."""
+    """Hostile words: the same result as the twin, the same indices, and none of them out of range."""
     words = np.array(stream, np.uint16)
     indices, naive = np.zeros(k, np.uint32), np.zeros(k, np.uint32)
     used = cpu.gap_decode(words, n, indices)
@@ -164,7 +164,7 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], k: int, n: i
     if used >= 0:
         assert all(index < n for index in indices)
         again = np.zeros(3 * k, np.uint16)
-        assert again[: cpu.gap_encode(indices, again)].tolist() == stream[:used]  # one way to write a gap
+        assert again[: cpu.gap_encode(indices, again)].tolist() == stream[:used]  # a gap has one form
 
 
 @settings(deadline=None, max_examples=200)

@@ -99,7 +99,7 @@ def test_send_plus_residual_is_s(n: int, seed: int, gate: str, value_dtype: str)
     sent[found.indices] = values = rounded(found.values, value_dtype)
     loco.keep(shared, live, residual, found.indices, values)
     whole = sent + residual
-    # A zero that is kept has the sign that s had; added to a sent +0 it would lose it, so zeros are compared as such.
+    # A zero that is kept has the sign of s, and loses it when added to a sent +0: zeros are compared without sign.
     assert np.where(s == 0, np.float32(0), s).tobytes() == np.where(whole == 0, np.float32(0), whole).tobytes()
     if value_dtype == "float32":
         assert ((sent == 0) | (residual == 0)).all()

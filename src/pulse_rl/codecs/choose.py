@@ -79,7 +79,7 @@ class Chooser:
         self._trials: list[Trial] = []
         self._density = 0.0  # of the patch that they were made on
         self._since = 0  # patches chosen for since then
-        self.reason = f"codec={name!r} was asked for"
+        self.reason = f"codec={name!r} was requested"
 
     @property
     def untried(self) -> bool:

@@ -1,8 +1,8 @@
 """The naive twin of the `context` codec's decoder: plain Python over integers, written from docs/format.md alone.
 
-One class or function for each heading of that page. It decodes a whole block from its payload, what the patch's
-index and table say of its segments, and the old bits. Only the tests run it; a reader in another language can be
-checked against it.
+One class or function for each heading of that page. It decodes a block from its payload, the segments as the patch's
+index and table describe them, and the old bits. Only tests run it; a reader in another language can be compared with
+it.
 """
 
 import struct
@@ -18,14 +18,14 @@ SIGNED = {"I8", "I16", "I32", "I64"}
 
 
 class Refused(ValueError):
-    """The payload breaks a rule of the page."""
+    """The payload violates a rule of the page."""
 
 
 class Segment(NamedTuple):
-    """What a reader knows of a segment before it reads the block."""
+    """What a reader knows about a segment before it reads the block."""
 
     dtype: str  # as safetensors spells it
-    width: int  # bytes an element
+    width: int  # bytes per element
     row: int  # elements
     phase: int  # elements
     changed: int
@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
 
 def exponents_of(dtype: str, bits: int) -> int:
-    """How many exponents a dtype of so many bits has."""
+    """The number of exponents of a dtype of this many bits."""
     return 1 << (bits - 1 - MANTISSAS[dtype]) if dtype in MANTISSAS else 1
 
 
@@ -42,7 +42,7 @@ def exponent(dtype: str, bits: int, element: int) -> int:
 
 
 def order(dtype: str, bits: int, element: int) -> int:
-    """o(bits): neighbouring values have neighbouring numbers."""
+    """o(bits): neighbouring values get neighbouring numbers."""
     highest = 1 << (bits - 1)
     if dtype in MANTISSAS:
         return 2 * highest - 1 - element if element & highest else element | highest
@@ -122,7 +122,7 @@ class Reader:
         return value
 
     def ones(self, contexts: Callable[[int], Context], limit: int, what: str) -> int:
-        """How many 1s stand before a 0, at most `limit`; `contexts(j)` is the context of the j-th bit."""
+        """The number of 1s before a 0, at most `limit`; `contexts(j)` is the context of the j-th bit."""
         count = 0
         while self.bit(contexts(count)):
             count += 1
@@ -150,7 +150,7 @@ class Head:
         return -(v + 1) // 2 if v % 2 else v // 2
 
     def columns(self, kind: int, rows: int, columns: int, first: list[list[int]] | None) -> list[list[int]]:
-        """A table's columns: each entry less the one above it, in a second model less the first model's as well."""
+        """A table's columns: each entry minus the one above it, in a second model also minus the first model's."""
         table = []
         for c in range(columns):
             above, column = 0, []
@@ -168,7 +168,7 @@ def odds(q: int) -> int:
 
 
 class Model(NamedTuple):
-    """What a segment starts from: the threshold and the odds, of a table a list for each column."""
+    """The statistics that a segment starts from: the threshold and the odds, by table and column."""
 
     threshold: int
     levels: list[int]
@@ -194,7 +194,7 @@ def read_model(head: Head, exponents: int, first: Model | None) -> Model:
 
 
 class Contexts(dict[tuple[str, int, int], Context]):
-    """A segment's contexts by table, row and column: each made from the model's odds when it is first met."""
+    """A segment's contexts by table, row and column; each is made from the model's odds on first use."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -211,7 +211,7 @@ class Contexts(dict[tuple[str, int, int], Context]):
 def decode_block(payload: bytes, segments: Sequence[Segment]) -> list[tuple[list[int], list[int]]]:
     """A block's changes: for each segment the indices, ascending, and the new bits at them.
 
-    Raises Refused where the page says that a reader refuses.
+    Raises Refused for whatever a reader must refuse.
     """
     if len(payload) < 4:
         raise Refused(f"block: expected at least 4 bytes, found {len(payload)}")
@@ -225,17 +225,17 @@ def decode_block(payload: bytes, segments: Sequence[Segment]) -> list[tuple[list
     for dtype in dict.fromkeys(segments[s].dtype for s in changing):
         group = [s for s in changing if segments[s].dtype == dtype]
         exponents = exponents_of(dtype, 8 * segments[group[0]].width)
-        told: list[Model] = []
+        group_models: list[Model] = []
         for _ in range(min(2, len(group))):
-            told.append(read_model(head, exponents, told[0] if told else None))
+            group_models.append(read_model(head, exponents, group_models[0] if group_models else None))
         mean = head.number(10)
         for s in group:
             full = len(segments[s].old) * segments[s].width
             choice = head.number(8)
-            if choice > len(told):
-                raise Refused(f"class: expected at most {len(told)}, found {choice}")
-            if choice < len(told):
-                models[s] = told[choice]
+            if choice > len(group_models):
+                raise Refused(f"class: expected at most {len(group_models)}, found {choice}")
+            if choice < len(group_models):
+                models[s] = group_models[choice]
                 lengths[s] = head.signed(9) + segments[s].changed * mean // 256
             else:
                 head.number(9)
@@ -286,7 +286,7 @@ class Stream:
         return len(self.changes) == self.segment.changed
 
     def decode_hot(self) -> bool:
-        """Whether that were all changes."""
+        """Whether these were all changes."""
         dtype, row = self.segment.dtype, self.segment.row
         activity = self.model.tables["activity"][0]
         found = expected = 0
@@ -309,7 +309,7 @@ class Stream:
         return False
 
     def direction(self, column: int) -> bool:
-        """Whether the change at this column of the row goes up; the column and the row learn from it."""
+        """Whether the change in this column goes up; the column and the row learn it."""
         lean, of_column = self.lean, self.leans.get(column, 0)
         g, h = grade(of_column), grade(lean)
         if g == 0:
