@@ -180,7 +180,11 @@ class History:
         return [self.read(sequence) for sequence in self.sequences()]
 
     def sequences(self) -> list[int]:
-        """The sequence numbers of all versions, ascending. Gaps are possible before `first` only."""
+        """List the sequence numbers of all versions.
+
+        Returns:
+            The numbers, ascending; there may be gaps before `first`, and none after it.
+        """
         try:
             found = (manifest_sequence(info.name) for info in self.store.list("manifests"))
             return [sequence for sequence in found if sequence is not None]
@@ -188,7 +192,10 @@ class History:
             return list(self._probed())
 
     def first(self) -> int:
-        """The sequence number from which on there is no gap; 0 unless the history was pruned.
+        """Find where the history begins, as the last pruning left it.
+
+        Returns:
+            The sequence number from which on there is no gap; 0 if the history was never pruned.
 
         Raises:
             IntegrityError: If the object that says so, `first.json`, is damaged.
@@ -201,7 +208,11 @@ class History:
             return decode_json(data, Count, f"{FIRST} in {self.store.url} is not a sequence number")
 
     def end(self) -> tuple[int, Manifest | None]:
-        """The sequence number of the next version, and the newest manifest that can be read; None without one."""
+        """Find where the history ends, even where its newest manifests are damaged.
+
+        Returns:
+            The sequence number of the next version, and the newest manifest that can be read; None without one.
+        """
         sequences = self.sequences()
         for sequence in reversed(sequences):
             with suppress(IntegrityError, VersionNotFoundError):
@@ -213,6 +224,9 @@ class History:
 
         Args:
             sequence: Its sequence number.
+
+        Returns:
+            The manifest.
 
         Raises:
             VersionNotFoundError: If there is none of that number, or no longer.
@@ -230,6 +244,9 @@ class History:
 
     def trail(self, manifest: Manifest) -> Trail | None:
         """Read the trail of a version: which patches lead to it and to those before it.
+
+        Args:
+            manifest: The manifest of the version.
 
         Returns:
             The trail; None for a version without one.
@@ -256,6 +273,9 @@ class History:
 
     def commit(self, manifest: Manifest) -> None:
         """Make a version visible, all at once. Its objects must be in the store already.
+
+        Args:
+            manifest: The manifest of the version, with the sequence number that comes next.
 
         Raises:
             StoreError: If another publisher has committed a version of this sequence number, or a later one and

@@ -79,7 +79,11 @@ class Trail(msgspec.Struct, frozen=True):
     patches: tuple[_Patch, ...] = ()
 
     def links(self) -> list[PatchLink]:
-        """The patches, in the order of the versions that they lead to."""
+        """List the patches.
+
+        Returns:
+            The patches, in the order of the versions that they lead to.
+        """
         return [
             PatchLink(
                 ObjectRef(patch_name(p.target, p.token), p.nbytes, p.blake3),
@@ -90,7 +94,15 @@ class Trail(msgspec.Struct, frozen=True):
         ]
 
     def extended(self, sequence: int, links: Iterable[PatchLink]) -> "Trail":
-        """This trail up to a later version, with more patches, without those that are now out of reach."""
+        """Extend this trail to a later version.
+
+        Args:
+            sequence: The sequence number of that version.
+            links: The patches made since.
+
+        Returns:
+            A trail with these patches and those of this one that are still within reach.
+        """
         new = (
             _Patch(a.base, a.to.sequence, a.to.version, a.to.digest, _token(a.ref.name), a.ref.nbytes, a.ref.blake3)
             for a in links
@@ -99,7 +111,11 @@ class Trail(msgspec.Struct, frozen=True):
         return Trail(sequence, tuple(within))
 
     def encode(self) -> bytes:
-        """The bytes of its object: JSON, compressed by zstd."""
+        """Encode this trail.
+
+        Returns:
+            The bytes of its object: JSON, compressed by zstd.
+        """
         return zstandard.ZstdCompressor(level=9).compress(msgspec.json.encode(self))
 
 

@@ -59,6 +59,12 @@ class Store(Protocol):
     def get(self, name: str) -> memoryview:
         """Read a whole object.
 
+        Args:
+            name: The object.
+
+        Returns:
+            Its bytes.
+
         Raises:
             ObjectNotFoundError: If it does not exist.
             StoreError: If it cannot be read.
@@ -67,13 +73,26 @@ class Store(Protocol):
     def stream(self, name: str) -> Iterator[memoryview]:
         """Read a whole object in parts of a few MB.
 
+        Args:
+            name: The object.
+
+        Returns:
+            Its parts, in order.
+
         Raises:
             ObjectNotFoundError: If it does not exist, at the first part.
             StoreError: If it cannot be read.
         """
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        """List the objects whose names begin with prefix + "/" and are greater than `after`, sorted by name.
+        """List the objects of a folder.
+
+        Args:
+            prefix: The folder: names begin with it and "/".
+            after: Only names greater than this one. By default all.
+
+        Returns:
+            Name, size and time of each object, sorted by name.
 
         Raises:
             CannotListError: If the store has no listing; a history can be read without one.
@@ -82,6 +101,9 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Delete an object, if it exists.
+
+        Args:
+            name: The object.
 
         Raises:
             StoreError: If it cannot be deleted.
