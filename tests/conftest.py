@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Fixtures of several test modules."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +16,19 @@ from pulse_rl.store.objects import open_store
 if TYPE_CHECKING:
     from loco_ranks import Ranks
 
-# Times mean nothing on a shared machine; CI tries the same examples every time.
+# No deadline: times vary on a shared machine. CI tries the same examples every time.
 hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("pulse-rl")
+
+
+def pytest_configure() -> None:
+    """Drop compiled kernels that are older than any kernel's source: Numba compares each with its own file only, and
+    they call each other across files."""
+    room = Path(__file__).parent.parent / "src/pulse_rl/kernels/cpu"
+    newest = max(file.stat().st_mtime for file in room.glob("*.py"))
+    for index in (room / "__pycache__").glob("*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -28,7 +38,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 class Trainee:
-    """FP32 masters that drift like an RL run's: most steps leave most BF16 bits as they were."""
+    """FP32 masters that move like an RL run's: most steps leave most BF16 bits unchanged."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -47,7 +57,7 @@ class Trainee:
         return self.weights
 
     def empty(self) -> dict[str, torch.Tensor]:
-        """Weights of the published dtypes, with nothing in them."""
+        """Weights of the published dtypes, all zero."""
         return {n: torch.zeros_like(w.bfloat16() if w.is_floating_point() else w) for n, w in self.weights.items()}
 
 

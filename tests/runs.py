@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model through the command line, in processes of their own."""
+"""Whole runs of a tiny model from the command line, each in a new process."""
 
 import json
 import os

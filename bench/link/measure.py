@@ -189,9 +189,9 @@ class _Process:
     """A process of `roles` in a namespace; it takes orders."""
 
     def __init__(self, role: str, network: Network, place: int, directory: Path, settings: dict[str, object]) -> None:
-        own = directory / f"{role}-{place}"
-        own.mkdir()
-        self._role, self._errors = role, own / "stderr"
+        place_directory = directory / f"{role}-{place}"
+        place_directory.mkdir()
+        self._role, self._errors = role, place_directory / "stderr"
         command = [sys.executable, str(ROLES), role]
         host = network.hub(place) if place else "127.0.0.1"
         # A proxy that this environment names cannot be reached from the namespace.
@@ -205,7 +205,7 @@ class _Process:
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                network.inside(place, [*command, json.dumps(settings | {"directory": str(own)})]),
+                network.inside(place, [*command, json.dumps(settings | {"directory": str(place_directory)})]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

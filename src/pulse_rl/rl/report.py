@@ -157,7 +157,7 @@ def _exchanged(records: Records) -> Plot:
     }
     return Plot(
         "Bytes that a trainer sends in a round",
-        "The trainers' mean, beside what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient in "
+        "The trainers' mean, next to what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient in "
         "FP32) and by DDP (the gradients of every step).",
         charts.lines(series, STEP, Axis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
     )

@@ -142,7 +142,7 @@ class Trainer:
         else:
             self._checkpoints.write(self._step, state)
             self._group.barrier()
-        self._group.barrier()  # trainer.pt names this step: nobody needs an older file
+        self._group.barrier()  # trainer.pt names this step: older files are no longer needed
         self._checkpoints.remove_older(self._step)
         self._saved = self._step
 
