@@ -98,10 +98,25 @@ class Checkpoints:
         )
 
     def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+        """Yield the bits of a tensor's elements in every version, in order.
+
+        Args:
+            name: The tensor.
+            start: Its first element.
+            stop: The element after its last; at most one segment further.
+
+        Yields:
+            The bits, (stop − start,); the caller owns the array.
+        """
         for reader in self._readers:
             yield reader.read(name, start, stop)
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
+        """Yield every two neighbouring versions whole, in order. To be called after all walks.
+
+        Yields:
+            Both versions' tensors by name, valid until the next pair.
+        """
         for old, new in pairwise(self._paths):
             yield open_checkpoint(old), open_checkpoint(new)
 

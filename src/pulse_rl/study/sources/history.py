@@ -90,12 +90,27 @@ class Stored:
             check_same_model(self.tensors, state.tensors, f"{self.location}: {version.name}")
 
     def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+        """Yield the bits of a tensor's elements in every version, in order.
+
+        Args:
+            name: The tensor.
+            start: Its first element.
+            stop: The element after its last; at most one segment further.
+
+        Yields:
+            The bits, (stop − start,); the caller owns the array.
+        """
         bits: UIntArray | None = None
         for state in self._states:
             bits = state.read(name, start, stop) if isinstance(state, _Anchor) else state.after(name, start, bits)
             yield bits
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
+        """Yield every two neighbouring versions whole, in order. To be called after all walks.
+
+        Yields:
+            Both versions' tensors by name, valid until the next pair.
+        """
         weights = self._opened(0)
         for number, state in enumerate(self._states[1:], 1):
             if isinstance(state, _Anchor):
