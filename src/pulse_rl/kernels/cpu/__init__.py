@@ -2,8 +2,8 @@
 
 `changes` finds, reads, writes and merges changed elements; `digests` sums a digest's terms; `gaps` codes the words of
 the `gap` codec; `moves`, `rangecoder` and `context` code the `context` codec; `loco` and `study` serve those rooms.
-`arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check every position before
-they use it, and return a status instead of raising.
+`arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check every position
+before they use it, and return a status instead of raising.
 
 Numba's cache notices changes of a function's own file, not of functions that it calls in other files: after such a
 change delete `__pycache__` here, as the tests do.
