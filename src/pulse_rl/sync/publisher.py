@@ -80,7 +80,7 @@ class Publisher:
 
     Args:
         store: A Store, or the URL or path of one.
-        anchor_every: Publish a full checkpoint after this many versions; the first version always is one.
+        anchor_every: Publish a full checkpoint (an anchor) every N-th version; the first version always is one.
         codec: "context", "gap", or "auto": whichever of the two has the version at the workers first. "auto" tries both
             on the changes themselves and weighs bytes against work by `bandwidth`.
         bandwidth: Bandwidth of the slowest link between this trainer and a worker, for codec="auto": bits per second,
@@ -92,11 +92,14 @@ class Publisher:
             `sign`. None: manifests are not signed.
         retain: Keep at least this many of the newest versions, and delete older ones. None keeps all.
         keep_every: Keep every N-th anchor permanently. None: older anchors are deleted with the other versions.
-        grace: Seconds: a version that was among the kept ones this recently is not deleted yet, so that readers can
-            finish.
+        grace: Seconds for which a version stays after `retain` no longer keeps it, so that readers can finish; an hour
+            by default.
 
     Raises:
         ValueError: A setting makes no sense.
+
+    Attributes:
+        history: The history that it publishes to.
     """
 
     def __init__(

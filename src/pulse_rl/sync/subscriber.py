@@ -63,6 +63,9 @@ class Subscriber:
 
     Raises:
         ValueError: A setting makes no sense.
+
+    Attributes:
+        history: The history that it follows.
     """
 
     def __init__(
