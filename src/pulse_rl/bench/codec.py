@@ -20,7 +20,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from pulse_rl.bench.bound import bounds
-from pulse_rl.bench.report import Progress, Rounds, Table, ms
+from pulse_rl.bench.report import Progress, Stopwatch, Table, ms
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
@@ -167,7 +167,7 @@ def measure(old: Path, new: Path, *, rounds: int, progress: Progress) -> PairRes
         progress(0, rounds + 1, "bound")
         by_tensor, pooled, changes = bounds(before.tensors, after.tensors)
         words, copied = before.flat.view(np.uint64), live.flat.view(np.uint64)
-        clock = Rounds()
+        clock = Stopwatch()
         sizes: dict[str, int] = {}
         exact = dict.fromkeys((method.name for method in methods), True)
         for number in range(rounds):
@@ -241,7 +241,7 @@ def _load(tensors: Mapping[str, Bits]) -> Weights:
     return Weights(flat, placed)
 
 
-def _measure_once(clock: Rounds, method: Method, old: Weights, new: Weights, live: Weights) -> int:
+def _measure_once(clock: Stopwatch, method: Method, old: Weights, new: Weights, live: Weights) -> int:
     """Encode, decode and write once, timed. Returns the bytes of the patch."""
     patches: list[bytes] = []
     writes: list[Callable[[], None]] = []

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 import pulse_rl as pulse
-from pulse_rl.bench.report import Progress, Rounds, Table, ms, times
+from pulse_rl.bench.report import Progress, Stopwatch, Table, ms, times
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import threads
@@ -106,7 +106,7 @@ def run(*, elements: int, rounds: int, progress: Progress) -> KernelsReport:
     spare = old.copy()
     steps = 2 * len(DENSITIES)
     found, applied = [], []
-    digest = Rounds()
+    digest = Stopwatch()
     for place, density in enumerate(DENSITIES):
         where = np.flatnonzero(rng.random(elements, dtype=np.float32) < density)
         new = old.copy()
@@ -138,7 +138,7 @@ def _find(old: UIntArray, new: UIntArray, spare: UIntArray, density: float, roun
         return sum(cpu.find_changes(old[a:b], new[a:b], indices, values) for a, b in cut)
 
     changes = find()
-    clock = Rounds()
+    clock = Stopwatch()
     for _ in range(rounds):
         clock.time("copy", lambda: np.copyto(spare, new))
         clock.time("find", find)
@@ -158,7 +158,7 @@ def _apply(
 
     live = cut(old.copy())
     patches = [pulse.diff(cut(old), cut(new)), pulse.diff(cut(new), cut(old))]
-    clock = Rounds()
+    clock = Stopwatch()
 
     def step(data: bytes, base_digest: int) -> None:
         patch = patch_format.unpack(data)

@@ -9,7 +9,7 @@ Progress: TypeAlias = Callable[[int, int, str], None]  # (steps done, all steps,
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[object]]]  # columns, rows
 
 
-class Rounds:
+class Stopwatch:
     """Times of several functions, measured in turn, so that a disturbance affects all of them."""
 
     def __init__(self) -> None:

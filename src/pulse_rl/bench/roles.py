@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench.report import Rounds
+from pulse_rl.bench.report import Stopwatch
 from pulse_rl.codecs.choose import CodecName
 
 LEARNING_RATE = 1e-6
@@ -177,7 +177,7 @@ def full_checkpoints(directory: Path, versions: int, layers: int) -> dict[str, A
         for name, tensor in source.items():
             live[name].copy_(tensor)
 
-    clock = Rounds()
+    clock = Stopwatch()
     for _ in range(versions):
         clock.time("torch save", lambda: torch.save(cast(), files["torch"]))
         clock.time("torch load", lambda: fill(torch.load(files["torch"], weights_only=True)))

@@ -89,7 +89,9 @@ def train(
         int, _option("Drop completions whose weights are more than this many versions old.", _GRPO)
     ] = _D.max_staleness,
     sync: Annotated[str, _option("What workers read: patch, or full (a checkpoint per version).", _SYNC)] = _D.sync,
-    codec: Annotated[str, _option("context, gap, or auto: the first to arrive, as tried.", _SYNC)] = _D.codec,
+    codec: Annotated[
+        str, _option("Codec of patches: context, gap, or auto, the one that reaches workers first.", _SYNC)
+    ] = _D.codec,
     store: Annotated[
         str | None, _option("URL or path of the history. Without it: the directory store in --out.", _SYNC)
     ] = _D.store,
