@@ -119,9 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: Proxy
     protocol_version = "HTTP/1.1"  # connections are kept open
-    disable_nagle_algorithm = (
-        True  # else a response's second write waits 40 ms for the first's acknowledgement
-    )
+    disable_nagle_algorithm = True  # else a response's second write waits 40 ms for the first's acknowledgement
 
     def do_GET(self) -> None:
         with suppress(OSError):  # a client that has given up
