@@ -108,8 +108,8 @@ class Application:
         reached = digests.to_hex(base_digest + self._digest_delta())
         if reached != header.target_digest:
             raise IntegrityError(
-                f"version {header.target} should have digest {header.target_digest}, applying the patch would "
-                f"give {reached}: the live weights are not those of version {header.base}; nothing was written",
+                f"the patch does not lead to version {header.target}: expected digest {header.target_digest}, found "
+                f"{reached}; the live weights are not those of version {header.base}; nothing was written",
                 expected=header.target_digest,
                 found=reached,
             )
