@@ -60,13 +60,13 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
     original: Any = context.encode_segment
     found: list[tuple[Any, Any, int]] = []
 
-    def spy(segment: context.Segment, start: context.Start, *given: Any) -> Any:
+    def spy(place: context.Place, start: context.Start, *given: Any) -> Any:
         *others, limit = given
         if limit is None:
-            return original(segment, start, *given)
+            return original(place, start, *given)
         first, counts = start.states.copy(), np.zeros_like(start.states)
-        original(segment, start._replace(states=counts), *others, None)
-        stream = original(segment, start, *given)
+        original(place, start._replace(states=counts), *others, None)
+        stream = original(place, start, *given)
         if stream is not None:
             found.append((first, counts, len(stream)))
         return stream

@@ -222,11 +222,11 @@ def _encode_segment(kind: Field, part: Part, start: Start, limit: int | None) ->
     old = part.read()
     moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind)
     hot = moves.find_hot(old, kind, start.threshold)
-    return context.encode_segment(_segment(part.spec), start, hot, part.changes.indices, moved, limit)
+    return context.encode_segment(_place(part.spec), start, hot, part.changes.indices, moved, limit)
 
 
-def _segment(spec: SegmentSpec) -> context.Segment:
-    return context.Segment(spec.size, 8 * spec.itemsize, spec.stride, spec.phase)
+def _place(spec: SegmentSpec) -> context.Place:
+    return context.Place(spec.size, 8 * spec.itemsize, spec.stride, spec.phase)
 
 
 def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
@@ -256,7 +256,7 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
                 raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
             return [changes]
         fresh = start._replace(states=start.states.copy())
-        decoded = context.decode_segment(stream, _segment(spec), fresh, old, field(spec.dtype), spec.changed)
+        decoded = context.decode_segment(stream, _place(spec), fresh, old, field(spec.dtype), spec.changed)
         if decoded is None:
             raise FormatError(
                 f"context segment: a stream of {len(stream)} bytes does not hold {spec.changed} changes of "

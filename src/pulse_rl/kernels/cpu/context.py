@@ -45,8 +45,8 @@ GAP_BITS = 20  # the longest that a gap can be, below its leading one
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
 
-class Segment(NamedTuple):
-    """A segment's place in its tensor."""
+class Place(NamedTuple):
+    """A segment's size, and its place in the rows of its tensor."""
 
     size: int  # elements
     bits: int  # of an element
@@ -106,19 +106,19 @@ def tables(exponents):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _first_row(segment):
+def _first_row(place):
     zero = np.int64(0)
-    return Row(np.int64(-segment.phase), np.int64(segment.row - segment.phase), zero, zero, zero)
+    return Row(np.int64(-place.phase), np.int64(place.row - place.phase), zero, zero, zero)
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _row_of(row, segment, i):
+def _row_of(row, place, i):
     """The row of element i, which is this one or a later one: a new row has seen nothing."""
     if i < row.end:
         return row
-    begin = i - (i + segment.phase) % segment.row
+    begin = i - (i + place.phase) % place.row
     zero = np.int64(0)
-    return Row(begin, begin + segment.row, zero, zero, zero)
+    return Row(begin, begin + place.row, zero, zero, zero)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -192,11 +192,11 @@ def _is_full(coder, out):
 
 
 @njit(nogil=True, cache=True)
-def _encode_hot(coder, out, segment, start, hot, indices, moved, leans):
+def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
     """Phase 1. Returns the encoder and how many changes are left; −1 for too long a stream."""
     states, share = start.states, start.share
     at = tables(share.shape[0])
-    row = _first_row(segment)
+    row = _first_row(place)
     count = indices.shape[0]
     left, j = count, 0
     for h in range(hot.indices.shape[0]):
@@ -205,7 +205,7 @@ def _encode_hot(coder, out, segment, start, hot, indices, moved, leans):
         if _is_full(coder, out):
             return coder, -1
         i, exponent = np.int64(hot.indices[h]), np.int64(hot.exponents[h])
-        row = _row_of(row, segment, i)
+        row = _row_of(row, place, i)
         # Does the element change?
         while j < count and np.int64(indices[j]) < i:
             j += 1
@@ -251,9 +251,9 @@ def _encode_cold(coder, out, start, indices, moved, left):
 
 
 @njit(nogil=True, cache=True)
-def _encode_segment(out, segment, start, hot, indices, moved, leans):
+def _encode_segment(out, place, start, hot, indices, moved, leans):
     """Both phases. Returns the bytes of the stream; −1 if it becomes longer than out without its slack."""
-    coder, left = _encode_hot(start_encoder(), out, segment, start, hot, indices, moved, leans)
+    coder, left = _encode_hot(start_encoder(), out, place, start, hot, indices, moved, leans)
     if left > 0:
         coder, left = _encode_cold(coder, out, start, indices, moved, left)
     if out is None:
@@ -290,17 +290,17 @@ def _decode_size(coder, data, states, at, exponent, bits):
 
 
 @njit(nogil=True, cache=True)
-def _decode_hot(coder, data, segment, start, hot, leans, changed):
+def _decode_hot(coder, data, place, start, hot, leans, changed):
     """Phase 1. Returns the decoder and the number of changes; −1 for a broken stream."""
     states, share = start.states, start.share
     at = tables(share.shape[0])
-    row = _first_row(segment)
+    row = _first_row(place)
     k, count = 0, changed.indices.shape[0]
     for h in range(hot.indices.shape[0]):
         if k == count:
             break
         i, exponent = np.int64(hot.indices[h]), np.int64(hot.exponents[h])
-        row = _row_of(row, segment, i)
+        row = _row_of(row, place, i)
         # Does the element change?
         changes, coder = decode_bit(coder, data, states, LEVELS * exponent + _level(row))
         row = _expecting(row, share[exponent])
@@ -313,7 +313,7 @@ def _decode_hot(coder, data, segment, start, hot, leans, changed):
         up = agrees == 1 if grade >= 0 else agrees == 0
         row = _learned(row, leans, column, up)
         # By how many steps?
-        size, coder = _decode_size(coder, data, states, at, exponent, segment.bits)
+        size, coder = _decode_size(coder, data, states, at, exponent, place.bits)
         if size == _U0:
             return coder, -1
         changed.indices[k], changed.ups[k], changed.sizes[k] = i, up, size
@@ -322,7 +322,7 @@ def _decode_hot(coder, data, segment, start, hot, leans, changed):
 
 
 @njit(nogil=True, cache=True)
-def _decode_cold(coder, data, segment, start, k, changed):
+def _decode_cold(coder, data, place, start, k, changed):
     """Phase 2, after k changes. Returns whether the stream is sound; indices are proved in range."""
     states, share = start.states, start.share
     exponents = share.shape[0]
@@ -332,10 +332,10 @@ def _decode_cold(coder, data, segment, start, k, changed):
     while k < changed.indices.shape[0]:
         gap, coder = decode_count(coder, data, states, at.gap, at.gap + GAPS // 2, GAP_BITS)
         i += np.int64(gap)
-        if gap == _U0 or i >= segment.size:
+        if gap == _U0 or i >= place.size:
             return False
         up, coder = decode_bit(coder, data, states, at.sign)
-        size, coder = _decode_size(coder, data, states, at, exponent, segment.bits)
+        size, coder = _decode_size(coder, data, states, at, exponent, place.bits)
         if size == _U0:
             return False
         changed.indices[k], changed.ups[k], changed.sizes[k] = i, up == 1, size
@@ -344,10 +344,10 @@ def _decode_cold(coder, data, segment, start, k, changed):
 
 
 @njit(nogil=True, cache=True)
-def _decode_segment(data, segment, start, hot, leans, changed):
+def _decode_segment(data, place, start, hot, leans, changed):
     """Both phases. Returns the number of hot changes; −1 for a broken stream."""
-    coder, k = _decode_hot(start_decoder(data), data, segment, start, hot, leans, changed)
-    if k < 0 or not _decode_cold(coder, data, segment, start, k, changed):
+    coder, k = _decode_hot(start_decoder(data), data, place, start, hot, leans, changed)
+    if k < 0 or not _decode_cold(coder, data, place, start, k, changed):
         return -1
     return k
 
@@ -356,7 +356,7 @@ def _decode_segment(data, segment, start, hot, leans, changed):
 
 
 def encode_segment(
-    segment: Segment,
+    place: Place,
     start: Start,
     hot: moves.Hot,
     indices: NDArray[np.uint32],
@@ -370,21 +370,21 @@ def encode_segment(
     first, become ones << 32 | bits of each context, and None is returned.
     """
     out = None if limit is None else buffer("out", limit + SLACK, np.uint8)[: limit + SLACK]
-    count = _encode_segment(out, segment, start, hot, read_only(indices), moved, np.zeros(segment.row, np.int32))
+    count = _encode_segment(out, place, start, hot, read_only(indices), moved, np.zeros(place.row, np.int32))
     return None if out is None or count < 0 else out[:count].tobytes()
 
 
 def decode_segment(
-    stream: memoryview, segment: Segment, start: Start, old: UIntArray, field: Field, count: int
+    stream: memoryview, place: Place, start: Start, old: UIntArray, field: Field, count: int
 ) -> tuple[NDArray[np.uint32], UIntArray] | None:
-    """The inverse. old: the old bits, (segment.size,). count: how many elements change.
+    """The inverse. old: the old bits, (place.size,). count: how many elements change.
 
     Returns the indices (count,), ascending and in range, and the new values (count,). None for a broken stream.
     """
     hot = moves.find_hot(old, field, start.threshold)
     changed = Changed(np.empty(count, np.uint32), np.empty(count, np.bool_), np.empty(count, np.uint64))
-    leans = np.zeros(segment.row, np.int32)
-    split = _decode_segment(np.frombuffer(stream, np.uint8), segment, start, hot, leans, changed)
+    leans = np.zeros(place.row, np.int32)
+    split = _decode_segment(np.frombuffer(stream, np.uint8), place, start, hot, leans, changed)
     if split < 0:
         return None
     values = moves.apply_moves(old, *changed, field)
