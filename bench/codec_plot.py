@@ -19,13 +19,13 @@ import numpy as np
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.dtypes import field
+from pulse_rl.dtypes import field_of
 from pulse_rl.kernels.cpu import context, moves, rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import Layout
 
-BF16 = field("BF16")
+BF16 = field_of("BF16")
 WIDTH, HEIGHT, BOTTOM, TOP = 930, 350, 300, 20
 LEFT, MIDDLE = 50, 520  # where the two drawings start
 PLOT = 390  # width of the left one

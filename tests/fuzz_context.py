@@ -21,7 +21,7 @@ import numpy as np
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, SegmentSpec
-from pulse_rl.dtypes import ITEMSIZES, UINTS, field
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.kernels.reference import context as reference_context
@@ -142,7 +142,7 @@ def _rebuilt(block: Block, chosen: int, edits: bytes, stream: bytes | None) -> B
         groups.setdefault(spec.dtype, []).append(number)
     kinds, order = [], []
     for dtype, members in groups.items():
-        kinds += model.kinds(field(dtype)) * min(2, len(members)) + [model.MEAN]
+        kinds += model.kinds(field_of(dtype)) * min(2, len(members)) + [model.MEAN]
         kinds += [model.CLASS, model.LENGTH] * len(members)
         order += members
     coded = np.array(kinds, np.uint8)

@@ -15,7 +15,7 @@ from pulse_rl.bench.bound import bounds
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.dtypes import ITEMSIZES, UINTS, field
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.parallel import threads
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.bits import Bits, HostBits
@@ -73,7 +73,7 @@ def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any
 def place(bits: int, dtype: str) -> int:
     """The place of a bit pattern in the order of values, as docs/format.md defines it."""
     top = 1 << 8 * ITEMSIZES[dtype] - 1
-    if field(dtype).floating:
+    if field_of(dtype).floating:
         return 2 * top - 1 - bits if bits & top else bits | top
     return bits ^ top if dtype.startswith("I") else bits
 
@@ -83,7 +83,7 @@ def naive(pairs: list[tuple[str, Bits, Bits]]) -> tuple[float, float]:
     changed: Counter[tuple[int, bool]] = Counter()
     steps: Counter[tuple[int, int]] = Counter()
     for dtype, old, new in pairs:
-        kind = field(dtype)
+        kind = field_of(dtype)
         width = 8 * ITEMSIZES[dtype]
         for before, after in zip(old.read(0, old.size).tolist(), new.read(0, new.size).tolist(), strict=True):
             exponent = (before & kind.mask) >> kind.shift

@@ -21,7 +21,7 @@ from pulse_rl import parallel
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.context import ContextCodec
-from pulse_rl.dtypes import ITEMSIZES, UINTS, field
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import rangecoder
@@ -47,7 +47,7 @@ def old_bits(dtype: str, size: int, how: str, rng: np.random.Generator) -> Any:
     if how == "specials":
         # ±0, subnormals, ±infinity, NaNs with payloads, the largest and smallest integers
         top, whole = 1 << (bits - 1), (1 << bits) - 1
-        infinity = field(dtype).mask >> field(dtype).shift << field(dtype).shift
+        infinity = field_of(dtype).mask >> field_of(dtype).shift << field_of(dtype).shift
         specials = [0, 1, 2, top - 1, top, top + 1, whole - 1, whole, infinity, infinity | 1, infinity | top]
         return np.array([x & whole for x in specials], kind)[rng.integers(0, len(specials), size)]
     return rng.integers(0, 256, size * kind.itemsize, np.uint8).view(kind)
@@ -236,7 +236,7 @@ def test_auto_is_never_worse_than_gap(segment: Segment, times: int) -> None:
     old, new = ({"w": np.tile(bits, times).view(numpy_dtype)} for bits in (segment.old, segment.new))
     auto, gap, context_alone = (pulse.diff(old, new, codec=codec) for codec in ("auto", "gap", "context"))
     assert len(auto) <= 1.01 * len(gap)
-    assert len(context_alone) <= old["w"].nbytes + 1500 + len(model.kinds(field(segment.dtype)))
+    assert len(context_alone) <= old["w"].nbytes + 1500 + len(model.kinds(field_of(segment.dtype)))
     weights = {"w": old["w"].copy()}
     pulse.apply(weights, auto)
     assert snapshot(weights) == snapshot(new)
@@ -455,9 +455,9 @@ def test_hostile_patches_never_touch_the_weights(data: st.DataObject) -> None:
 def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: bytes) -> None:
     """A short head announces that every element changes: at most 64 bytes per element, and seconds."""
     size = 1 << 20
-    kinds = [*model.kinds(field(dtype)), model.MEAN, model.CLASS, model.LENGTH]
+    kinds = [*model.kinds(field_of(dtype)), model.MEAN, model.CLASS, model.LENGTH]
     numbers = np.zeros(len(kinds), np.int64)
-    numbers[0] = field(dtype).exponents  # all are hot
+    numbers[0] = field_of(dtype).exponents  # all are hot
     numbers[-1] = 2 * len(stream)
     head = rangecoder.encode_numbers(numbers, np.array(kinds, np.uint8))
     old = np.arange(size).astype(UINTS[ITEMSIZES[dtype]])

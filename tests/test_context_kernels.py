@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_context import segments
 
 from pulse_rl.codecs import model
-from pulse_rl.dtypes import field
+from pulse_rl.dtypes import field_of
 from pulse_rl.kernels.cpu import moves, rangecoder
 from pulse_rl.kernels.reference import context as reference
 
@@ -145,7 +145,7 @@ def test_log2_against_exact_arithmetic(values: list[int]) -> None:
 @settings(max_examples=150)
 @given(segments(), st.floats(0, 1), st.sampled_from([1, 2, 16]))
 def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: float, every: int) -> None:
-    kind, bits = field(segment.dtype), 8 * segment.old.itemsize
+    kind, bits = field_of(segment.dtype), 8 * segment.old.itemsize
     exponents = [reference.exponent(segment.dtype, bits, old) for old in segment.old.tolist()]
     assert kind.exponents == reference.exponents_of(segment.dtype, bits)
     for threshold in {0, 1, round(share * kind.exponents), kind.exponents - 1, kind.exponents}:
@@ -161,7 +161,7 @@ def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: floa
 @given(segments())
 def test_moves_equal_their_twins(segment: Segment) -> None:
     """Exponent, direction and size of every move; applying the moves to the old bits gives the new ones."""
-    dtype, bits, kind = segment.dtype, 8 * segment.old.itemsize, field(segment.dtype)
+    dtype, bits, kind = segment.dtype, 8 * segment.old.itemsize, field_of(segment.dtype)
     where = np.flatnonzero(segment.old != segment.new).astype(np.uint32)
     old, new = segment.old[where], segment.new[where]
     moved = moves.find_moves(old, new, kind)

@@ -20,7 +20,7 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.checkpoint.shards import write_checkpoint
-from pulse_rl.dtypes import DTYPES, field
+from pulse_rl.dtypes import DTYPES, field_of
 from pulse_rl.history.log import History
 from pulse_rl.kernels.cpu.study import FARTHEST
 from pulse_rl.store.base import Store
@@ -81,7 +81,7 @@ def written(directory: Path, states: list[Weights], numbers: list[int]) -> Check
 
 def order(bits: int, dtype: str, width: int) -> int:
     """The place of an element among all values of its dtype, ascending; −0 is below 0."""
-    kind = field(dtype)
+    kind = field_of(dtype)
     if not kind.floating:
         return bits - (1 << width) if kind.sign and bits >> width - 1 else bits
     magnitude = bits & (1 << width - 1) - 1
@@ -125,7 +125,7 @@ def check(report: Report, states: list[Weights], numbers: list[int]) -> None:
             before = flat(former[name]).tolist() if former else old
             width = 8 * at[base][name].element_size()
             dtype = DTYPES[str(at[base][name].dtype).removeprefix("torch.")][0]
-            kind = field(dtype)
+            kind = field_of(dtype)
             gaps = [0.0] * len(old)
             if kind.floating:
                 numeric = at[target][name].double() - at[base][name].double()
@@ -282,7 +282,7 @@ def test_values_and_ulps_are_torchs(dtype: str) -> None:
     np.testing.assert_array_equal(values.decode(name, bits), expected)
     with np.errstate(invalid="ignore"):
         following = values.decode(name, bits + np.ones(1, bits.dtype)) - expected
-    ulps, shape = values.ulps(name), field(name)
+    ulps, shape = values.ulps(name), field_of(name)
     assert ulps is not None
     plain = np.isfinite(following) & (bits < shape.sign) & (bits < shape.mask)
     assert following[plain].tolist() == ulps[(bits[plain] & shape.mask) >> shape.shift].tolist()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_rl.dtypes import UINTS, field
+from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels.cpu import moves, study
 from pulse_rl.kernels.reference import study as reference_study
 from pulse_rl.weights.changes import find_changes
@@ -36,7 +36,7 @@ def test_the_kernels_are_their_twins(dtype: str, size: int, seed: int, share: fl
     changes = find_changes(old, new)
     recurring = study.recurring(former, old, changes.indices, changes.values)
     assert recurring == reference_study.recurring(former, old, changes.indices, changes.values)
-    kind = field(dtype)
+    kind = field_of(dtype)
     moved = moves.find_moves(old[changes.indices], changes.values, kind)
     found, expected = study.histogram(moved, kind.exponents), reference_study.histogram(moved, kind.exponents)
     for one, other in zip(found, expected, strict=True):

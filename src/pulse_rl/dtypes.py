@@ -50,7 +50,7 @@ _MANTISSAS = {"F8_E4M3": 3, "F8_E5M2": 2, "F8_E4M3FNUZ": 3, "F8_E5M2FNUZ": 2}
 _MANTISSAS |= {"F16": 10, "BF16": 7, "F32": 23, "F64": 52}
 
 
-def field(dtype: str) -> Field:
+def field_of(dtype: str) -> Field:
     """The field of a dtype, by its safetensors name. A pair of floats (C64) is treated as an unsigned integer."""
     bits = 8 * ITEMSIZES[dtype]
     sign = 1 << bits - 1

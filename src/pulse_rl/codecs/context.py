@@ -19,7 +19,7 @@ import numpy as np
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
 from pulse_rl.codecs.model import Ints, Model
-from pulse_rl.dtypes import UINTS, Field, UIntArray, field
+from pulse_rl.dtypes import UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import context, moves
@@ -56,9 +56,9 @@ class ContextCodec:
         streams: dict[int, bytes] = {}  # by segment
         for dtype, members in _groups([part.spec for part in parts]).items():
             group = [parts[number] for number in members]
-            classes, models, coded = _encode_group(field(dtype), group, self._price)
-            numbers += _group_numbers(field(dtype), group, classes, models, coded)
-            kinds += _kinds(field(dtype), len(members))
+            classes, models, coded = _encode_group(field_of(dtype), group, self._price)
+            numbers += _group_numbers(field_of(dtype), group, classes, models, coded)
+            kinds += _kinds(field_of(dtype), len(members))
             streams.update(zip(members, coded, strict=True))
         head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
         ordered = [streams[number] for number in sorted(streams)]
@@ -69,14 +69,14 @@ class ContextCodec:
             raise FormatError(f"context block: expected at least 4 bytes, found {len(payload)}")
         (nbytes,) = struct.unpack_from("<I", payload)
         groups = _groups(specs)
-        kinds = [kind for dtype, members in groups.items() for kind in _kinds(field(dtype), len(members))]
+        kinds = [kind for dtype, members in groups.items() for kind in _kinds(field_of(dtype), len(members))]
         numbers = decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
         streams = [_Stream(0, None)] * len(specs)
         for dtype, members in groups.items():
-            count = len(_kinds(field(dtype), len(members)))
-            found = _read_group(numbers[:count], field(dtype), [specs[number] for number in members])
+            count = len(_kinds(field_of(dtype), len(members)))
+            found = _read_group(numbers[:count], field_of(dtype), [specs[number] for number in members])
             for number, stream in zip(members, found, strict=True):
                 streams[number] = stream
             numbers = numbers[count:]
@@ -102,21 +102,21 @@ def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
 # The head: for each group its models, the mean, and class and length of each segment
 
 
-def _kinds(kind: Field, members: int) -> list[int]:
+def _kinds(field: Field, members: int) -> list[int]:
     """The kinds of the head's numbers for a group of this many segments."""
-    return model.kinds(kind) * min(model.CLASSES, members) + [model.MEAN] + [model.CLASS, model.LENGTH] * members
+    return model.kinds(field) * min(model.CLASSES, members) + [model.MEAN] + [model.CLASS, model.LENGTH] * members
 
 
 def _group_numbers(
-    kind: Field, parts: Sequence[Part], classes: Ints, models: list[Model], streams: Sequence[bytes]
+    field: Field, parts: Sequence[Part], classes: Ints, models: list[Model], streams: Sequence[bytes]
 ) -> list[int]:
     """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
     plain = classes == len(models)
     if plain.all():
-        models = [model.blank(kind)] * len(models)
+        models = [model.blank(field)] * len(models)
     numbers: list[int] = []
     for before, learned in zip([None, *models], models, strict=False):
-        numbers += model.to_numbers(learned, before, kind)
+        numbers += model.to_numbers(learned, before, field)
     lengths = np.array([len(stream) for stream in streams])
     changed = np.array([part.spec.changed for part in parts])
     mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
@@ -131,13 +131,13 @@ class _Stream(NamedTuple):
     start: Start | None  # None for a plain stream
 
 
-def _read_group(numbers: Ints, kind: Field, specs: Sequence[SegmentSpec]) -> list[_Stream]:
+def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> list[_Stream]:
     """The inverse of `_group_numbers`. Raises FormatError for a class or a length out of range."""
-    width = len(model.kinds(kind))
+    width = len(model.kinds(field))
     models: list[Model] = []
     for place in range(min(model.CLASSES, len(specs))):
         before = models[-1] if models else None
-        models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, kind))
+        models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, field))
     starts = [one.start() for one in models]
     mean, *rest = numbers[len(models) * width :].tolist()
     streams = []
@@ -153,7 +153,7 @@ def _read_group(numbers: Ints, kind: Field, specs: Sequence[SegmentSpec]) -> lis
 # Encoding
 
 
-def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints, list[Model], list[bytes]]:
+def _encode_group(field: Field, parts: Sequence[Part], price: int) -> tuple[Ints, list[Model], list[bytes]]:
     """Code segments of one dtype, with what is learned from them.
 
     Returns the class of each segment (len(models) for a plain one), the models, and the streams.
@@ -162,10 +162,10 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
 
     def measure(part: Part) -> tuple[Ints, Ints]:
         old = part.read()
-        exponents = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind).exponents
-        changes = np.bincount(exponents, minlength=kind.exponents)
+        exponents = moves.find_moves(_gathered(old, part.changes), part.changes.values, field).exponents
+        changes = np.bincount(exponents, minlength=field.exponents)
         every = SAMPLED_EVERY if len(old) > SAMPLED_SIZE else 1
-        return np.maximum(moves.count_exponents(old, kind, every), changes), changes
+        return np.maximum(moves.count_exponents(old, field, every), changes), changes
 
     measured = list(ordered_map(measure, parts))
     elements, changes = (np.stack(counts) for counts in zip(*measured, strict=True))
@@ -175,20 +175,20 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
         for number, activity in enumerate(activities)
     ]
     # 2. Count every context's bits in a sample of each class, and learn its model from the counts.
-    size = context.tables(kind.exponents).size
+    size = context.tables(field.exponents).size
     shares = [model.share(activity) for activity in activities]
 
     def count(item: tuple[int, Part]) -> tuple[int, Ints]:
         number, part = item
         counts = np.zeros(size, np.int64)
-        _encode_segment(kind, part, Start(thresholds[number], shares[number], counts), None)
+        _encode_segment(field, part, Start(thresholds[number], shares[number], counts), None)
         return number, counts
 
     counted = np.zeros((len(activities), size), np.int64)
     for number, counts in ordered_map(count, _sample(classes, parts)):
         counted[number] += counts
     models = [
-        model.learn(kind, thresholds[number], activity, counted[number], counted.sum(0))
+        model.learn(field, thresholds[number], activity, counted[number], counted.sum(0))
         for number, activity in enumerate(activities)
     ]
     # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
@@ -197,7 +197,7 @@ def _encode_group(kind: Field, parts: Sequence[Part], price: int) -> tuple[Ints,
     def code(item: tuple[int, Part]) -> bytes | None:
         number, part = item
         fresh = starts[number]._replace(states=starts[number].states.copy())
-        return _encode_segment(kind, part, fresh, part.spec.size * part.spec.itemsize)
+        return _encode_segment(field, part, fresh, part.spec.size * part.spec.itemsize)
 
     streams = []
     for place, stream in enumerate(ordered_map(code, zip(classes.tolist(), parts, strict=True))):
@@ -217,11 +217,11 @@ def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
     return chosen
 
 
-def _encode_segment(kind: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
+def _encode_segment(field: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
     """Code one segment; start's states are changed. limit: as in the kernel."""
     old = part.read()
-    moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, kind)
-    hot = moves.find_hot(old, kind, start.threshold)
+    moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, field)
+    hot = moves.find_hot(old, field, start.threshold)
     return context.encode_segment(_place(part.spec), start, hot, part.changes.indices, moved, limit)
 
 
@@ -256,7 +256,7 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
                 raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
             return [changes]
         fresh = start._replace(states=start.states.copy())
-        decoded = context.decode_segment(stream, _place(spec), fresh, old, field(spec.dtype), spec.changed)
+        decoded = context.decode_segment(stream, _place(spec), fresh, old, field_of(spec.dtype), spec.changed)
         if decoded is None:
             raise FormatError(
                 f"context segment: a stream of {len(stream)} bytes does not hold {spec.changed} changes of "

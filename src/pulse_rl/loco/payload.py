@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pulse_rl.codecs.base import Part, Piece, segment_spec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.dtypes import DTYPES, UIntArray, field
+from pulse_rl.dtypes import DTYPES, UIntArray, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.loco import F32
@@ -124,7 +124,7 @@ def _part(sends: Sends, span: Span, gate: str) -> Part:
     spec = segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, len(sends.indices))
     count = len(sends.indices)
     up = moves.apply_moves(
-        span.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field(spec.dtype)
+        span.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field_of(spec.dtype)
     )
     return Part(spec, Changes(sends.indices, up), lambda: span.bits)
 

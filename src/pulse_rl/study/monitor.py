@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pulse_rl.dtypes import field
+from pulse_rl.dtypes import field_of
 from pulse_rl.errors import BaseMismatchError, require
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.parallel import ordered_map
@@ -215,7 +215,7 @@ class SparsityMonitor:
             bits = self._baseline[name]
             old, new = bits.read(start, stop), live[name].read(start, stop)
             changes = find_changes(old, new)
-            sizes = moves.find_moves(old[changes.indices], changes.values, field(bits.dtype)).sizes
+            sizes = moves.find_moves(old[changes.indices], changes.values, field_of(bits.dtype)).sizes
             bits.scatter(start, changes.indices, changes.values)
             neighbours, distances = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
             return _Counts(kind(name), stop - start, len(sizes), neighbours, distances)

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray, field
+from pulse_rl.dtypes import UIntArray, field_of
 
 _BIAS = {"F16": 15, "BF16": 127, "F32": 127, "F64": 1023, "F8_E4M3": 7, "F8_E5M2": 15}
 _BIAS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 16}
@@ -16,13 +16,13 @@ def exponents(dtype: str) -> NDArray[np.int64] | None:
 
     None for a dtype without exponents.
     """
-    kind = field(dtype)
+    kind = field_of(dtype)
     return np.arange(kind.exponents) - _BIAS[dtype] if kind.floating else None
 
 
 def ulps(dtype: str) -> NDArray[np.float64] | None:
     """The distance of neighbouring values at each of a dtype's exponent fields, (E,); None without exponents."""
-    kind = field(dtype)
+    kind = field_of(dtype)
     if not kind.floating:
         return None
     found: NDArray[np.float64] = np.ldexp(1.0, np.maximum(np.arange(kind.exponents), 1) - _BIAS[dtype] - kind.shift)
@@ -43,7 +43,7 @@ def decode(dtype: str, bits: UIntArray) -> NDArray[np.float64]:
 @cache
 def _table(dtype: str) -> NDArray[np.float64]:
     """The values of all bit patterns of an FP8 dtype, (256,)."""
-    kind, codes = field(dtype), np.arange(256)
+    kind, codes = field_of(dtype), np.arange(256)
     mantissa, exponent = codes % (1 << kind.shift), codes % 128 >> kind.shift
     whole = np.where(exponent, mantissa + (1 << kind.shift), mantissa)
     sizes = np.ldexp(whole.astype(np.float64), np.maximum(exponent, 1) - _BIAS[dtype] - kind.shift)

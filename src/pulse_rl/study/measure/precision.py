@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, field
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, field_of
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.parallel import ordered_map
@@ -107,7 +107,7 @@ class _Scales:
 def _tops(state: Bits, width: int, piece: tuple[int, int]) -> F32:
     """The largest |w| of each row of a piece, (rows,)."""
     kind = UINTS[state.itemsize].type
-    magnitudes = state.read(*piece) & kind(field(state.dtype).mask)  # in the order of the numbers
+    magnitudes = state.read(*piece) & kind(field_of(state.dtype).mask)  # in the order of the numbers
     return _widen(magnitudes.reshape(-1, width).max(1), state.dtype)
 
 

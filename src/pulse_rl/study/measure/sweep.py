@@ -11,7 +11,7 @@ from threading import BoundedSemaphore
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray, field
+from pulse_rl.dtypes import UIntArray, field_of
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.study import count_differing
 from pulse_rl.parallel import ordered_map
@@ -88,7 +88,7 @@ class _Sweep:
         self.steps: list[Tally] = []
         self.differing: list[int] = []
         self.run = _Run(timeline)
-        self._timeline, self._dtype, self._kind = timeline, dtype, field(dtype)
+        self._timeline, self._dtype, self._kind = timeline, dtype, field_of(dtype)
         self._held: dict[int, UIntArray] = {}  # versions that later ones are compared with
         self._elements: dict[int, Counts] = {}  # by version that a step led to: its elements by exponent, (E,)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray, field
+from pulse_rl.dtypes import UIntArray, field_of
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import moves, study
 from pulse_rl.study.values import decode
@@ -94,7 +94,7 @@ def tally(
     (n,), None where there is no such step. Returns the tally, the indices of the changed elements (k,), and the
     elements of new by exponent, (E,).
     """
-    kind = field(dtype)
+    kind = field_of(dtype)
     indices, values = find_changes(old, new)
     replaced = np.empty(len(indices), old.dtype)
     cpu.gather(old, indices, replaced)
@@ -137,6 +137,6 @@ def _weighed(counts: Counts) -> float:
 
 def empty_tally(dtype: str) -> Tally:
     """The tally of no elements."""
-    kind = field(dtype)
+    kind = field_of(dtype)
     none = np.zeros(kind.exponents, np.int64)
     return Tally(none, np.empty(0, np.uint64), np.empty(0, np.int64), none, np.zeros(kind.exponents), 0, 0)
