@@ -169,7 +169,7 @@ def lose(rank: int, at: int, pipe: Connection, lost: int, overlap: int) -> None:
                 before = loco.digest, bits(loco.state_dict()["residual"][str(rank)])
                 if rank == lost and not overlap:  # before the exchange
                     os.kill(os.getpid(), signal.SIGKILL)
-                if rank == lost:  # amid it
+                if rank == lost:  # during the exchange
                     loco._members.group.gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
             try:
                 inner_step(model, optimizer, rank, step)

@@ -6,7 +6,7 @@
 
 To load a checkpoint of V ranks on W: rank w takes over the residuals of ranks w, w + W, w + 2W, … below V, adds them up
 and multiplies by W / V. A residual weighs 1 / V in the mean that it was kept from and 1 / W in the mean that it is sent
-in, so nothing is lost and nothing counts twice. Within a round each rank has parameters and inner state of its own, so
+in, so nothing is lost and nothing counts twice. Within a round the ranks' parameters differ, so
 a checkpoint goes to another number of ranks only if no inner step was taken since the last round.
 """
 
@@ -28,10 +28,10 @@ class Counters(Protocol):
 
 def state_dict(counters: Counters, masters: Masters, place: Place, workers: int | None) -> dict[str, Any]:
     """The state; with `workers`, a dict to load a checkpoint of that many ranks into: its residuals are new zeros."""
-    own = workers is None or workers == place.size
+    filled = workers is None or workers == place.size
     residual = {
         str(rank): {
-            name: torch.from_numpy(values if own else np.zeros_like(values)).view(masters.shapes[name])
+            name: torch.from_numpy(values if filled else np.zeros_like(values)).view(masters.shapes[name])
             for name, values in masters.residual.items()
         }
         for rank in _inherited(place, workers or place.size)
@@ -52,7 +52,7 @@ def load_state_dict(counters: Counters, masters: Masters, place: Place, state: d
     if workers != place.size and state["inner_steps"]:
         raise ValueError(
             f"expected a checkpoint made right after a round to go from {workers} trainers to {place.size}, found one "
-            f"{state['inner_steps']} inner steps later, when each rank has parameters of its own"
+            f"{state['inner_steps']} inner steps later, when the ranks' parameters differ"
         )
     inherited = [str(rank) for rank in _inherited(place, workers)] if masters.residual else []
     if missing := [rank for rank in inherited if rank not in state["residual"]]:
@@ -86,7 +86,7 @@ def load_state_dict(counters: Counters, masters: Masters, place: Place, state: d
 
 
 def _inherited(place: Place, workers: int) -> range:
-    """The ranks of a checkpoint of `workers` ranks whose residuals this rank takes over; as many ranks: its own."""
+    """The ranks whose residuals, in a checkpoint of `workers` ranks, this rank takes over."""
     return range(place.rank, workers, place.size)
 
 

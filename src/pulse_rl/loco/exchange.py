@@ -1,7 +1,7 @@
 """The mean of what all trainers send of a fragment: the same bits on every rank, by one of two methods.
 
 **gather**: every rank gets every payload and adds them up itself, so (W − 1) · P come in, where P is a payload.
-**split**: every rank gets what all send of its own range of segments, adds that up, and all gather the sums, so
+**split**: every rank gets what all send of one range of segments, adds that up, and all gather the means, so
 (W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula split is better when
 W > 1 + U / P. `choose` takes k_r sends of rank r, of n elements, for independent: U = n · (1 − Π(1 − k_r / n)). Both
 methods add in rank order from +0 in float32 and divide by W once, so they agree to the bit. Only the segment that is
@@ -133,7 +133,7 @@ def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 
 
 def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
-    """Every rank adds up its own range of segments, then all gather the means."""
+    """Every rank adds up one range of segments, then all gather the means."""
     limit = payload.limit(fragment.spans)
     ranges = owned(fragment.spans, group.size)
     own = fragment.only(ranges[group.rank])

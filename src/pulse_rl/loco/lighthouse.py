@@ -24,7 +24,7 @@ class Standing(NamedTuple):
     """How far a trainer's state is; those of the highest standing hold the state of the run."""
 
     established: bool  # whether it ever was in a group
-    whole: bool  # whether its state is whole: not amid the transfer of another's
+    whole: bool  # False while another trainer's state is transferred to it
     round: int  # rounds done
     group: str  # the last group that it was in; later ones sort higher
 

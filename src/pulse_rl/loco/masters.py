@@ -190,6 +190,6 @@ def _layout(parameters: Mapping[str, torch.nn.Parameter]) -> Layout:
     if odd:
         raise ValueError(
             f"parameters that share memory with another, or are expanded: {', '.join(odd[:8])}: writing one element "
-            "would change others; give each parameter memory of its own"
+            "would change others; give each parameter separate memory"
         )
     return live

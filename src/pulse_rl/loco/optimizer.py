@@ -21,7 +21,7 @@ class PulseLoCo(LocalSteps):
     Takes 12 bytes of host memory a parameter (16 with overlap), and the sends and means of one round.
 
     With overlap a round is exchanged by a thread while inner steps go on. Until the round ends the thread uses the
-    process group and nobody else may: if you have other collectives, give it a group of its own (`dist.new_group()`).
+    process group and nobody else may: if you have other collectives, give it another one (`dist.new_group()`).
     Errors of the exchange are raised when the round ends, and `state_dict` is refused until then. Leaving the context,
     or `sync()`, ends the round early; `sync()` between rounds is a whole round without overlap. See docs/loco.md.
 

@@ -13,15 +13,16 @@ All ranks take the same number of inner steps: one that skips a step keeps the o
 
 A trainer is in one of four states:
 
-    state        it is                                   the next one
-    IDLE         outside of the context                  STEPPING when entered
-    STEPPING     in the context, between exchanges       EXCHANGING when a round begins (overlap > 0); IDLE when left
-    EXCHANGING   in the context, and a thread            STEPPING when the round ends: `overlap` inner steps later,
-                 exchanges a round                       by `sync()`, or as IDLE when left
-    FAILED       after a round that did not end well     none: start again from a checkpoint
+    state        when                                         next
+    IDLE         outside of the context                       STEPPING when entered
+    STEPPING     in the context, no round in the background   EXCHANGING when a round begins with overlap;
+                                                              IDLE when left
+    EXCHANGING   a thread exchanges a round                   STEPPING when it ends: `overlap` inner steps later, or by
+                                                              `sync()`; IDLE when left, which ends it too
+    FAILED       a round raised an error or was interrupted   none: start again from a checkpoint
 
-Without overlap an exchange takes place within the inner optimizer's step. While a round is exchanged and committed in
-the caller's thread the state is FAILED already, so that whatever interrupts it leaves that behind.
+Without overlap a round takes place within an inner step. From a round's begin in the caller's thread to its end, the
+state is FAILED, so that any error or interruption leaves it so.
 
 With overlap=n > 0 a round ends n inner steps after it began:
 
@@ -335,7 +336,7 @@ class LocalSteps:
         return collect(self._members, self._masters, self._contribution, self.round + 1, timings)
 
     def _commit(self, outcome: Outcome, inner_steps: int) -> int:
-        """Take the outer step of a round made of so many inner steps; returns θ's digest."""
+        """Take the outer step of a round of `inner_steps` steps; returns θ's digest."""
         masters, sends = self._masters, outcome.sends
 
         def commit(number: int) -> int:
