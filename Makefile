@@ -45,7 +45,7 @@ fuzz-history: setup
 # The documentation, into site/. A broken link or a public name without a whole docstring fails.
 docs: setup
 	$(BIN)/python tests/reference.py
-	$(BIN)/zensical build --strict
+	$(BIN)/zensical build --clean --strict
 	$(BIN)/python tests/links.py site
 
 check: setup docs
