@@ -112,7 +112,7 @@ def test_an_error_needs_a_message_alone(kind: type[Exception]) -> None:
     """Fields that are not given are None, or empty, and are listed in the docstring."""
     error = kind("what happened")
     for name in fields_of(kind):
-        assert getattr(error, name) in (None, ())
+        assert getattr(error, name) in (None, (), False)
         assert f"    {name}: " in inspect.cleandoc(kind.__doc__ or "")
     assert str(error) == "what happened"
 
