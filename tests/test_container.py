@@ -520,9 +520,7 @@ def test_fuzz_of_metadata_with_its_hash_made_right(codec: str, key: str, value: 
 
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=3))
-def test_fuzz_of_the_json_with_its_hash_made_right(
-    codec: str, mutations: list[tuple[str, float, int, int]]
-) -> None:
+def test_fuzz_of_the_json_with_its_hash_made_right(codec: str, mutations: list[tuple[str, float, int, int]]) -> None:
     """Mutated header text; where it still parses, its metadata gets the hash that it asks for."""
     patch = PATCHES[codec]
     (length,) = struct.unpack_from("<Q", patch)

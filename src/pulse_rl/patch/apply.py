@@ -78,9 +78,7 @@ class Application:
 
     def __init__(self, patch: Patch, live: Mapping[str, Copies]) -> None:
         self._patch = patch
-        self._tensors = [
-            _Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), live[t.name]) for t in patch.tensors
-        ]
+        self._tensors = [_Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), live[t.name]) for t in patch.tensors]
         self._shared = _SharedMemory([tensor.live for tensor in self._tensors])
         self._overlapping = overlapping(tensor.live for tensor in self._tensors)
         self._units: list[_Unit] = []  # empty until `prove`
