@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         PulseError,
         StoreError,
         VersionNotFoundError,
+        VersionSkewError,
     )
     from pulse_rl.history.log import History
     from pulse_rl.history.status import Status, status
@@ -86,6 +87,7 @@ _HOME = {
     "TensorInfo": "patch.format",
     "VerifyReport": "history.verify",
     "VersionNotFoundError": "errors",
+    "VersionSkewError": "errors",
     "apply": "patch.verbs",
     "diff": "patch.verbs",
     "digest": "weights.digests",
@@ -127,6 +129,7 @@ __all__ = [
     "TensorInfo",
     "VerifyReport",
     "VersionNotFoundError",
+    "VersionSkewError",
     "apply",
     "diff",
     "digest",

@@ -1,9 +1,10 @@
 """The exceptions of pulse-rl: one root, one class for each cause, and fields that a caller can act on.
 
     PulseError
-    ├── FormatError                 bytes are not what their format says: truncated, malformed, over a limit, too new
+    ├── FormatError                 bytes are not what their format says: truncated, malformed, over a limit
     │   ├── PatchFormatError        … of a patch
-    │   └── CheckpointFormatError   … of a safetensors file or its index
+    │   ├── CheckpointFormatError   … of a safetensors file or its index
+    │   └── VersionSkewError        they are of a newer format than this release knows: upgrade it
     ├── BaseMismatchError           these weights are not the ones that a patch or a history expects (also ValueError)
     ├── IntegrityError              bits differ from what their hash, digest or signature promised
     ├── ExchangeError               trainers could not exchange a round: one is lost, or they do not agree
@@ -55,6 +56,46 @@ class CheckpointFormatError(FormatError):
     Attributes:
         source: What held the bytes: a path, or an object's name; None for bytes in memory.
     """
+
+
+class VersionSkewError(FormatError):
+    """The bytes are sound, and of a newer format than this release knows: upgrade it. Nothing was changed.
+
+    Attributes:
+        source: What held the bytes: a path, or an object's name; None for bytes in memory.
+        written_by: The software that wrote them, as "pulse-rl 0.3.0"; None where they do not say it.
+        found_version: The version of their format.
+        known_version: The newest version of that format that this release knows.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str | None = None,
+        written_by: str | None = None,
+        found_version: int | None = None,
+        known_version: int | None = None,
+    ) -> None:
+        super().__init__(message, source=source)
+        self.written_by = written_by
+        self.found_version = found_version
+        self.known_version = known_version
+
+
+def skew(
+    what: str, found: int, known: int, *, written_by: str | None = None, source: str | None = None
+) -> VersionSkewError:
+    """The error for what is of a newer format. what: its format, as "the history"."""
+    return VersionSkewError(
+        f"{what} is of format version {found}, written by a newer pulse-rl"
+        f"{f' ({printable(written_by)})' if written_by else ''}: expected at most {known}, which this release knows; "
+        "upgrade pulse-rl",
+        source=source,
+        written_by=written_by,
+        found_version=found,
+        known_version=known,
+    )
 
 
 class BaseMismatchError(PulseError, ValueError):
@@ -135,12 +176,17 @@ class StoreError(PulseError):
     Attributes:
         url: The store, without credentials.
         name: The object, or the prefix that was to be listed.
+        temporary: Whether the failure may pass: a timeout, a connection that was refused or lost, a server's error, too
+            many requests. Then it is worth another attempt.
     """
 
-    def __init__(self, message: str, *, url: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, url: str | None = None, name: str | None = None, temporary: bool = False
+    ) -> None:
         super().__init__(message)
         self.url = url
         self.name = name
+        self.temporary = temporary
 
 
 class ObjectNotFoundError(StoreError, FileNotFoundError):
@@ -149,6 +195,7 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
     Attributes:
         url: The store, without credentials.
         name: The object.
+        temporary: False.
     """
 
 
@@ -158,6 +205,7 @@ class ObjectExistsError(StoreError, FileExistsError):
     Attributes:
         url: The store, without credentials.
         name: The object.
+        temporary: False.
     """
 
 
@@ -167,6 +215,7 @@ class CannotListError(StoreError):
     Attributes:
         url: The store, without credentials.
         name: The prefix that was to be listed.
+        temporary: False.
     """
 
 
@@ -214,10 +263,13 @@ class MissingExtraError(PulseError, ImportError):
 def translate(*foreign: type[Exception], to: Callable[[str], Exception]) -> Iterator[None]:
     """Turn a foreign library's exceptions into ours.
 
-    foreign: the classes to catch. to: makes our exception from the foreign one's text.
+    foreign: the classes to catch. to: makes our exception from the foreign one's text. A VersionSkewError is never
+    turned into anything else: only an upgrade helps.
     """
     try:
         yield
+    except VersionSkewError:
+        raise
     except foreign as error:
         raise to(str(error)) from None
 

@@ -3,18 +3,22 @@
 The last member of the JSON object is `blake3`, the hash of all bytes before it; in a signed history `signature`
 follows, the Ed25519 signature of all bytes before it. So the received bytes themselves are checked, before any of
 them is decoded. Names of objects are made and parsed here too.
+
+Every version of the format has `format` and `format_version`, and this seal: so a manifest of a newer format is told from
+a damaged one. Members with a default were added without a new version: they may be missing, and readers ignore those that
+they do not know.
 """
 
 import re
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 from blake3 import blake3
 
 from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
-from pulse_rl.errors import FormatError, IntegrityError, translate
+from pulse_rl.errors import FormatError, IntegrityError, skew, translate
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -31,6 +35,9 @@ _OBJECT = re.compile(
 )
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
 _SIGNATURE_NBYTES = len(',"signature":""}') + 128
+
+Scalar: TypeAlias = str | int | float | bool | None
+Software = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
@@ -64,7 +71,7 @@ class PatchRef(ObjectRef, frozen=True):
     changes: Count
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One version of a history.
 
     Attributes:
@@ -83,6 +90,10 @@ class Manifest(msgspec.Struct, frozen=True):
         trail: The object that lists the patches between the last versions; None if there are none.
         publisher: 16 random hex digits that name the publisher that committed it.
         created: When, in seconds since 1970 by the publisher's clock. For people: nothing depends on it.
+        history: The id of the history, 16 random hex digits made with its first version; None in a history that was
+            begun before there were ids.
+        software: What wrote it, as "pulse-rl 0.1.0"; None where it was written before there was this member.
+        metadata: What the trainer noted of this version; None for nothing.
     """
 
     format: str
@@ -100,6 +111,9 @@ class Manifest(msgspec.Struct, frozen=True):
     trail: ObjectRef | None
     publisher: Token
     created: float
+    history: Token | None = None
+    software: Software | None = None
+    metadata: dict[str, Scalar] | None = None
 
     @property
     def anchor_nbytes(self) -> int:
@@ -148,23 +162,55 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def seal(manifest: Manifest, sign: Callable[[bytes], bytes] | None) -> bytes:
-    """Encode a manifest.
+def seal(document: msgspec.Struct, sign: Callable[[bytes], bytes] | None) -> bytes:
+    """Encode a manifest, or another object that is sealed like one.
 
     sign: returns the 64 bytes of a signature of its argument; None for no signature.
     """
-    body = msgspec.json.encode(manifest)[:-1]  # without the closing brace
+    body = msgspec.json.encode(document)[:-1]  # without the closing brace
     sealed = body + f',"blake3":"{blake3(body).hexdigest()}"'.encode()
     if sign is not None:
         sealed += f',"signature":"{sign(sealed).hex()}"'.encode()
     return sealed + b"}"
 
 
+def check_seal(data: bytes, key: "Ed25519PublicKey | None", wrong: Callable[[str], IntegrityError]) -> bool:
+    """Check the seal of the received bytes. Returns whether they carry a signature, which is checked only with a key.
+
+    wrong: makes the error from what is wrong. Raises IntegrityError.
+    """
+    found = _seal_of(data)
+    if found is None or blake3(data[: found.start()]).hexdigest() != found[1].decode():
+        raise wrong(" is not a manifest, or was damaged: its BLAKE3 hash does not match its bytes")
+    if key is not None:
+        _verify(data, found[2], key, wrong)
+    return found[2] is not None
+
+
+def is_signed(data: bytes) -> bool:
+    """Whether a sealed object carries a signature, by whatever key."""
+    found = _seal_of(data)
+    return found is not None and found[2] is not None
+
+
+def _seal_of(data: bytes) -> "re.Match[bytes] | None":
+    tail = max(0, len(data) - _SIGNATURE_NBYTES - len(',"blake3":""') - 64)
+    return next((match for match in _SEAL.finditer(data, tail) if match.end() == len(data)), None)
+
+
+class _Kind(msgspec.Struct):
+    """What every version of the format has."""
+
+    format: str
+    format_version: int
+    software: object = None
+
+
 def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:
     """Decode and check a manifest.
 
     sequence: the number in the object's name. key: the key that its signature must verify with; None to check no
-    signature. where: what messages call it. Raises IntegrityError.
+    signature. where: what messages call it. Raises IntegrityError, and VersionSkewError for one of a newer format.
     """
     name = manifest_name(sequence)
 
@@ -174,18 +220,17 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
     if len(data) > MAX_MANIFEST_NBYTES:
         raise wrong(f": expected at most {MAX_MANIFEST_NBYTES} bytes, found more")
     data = bytes(data)
-    tail = max(0, len(data) - _SIGNATURE_NBYTES - len(',"blake3":""') - 64)
-    found = next((m for m in _SEAL.finditer(data, tail) if m.end() == len(data)), None)
-    if found is None or blake3(data[: found.start()]).hexdigest() != found[1].decode():
-        raise wrong(" is not a manifest, or was damaged: its BLAKE3 hash does not match its bytes")
-    if key is not None:
-        _verify(data, found[2], key, wrong)
+    check_seal(data, key, wrong)
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
+        kind = decode_json(data, _Kind, f"{where} is not a manifest")
+        if kind.format == FORMAT and kind.format_version > FORMAT_VERSION:
+            writer = kind.software if isinstance(kind.software, str) else None
+            raise skew("the history", kind.format_version, FORMAT_VERSION, written_by=writer, source=where)
+        if (kind.format, kind.format_version) != (FORMAT, FORMAT_VERSION):
+            raise wrong(
+                f": expected {FORMAT} version {FORMAT_VERSION}, found {kind.format} version {kind.format_version}"
+            )
         manifest = decode_json(data, Manifest, f"{where} is not a manifest")
-    if (manifest.format, manifest.format_version) != (FORMAT, FORMAT_VERSION):
-        raise wrong(
-            f": expected {FORMAT} version {FORMAT_VERSION}, found {manifest.format} version {manifest.format_version}"
-        )
     if manifest.sequence != sequence or manifest.anchor_sequence > sequence:
         raise wrong(f": it says it is number {manifest.sequence}")
     if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
@@ -197,6 +242,19 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
             if object_sequence(ref.name) != sequence or not ref.name.startswith(f"{folder}/"):
                 raise wrong(f": it names an impossible object {ref.name!r}")
     return manifest
+
+
+def check_same_history(found: Manifest, known: Manifest) -> None:
+    """Raise IntegrityError unless two manifests are of one history: another one may be signed by the same key."""
+    if found.history != known.history:
+        raise IntegrityError(
+            f"{manifest_name(found.sequence)} (version {found.version}) is of another history than version "
+            f"{known.version}: expected the history id {known.history}, found {found.history}: it was copied from "
+            "another run, this one was begun anew, or a release that knows no ids has continued it",
+            name=manifest_name(found.sequence),
+            expected=known.history,
+            found=found.history,
+        )
 
 
 def _verify(
