@@ -5,7 +5,8 @@ the weights were changed while they were published. `restore` reads anchors.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from blake3 import blake3
@@ -18,6 +19,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.names import unwrap
 
 
 def put_anchor(
@@ -32,27 +34,12 @@ def put_anchor(
     total = digests.state_digest({name: bits for name, bits in tensors.items() if bits.size == 0})
     refs = []
 
-    def count(name: str, start: int, bits: UIntArray) -> None:
-        nonlocal total
-        total += cpu.digest_range(seeds[name], start, bits)
-
-    def put(name: str, parts: Iterable[bytes]) -> None:
-        hasher = blake3()
-        nbytes = 0
-
-        def hashed() -> Iterator[bytes]:
-            nonlocal nbytes
-            for part in parts:
-                hasher.update(part)
-                nbytes += len(part)
-                yield part
-
-        store.put(f"{directory}/{name}", hashed())
-        refs.append(ObjectRef(f"{directory}/{name}", nbytes, hasher.hexdigest()))
-
     shards, index = plan_shards(tensors)
     for shard in shards:
-        put(shard.name, stream_shard(tensors, shard.tensors, count))
+        file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors))
+        store.put(f"{directory}/{shard.name}", file)
+        refs.append(file.ref(f"{directory}/{shard.name}"))
+        total += file.digest
     found = digests.to_hex(total)
     if found != digest:
         raise IntegrityError(
@@ -63,8 +50,30 @@ def put_anchor(
         )
     files = dict(assets) | ({INDEX: index} if index else {})
     for name, data in sorted(files.items()):
-        put(name, [data])
+        store.put(f"{directory}/{name}", [data])
+        refs.append(ObjectRef(f"{directory}/{name}", len(data), blake3(data).hexdigest()))
     return tuple(refs)
+
+
+class _Upload:
+    """One file's bytes, hashed and counted as they are sent; a store that failed may read them from the beginning."""
+
+    def __init__(self, seeds: Mapping[str, int], parts: Callable[[Callable[..., None]], Iterable[bytes]]) -> None:
+        self._seeds, self._parts = seeds, parts
+
+    def _count(self, name: str, start: int, bits: UIntArray) -> None:
+        self.digest += cpu.digest_range(self._seeds[name], start, bits)
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.digest, self._nbytes, self._hasher = 0, 0, blake3()
+        for part in self._parts(self._count):
+            self._hasher.update(part)
+            self._nbytes += len(part)
+            yield part
+
+    def ref(self, name: str) -> ObjectRef:
+        """The object that was sent last."""
+        return ObjectRef(name, self._nbytes, self._hasher.hexdigest())
 
 
 def check_assets(assets: Mapping[str, bytes]) -> None:
@@ -83,6 +92,7 @@ def check_assets(assets: Mapping[str, bytes]) -> None:
 
 def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
     """The config.json of a Transformers model, with which its anchors load as they are; nothing for other weights."""
+    weights = unwrap(weights)
     config = getattr(weights, "config", None)
     if config is None or not hasattr(config, "to_json_string"):
         return {}

@@ -58,6 +58,7 @@ from pulse_rl.sync.reports import PublishReport, publish_report
 from pulse_rl.sync.successor import check_successor, new_manifest
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.layout import layout
+from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -234,10 +235,13 @@ class Publisher:
         self.history.store.check_create()
         cast = self._cast if cast is None else cast_name(cast)
         check_assets(assets or {})
+        refuse_adapters(weights)
         sequence, head = self._next_place(anchor)
         base, tensors = self._newest_baseline(), layout(weights, cast)
         if head is not None:
             check_successor(head, base, tensors, version)
+        else:
+            warn_of_prefix(tensors)
         files = model_config(weights, cast) | dict(assets or {})
         if head is None or base is None:
             tensors, encoded = copy_whole(tensors)

@@ -11,6 +11,7 @@ from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.casts import CASTS
+from pulse_rl.weights.names import named_state, wrapper_prefix
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
@@ -77,21 +78,27 @@ class Layout(dict[str, Bits]):
         return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
 
 
-def layout(weights: Any, cast: str | None = None) -> Layout:
-    """View all weights as Bits.
-
-    weights: a torch module (its parameters and persistent buffers) or a mapping of name → tensor or array. cast: as for
-    `as_bits`. Raises TypeError for anything else.
-    """
-    if isinstance(weights, Layout) and cast is None:
-        return weights
+def named_tensors(weights: Any) -> Mapping[str, Any]:
+    """The tensors of a torch module, or of a mapping, by name. Raises TypeError for anything else."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(weights, torch.nn.Module):
-        weights = weights.state_dict(keep_vars=True)
+        return named_state(weights)
     if not isinstance(weights, Mapping):
         raise TypeError(
             f"weights: expected a torch module or a mapping of name → tensor, found {type(weights).__name__}"
         )
+    return weights
+
+
+def layout(weights: Any, cast: str | None = None) -> Layout:
+    """View all weights as Bits.
+
+    weights: a torch module (its parameters and persistent buffers, by the names that they have without wrappers around
+    the model) or a mapping of name → tensor or array. cast: as for `as_bits`. Raises TypeError for anything else.
+    """
+    if isinstance(weights, Layout) and cast is None:
+        return weights
+    weights = named_tensors(weights)
     found: dict[str, Bits] = {}
     owners: dict[object, str] = {}
     tied: dict[str, str] = {}
@@ -136,6 +143,9 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
         for label, names in differences
         if names
     ]
+    for label, names in (("missing", missing), ("unexpected", unexpected)):
+        if missing and unexpected and (prefix := wrapper_prefix(names)):
+            parts.append(f"what is {label} carries the prefix {prefix}: use the names of the model inside")
     if len(by_dtypes) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(by_dtypes))):
         wanted = _TORCH[next(iter(by_dtypes))[0]]
         parts.append(f"convert them by model.to(torch.{wanted}), or publish them with cast={wanted!r}")
