@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
 from pulse_rl.history.describe import store_info
-from pulse_rl.history.heartbeat import Heartbeat
+from pulse_rl.history.heartbeat import Heartbeat, software
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.prune import GRACE_S, Retention, delete_planned
@@ -102,7 +103,9 @@ def test_a_heartbeat_after_each_sync(store: Store) -> None:
     run.publish(4)
     report = subscriber.sync(weights)
     until(lambda: len(live.beats) == 2)
-    assert beat(store) == Heartbeat("w", 6, 3, 0, None, beat(store).sync_s, report.fetched_nbytes)
+    assert beat(store) == Heartbeat(
+        "w", 6, 3, 0, None, beat(store).sync_s, report.fetched_nbytes, socket.gethostname(), software()
+    )
     assert beat(store).sync_s == pytest.approx(report.total_s, abs=0.1)
     subscriber.sync(weights, version=2)
     until(lambda: len(live.beats) == 3)

@@ -93,7 +93,7 @@ def test_no_history_and_no_server(served: tuple[Path, str]) -> None:
         pulse.Subscriber(url).latest()
     nowhere = f"http://127.0.0.1:{servers.free_port()}/a"
     with pytest.raises(pulse.StoreError, match="error sending request") as unreachable:
-        pulse.Subscriber(nowhere).latest()
+        pulse.Subscriber(nowhere, patience=0).latest()
     assert (unreachable.value.url, unreachable.value.name) == (nowhere, FIRST)
 
 

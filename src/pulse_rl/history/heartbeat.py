@@ -1,15 +1,18 @@
 """Heartbeats: what each subscriber reports, for whoever operates a history.
 
-    heartbeats/worker-3.json    one for each subscriber, overwritten after its syncs
+    heartbeats/worker-3.json    one for each subscriber, overwritten after its syncs and while it waits
 
-Nothing depends on them: no reader follows them, and pruning and `verify` ignore them. So a heartbeat is written in a
+Nothing depends on them: no reader follows them, `verify` ignores them, and pruning deletes only those that were
+silent for long. So a heartbeat is written in a
 background thread, and one that cannot be written (to a read-only store) is a warning. A subscriber was last seen when
 its heartbeat was written by the store's clock; no worker's clock matters.
 """
 
 import atexit
 import logging
+import os
 import re
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +24,7 @@ import msgspec
 from pulse_rl.documents import Count, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, PulseError, translate
 from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.patient import unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +34,14 @@ PREFIX = "heartbeats"
 EVERY_S = 15.0
 MAX_NBYTES = 4096  # of a heartbeat; one with the longest error is smaller
 MAX_ERROR = 500  # characters
+EXPIRE_S = 86400.0  # a heartbeat this old is of a subscriber that is gone; pruning deletes it
 AT_EXIT_S = 5.0  # how long a process that exits waits for its last heartbeat
 
 _ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 Id = Annotated[str, msgspec.Meta(pattern=f"^{_ID.pattern}$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Text = Annotated[str, msgspec.Meta(max_length=255)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -48,6 +54,9 @@ class Heartbeat(msgspec.Struct, frozen=True):
     error: str | None  # of its last sync, one sentence; None if that succeeded
     sync_s: Seconds  # what that sync took
     fetched_nbytes: Count | None  # what that sync read; None if it failed
+    # Filled in where a heartbeat is written; those of before version 0.2 lack them.
+    host: Text | None = None  # where the subscriber runs
+    software: Text | None = None  # what wrote the heartbeat, as "pulse-rl 0.1.0"
 
 
 def check_id(name: str) -> str:
@@ -91,16 +100,29 @@ class Heart:
 
     def __init__(self, store: Store, name: str) -> None:
         self.id = check_id(name)
-        self._store = store
-        self._lock = threading.Lock()
+        self._store = unwrapped(store)  # a heartbeat that is late is replaced by the next one
         self._last: Heartbeat | None = None  # the one passed last
+        self._causes: set[str] = set()  # that were warned of
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without a thread: at first, and in a forked process, which takes no threads along."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
         self._next = 0.0  # when to repeat an unchanged heartbeat, monotonic seconds
         self._waiting: Heartbeat | None = None  # the newest one, while another one is being written
         self._thread: threading.Thread | None = None
-        self._causes: set[str] = set()  # that were warned of
+
+    def repeat(self) -> bool:
+        """Write the last heartbeat again, unless it is recent. Returns whether there is one."""
+        if self._last is not None:
+            self.beat(self._last)
+        return self._last is not None
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Write a heartbeat, unless it is unchanged and the last one is recent."""
+        if self._process != os.getpid():
+            self._begin()
         now = time.monotonic()
         with self._lock:
             if self._last is not None and now < self._next and _content(self._last) == _content(heartbeat):
@@ -125,7 +147,8 @@ class Heart:
                     self._thread = None
                     return
             try:
-                self._store.put(heartbeat_name(self.id), msgspec.json.encode(heartbeat))
+                signed = msgspec.structs.replace(heartbeat, host=socket.gethostname()[:255], software=software())
+                self._store.put(heartbeat_name(self.id), msgspec.json.encode(signed))
             except (PulseError, OSError) as error:
                 self._warn(str(error))
 
@@ -133,6 +156,13 @@ class Heart:
         if cause not in self._causes:
             self._causes.add(cause)
             log.warning("the heartbeat of %s could not be written: %s", self.id, cause)
+
+
+def software() -> str:
+    """What writes, with its version."""
+    from pulse_rl import __version__
+
+    return f"pulse-rl {__version__}"
 
 
 def _content(heartbeat: Heartbeat) -> tuple[object, ...]:

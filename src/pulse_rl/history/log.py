@@ -39,14 +39,15 @@ from pulse_rl.history import signing
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
-    MAX_SEQUENCE,
     Manifest,
     manifest_name,
     manifest_sequence,
 )
+from pulse_rl.history.newest import Finder
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
-from pulse_rl.store.base import ObjectInfo, Store, read_up_to
+from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.objects import open_store
+from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PrivateKey, PublicKey
@@ -70,9 +71,10 @@ class History:
             are not signed.
         public_key: The Ed25519 public key that every manifest must be signed by. By default the one of `sign_with`;
             without either, signatures are not checked.
+        patience: Seconds for which failures of the store that may pass are tried again; 0 for none.
 
     Attributes:
-        store: The Store.
+        store: The Store, with that patience.
 
     Raises:
         StoreError: From every method, where the store cannot be read or written.
@@ -81,17 +83,23 @@ class History:
     store: Store
 
     def __init__(
-        self, store: Store | str | Path, *, sign_with: PrivateKey | None = None, public_key: PublicKey | None = None
+        self,
+        store: Store | str | Path,
+        *,
+        sign_with: PrivateKey | None = None,
+        public_key: PublicKey | None = None,
+        patience: float = PATIENCE_S,
     ) -> None:
         # open_store refuses None, which an unset setting gives.
-        self.store = open_store(store) if isinstance(store, str | Path | None) else store
+        opened = open_store(store) if isinstance(store, str | Path | None) else store
+        self.store = patient(opened, patience)
         self._sign_with = signing.private_key(sign_with) if sign_with is not None else None
         self._public_key = signing.public_key(public_key) if public_key is not None else None
         if self._sign_with is not None and self._public_key is None:
             self._public_key = self._sign_with.public_key()
         self._manifests: dict[int, Manifest] = {}
         self._trails: dict[State, Trail] = {}
-        self._newest: ObjectInfo | None = None  # the newest manifest, as last listed
+        self._finder = Finder(self, self._parse, self._manifests)
 
     def head(self) -> Manifest | None:
         """Find the newest version. Once one is known, only what is newer is listed.
@@ -102,10 +110,7 @@ class History:
         Raises:
             IntegrityError: If its manifest is damaged.
         """
-        try:
-            newest = self._listed_newest()
-        except CannotListError:
-            newest = next(reversed(self._probed()), None)
+        newest = self._finder.newest()
         return self.read(newest) if newest is not None else None
 
     def find(self, version: int) -> Manifest:
@@ -189,7 +194,7 @@ class History:
             found = (manifest_sequence(info.name) for info in self.store.list("manifests"))
             return [sequence for sequence in found if sequence is not None]
         except CannotListError:
-            return list(self._probed())
+            return list(self._finder.probed())
 
     def first(self) -> int:
         """Find where the history begins, as the last pruning left it.
@@ -238,7 +243,7 @@ class History:
                 data = read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
             except ObjectNotFoundError:
                 raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
-            manifest = manifests.parse(data, sequence, self._public_key, f"{name} in {self.store.url}")
+            manifest = self._parse(sequence, data)
             _remember(self._manifests, sequence, manifest, KEPT)
         return self._manifests[sequence]
 
@@ -308,7 +313,7 @@ class History:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
         self._manifests.clear()
         self._trails.clear()
-        self._newest = None
+        self._finder.forget()
 
     def _require_own(self, name: str, data: bytes, manifest: Manifest) -> None:
         """Raise StoreError unless the manifest that exists is the one to commit: a retry can meet its first attempt."""
@@ -337,58 +342,9 @@ class History:
         except StoreError:
             return False
 
-    def _listed_newest(self) -> int | None:
-        """The sequence number of the newest manifest, by listing."""
-        listed = []
-        if self._newest is not None:
-            listed = self.store.list("manifests", after=self._newest.name.removesuffix(".json"))
-            if listed[:1] != [self._newest]:
-                # It was deleted, or replaced: the history was begun anew, or pruned.
-                self.forget()
-        if self._newest is None:
-            listed = self.store.list("manifests")
-        found = [info for info in listed if manifest_sequence(info.name) is not None]
-        self._newest = found[-1] if found else None
-        return manifest_sequence(self._newest.name) if self._newest else None
-
-    def _probed(self) -> range:
-        """The sequence numbers from the first one without a gap on, by probing which manifests exist.
-
-        O(log n) requests at first, and about three once a newer one is known.
-        """
-        first = self.first()
-        while not self._exists(first):
-            # If the history was pruned since, it now begins later.
-            before, first = first, self.first()
-            if first == before == 0:
-                return range(0)
-            if first == before:
-                raise IntegrityError(
-                    f"{FIRST} in {self.store.url} says that the history begins with {manifest_name(first)}, "
-                    "which is missing: a cache in between may be stale, or the history is damaged",
-                    name=FIRST,
-                )
-        newest, step = max([first, *self._manifests]), 1
-        while self._exists(newest + step):
-            newest, step = newest + step, step * 2
-        while step > 1:  # newest exists, newest + step does not
-            step //= 2
-            if self._exists(newest + step):
-                newest += step
-        # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
-        return range(first, newest + 1) if self.first() <= newest else self._probed()
-
-    def _exists(self, sequence: int) -> bool:
-        """Whether there is a manifest of a sequence number, damaged or not."""
-        if sequence > MAX_SEQUENCE:
-            return False
-        try:
-            self.read(sequence)
-        except VersionNotFoundError:
-            return False
-        except IntegrityError:
-            return True
-        return True
+    def _parse(self, sequence: int, data: bytes) -> Manifest:
+        """Check the bytes of a manifest. Raises IntegrityError."""
+        return manifests.parse(data, sequence, self._public_key, f"{manifest_name(sequence)} in {self.store.url}")
 
 
 def _remember(known: dict[K, V], key: K, value: V, most: int) -> None:

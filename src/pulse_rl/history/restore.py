@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PatchFormatError, PulseError, StoreError
+from pulse_rl.errors import (
+    BaseMismatchError,
+    FormatError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PatchFormatError,
+    PulseError,
+    StoreError,
+)
 from pulse_rl.history.fetch import fetch, fetch_parts
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
@@ -54,11 +62,15 @@ class Effort:
 
 @contextmanager
 def add_recovery_hint() -> Iterator[None]:
-    """Add to an error of a history how to recover; weights of another model are no error of a history."""
+    """Add to an error of a history how to recover.
+
+    Weights of another model are no error of a history, nor is a store that is out of reach or refuses to be read.
+    """
     try:
         yield
     except PulseError as error:
-        if not isinstance(error, BaseMismatchError):
+        unreadable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
+        if not unreadable and not isinstance(error, BaseMismatchError):
             error.add_note(
                 "if that cannot be repaired, publish(…, anchor=True) on the trainer's side gets past it "
                 "with a full checkpoint"
@@ -214,7 +226,10 @@ def restore(history: History, target: Manifest, directory: Path, effort: Effort,
     message = f"no route leads to version {target.version} of {history.store.url}: " + (
         "; ".join(faults.messages) or "the patches that would lead there are missing"
     )
-    raise IntegrityError(message) if faults.damaged else StoreError(message, url=history.store.url)
+    if faults.damaged:
+        raise IntegrityError(message)
+    kind = StoreError if faults.unreachable else ObjectNotFoundError
+    raise kind(message, url=history.store.url)
 
 
 def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Effort) -> Layout:

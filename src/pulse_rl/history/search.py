@@ -21,7 +21,7 @@ class FaultLog:
         self.names: set[str] = set()  # objects to avoid
         self.messages: list[str] = []
         self.damaged = False  # whether any fault was more than an object that is missing or unreachable
-        self._unreachable = False
+        self.unreachable = False  # whether an object could not be read for a reason of the store's
 
     def add(self, name: str, error: PulseError) -> None:
         """Report a fault of one object.
@@ -30,9 +30,9 @@ class FaultLog:
         unreachable, and to try all its objects would take hours.
         """
         unreachable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-        if unreachable and self._unreachable:
+        if unreachable and self.unreachable:
             raise error
-        self._unreachable |= unreachable
+        self.unreachable |= unreachable
         self.damaged |= not isinstance(error, StoreError)
         self.names.add(name)
         self.note(str(error))

@@ -7,11 +7,12 @@ patches from its trail, which reaches back up to 64 versions; each subscriber fr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -26,6 +27,7 @@ from pulse_rl.errors import (
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.partial import partial_uploads
 from pulse_rl.history.targets import open_history
 from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
@@ -37,6 +39,10 @@ FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
 INTERVALS = 64  # between the newest versions, of which the median is reported
 MAX_SUBSCRIBERS = 1000  # whose heartbeats are read, those seen last
 AT_ONCE = 16  # requests; also the newest manifests that are tried until one can be read
+SILENT_S = 300.0  # a worker that generates writes no heartbeat meanwhile
+
+Verdict: TypeAlias = Literal["ok", "behind", "failing", "silent", "damaged"]  # from good to bad
+_WORST: tuple[Verdict, ...] = ("damaged", "silent", "failing", "behind", "ok")
 
 
 class Objects(msgspec.Struct, frozen=True):
@@ -57,9 +63,11 @@ class Listing(msgspec.Struct, frozen=True):
     Attributes:
         manifests: The manifests.
         patches: The patches, skip patches included.
-        anchors: The files of anchors.
+        anchors: The files of anchors; `anchor_sequences` says how many anchors they make.
         trails: The trails.
         unnamed: Those of them whose sequence number has no manifest: left by a failed attempt, or being written.
+        partial: Uploads that were not finished, as a publisher that was killed leaves in a directory. A bucket does not
+            list its own: there they are always 0.
         anchor_sequences: The sequence numbers of the versions that have an anchor.
         modified: When the newest manifest was written, in seconds since 1970.
         interval_s: The median seconds between the newest versions; None for a single one.
@@ -70,6 +78,7 @@ class Listing(msgspec.Struct, frozen=True):
     anchors: Objects
     trails: Objects
     unnamed: Objects
+    partial: Objects
     anchor_sequences: tuple[int, ...]
     modified: float
     interval_s: float | None
@@ -106,6 +115,10 @@ class SubscriberInfo(msgspec.Struct, frozen=True):
         sync_s: The seconds that its last sync took.
         fetched_nbytes: The bytes that its last sync read.
         unreadable: Why its heartbeat cannot be read; then nothing else is known.
+        host: Where it runs.
+        software: What wrote its heartbeat, as "pulse-rl 0.1.0".
+        verdict: "damaged": its heartbeat cannot be read. "silent": no heartbeat for longer than `max_silence`.
+            "failing": its last sync failed. "behind": more versions behind than `max_lag`. Otherwise "ok".
     """
 
     id: str
@@ -117,6 +130,9 @@ class SubscriberInfo(msgspec.Struct, frozen=True):
     sync_s: float | None
     fetched_nbytes: int | None
     unreadable: str | None
+    host: str | None
+    software: str | None
+    verdict: Verdict
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -137,7 +153,9 @@ class Status(msgspec.Struct, frozen=True):
         listing: What listing the store tells; None where it cannot be listed.
         recent: The patches between the last versions; None where the trail cannot be read.
         subscribers: What each subscriber last reported, by id; None where the store cannot be listed.
+        expired: How many heartbeats were left out, as their subscribers were silent for longer than `expire`.
         problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
+        verdict: "damaged" where there are problems, otherwise the worst verdict of a subscriber.
     """
 
     url: str
@@ -154,10 +172,19 @@ class Status(msgspec.Struct, frozen=True):
     listing: Listing | None
     recent: Recent | None
     subscribers: tuple[SubscriberInfo, ...] | None
+    expired: int
     problems: tuple[str, ...]
+    verdict: Verdict
 
 
-def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -> Status:
+def status(
+    target: Store | str | Path,
+    *,
+    public_key: PublicKey | None = None,
+    max_lag: int | None = None,
+    max_silence: float = SILENT_S,
+    expire: float = heartbeat.EXPIRE_S,
+) -> Status:
     """Look at a store: its versions, sizes, last patches, and who follows it.
 
     Takes a listing and a few requests, however long the history is, and one request for each heartbeat.
@@ -166,6 +193,9 @@ def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -
         target: A Store, or the URL or path of one, or the directory of a run with one.
         public_key: The Ed25519 public key that the manifests that are read must be signed by: a PEM file or the key
             itself. By default signatures are not checked.
+        max_lag: How many versions a subscriber may be behind the newest one. By default any number.
+        max_silence: Seconds for which a subscriber may write no heartbeat; five minutes by default.
+        expire: Seconds after which a silent subscriber is taken for gone and left out; a day by default.
 
     Returns:
         What was found. Problems are listed in it where something is left to report.
@@ -177,7 +207,7 @@ def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -
         IntegrityError: If none of the newest manifests can be read.
         StoreError: If the store cannot be read.
     """
-    history = open_history(target, public_key)
+    history = open_history(target, public_key, patience=0)
     store = history.store
     problems: list[str] = []
     objects = _list(store)
@@ -204,6 +234,10 @@ def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -
         oldest = history.read(sequences[0]).version
     except PulseError as error:
         problems.append(one_line(error))
+    subscribers, expired = None, 0
+    if objects is not None:
+        limits = _Limits(max_lag, max_silence, expire, _store_time(objects))
+        subscribers, expired = _subscribers(store, objects[heartbeat.PREFIX], newest, problems, limits)
     return Status(
         url=store.url,
         versions=len(sequences),
@@ -216,11 +250,38 @@ def status(target: Store | str | Path, *, public_key: PublicKey | None = None) -
         elements=newest.elements,
         full_nbytes=newest.full_nbytes,
         anchor_sequence=newest.anchor_sequence,
-        listing=_listing(objects, set(sequences)) if objects is not None else None,
+        listing=_listing(objects, set(sequences), partial_uploads(store)) if objects is not None else None,
         recent=recent,
-        subscribers=_subscribers(store, objects[heartbeat.PREFIX], newest, problems) if objects is not None else None,
+        subscribers=subscribers,
+        expired=expired,
         problems=tuple(problems),
+        verdict="damaged" if problems else _worst(subscribers or ()),
     )
+
+
+class _Limits(msgspec.Struct, frozen=True):
+    """What a subscriber is judged by."""
+
+    max_lag: int | None
+    max_silence: float
+    expire: float
+    now: float
+
+    def judge(self, seen: float, beat: heartbeat.Heartbeat, lag: int | None) -> Verdict:
+        if self.now - seen > self.max_silence:
+            return "silent"
+        if beat.error is not None:
+            return "failing"
+        return "behind" if self.max_lag is not None and (lag is None or lag > self.max_lag) else "ok"
+
+
+def _store_time(objects: dict[str, list[ObjectInfo]]) -> float:
+    """The time: this machine's, or what the store has written since where this machine's clock is behind."""
+    return max([time.time(), *(info.modified for folder in objects.values() for info in folder)])
+
+
+def _worst(subscribers: Iterable[SubscriberInfo]) -> Verdict:
+    return min((one.verdict for one in subscribers), key=_WORST.index, default="ok")
 
 
 def _list(store: Store) -> dict[str, list[ObjectInfo]] | None:
@@ -255,7 +316,7 @@ def _total(objects: Iterable[ObjectInfo]) -> Objects:
     return Objects(len(sizes), sum(sizes))
 
 
-def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int]) -> Listing:
+def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int], partial: list[ObjectInfo]) -> Listing:
     payload = [info for folder in ("patches", "anchors", "trails") for info in objects[folder]]
     anchors = {object_sequence(info.name) for info in objects["anchors"]}
     manifests = [info for info in objects["manifests"] if manifest_sequence(info.name) is not None]
@@ -268,6 +329,7 @@ def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int]) -> Listi
         anchors=_total(objects["anchors"]),
         trails=_total(objects["trails"]),
         unnamed=_total(info for info in payload if object_sequence(info.name) not in sequences),
+        partial=_total(partial),
         anchor_sequences=tuple(sorted(sequences.intersection(anchors))),
         modified=times[-1],
         interval_s=median(between) if between else None,
@@ -292,32 +354,39 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
 
 
 def _subscribers(
-    store: Store, objects: list[ObjectInfo], newest: Manifest, problems: list[str]
-) -> tuple[SubscriberInfo, ...]:
-    """Read the heartbeats of a listing."""
-    beats = [info for info in objects if heartbeat.heartbeat_id(info.name) is not None]
+    store: Store, objects: list[ObjectInfo], newest: Manifest, problems: list[str], limits: _Limits
+) -> tuple[tuple[SubscriberInfo, ...], int]:
+    """Read the heartbeats of a listing. Returns them, and how many have expired."""
+    everyone = [info for info in objects if heartbeat.heartbeat_id(info.name) is not None]
+    beats = [info for info in everyone if limits.now - info.modified <= limits.expire]
+    expired = len(everyone) - len(beats)
     if len(beats) > MAX_SUBSCRIBERS:
         problems.append(f"of {len(beats)} heartbeats, the {MAX_SUBSCRIBERS} written last are shown")
         beats = sorted(sorted(beats, key=lambda info: info.modified)[-MAX_SUBSCRIBERS:])
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence), beats))
+        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence, limits), beats)), expired
 
 
-def _subscriber(store: Store, info: ObjectInfo, newest: int) -> SubscriberInfo:
+def _subscriber(store: Store, info: ObjectInfo, newest: int, limits: _Limits) -> SubscriberInfo:
     name = heartbeat.heartbeat_id(info.name)
     assert name is not None  # the caller has looked
     try:
         beat = heartbeat.read(store, info.name)
     except PulseError as error:
-        return SubscriberInfo(name, info.modified, None, None, None, None, None, None, one_line(error))
+        unknown = (None,) * 6
+        return SubscriberInfo(name, info.modified, *unknown, one_line(error), None, None, "damaged")
+    lag = max(0, newest - beat.sequence) if beat.sequence is not None else None
     return SubscriberInfo(
         id=name,
         seen=info.modified,
         version=beat.version,
-        lag=max(0, newest - beat.sequence) if beat.sequence is not None else None,
+        lag=lag,
         lag_then=beat.lag,
         error=printable(beat.error[: heartbeat.MAX_ERROR]) if beat.error is not None else None,
         sync_s=beat.sync_s,
         fetched_nbytes=beat.fetched_nbytes,
         unreadable=None,
+        host=printable(beat.host) if beat.host is not None else None,
+        software=printable(beat.software) if beat.software is not None else None,
+        verdict=limits.judge(info.modified, beat, lag),
     )

@@ -11,6 +11,7 @@ from pulse_rl.disk import map_file
 from pulse_rl.history.log import History
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
+from pulse_rl.store.patient import PATIENCE_S
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
@@ -42,7 +43,9 @@ def kind_of(target: str) -> tuple[Kind, str]:
     return ("patch" if metadata.get("format") == patch_format.FORMAT else "checkpoint"), target
 
 
-def open_history(target: Store | str | Path, public_key: PublicKey | None = None) -> History:
+def open_history(
+    target: Store | str | Path, public_key: PublicKey | None = None, *, patience: float = PATIENCE_S
+) -> History:
     """Open the history in a store, at a URL or path, or in the directory of a run.
 
     Raises as `kind_of`, and ValueError for a patch or a checkpoint.
@@ -52,4 +55,4 @@ def open_history(target: Store | str | Path, public_key: PublicKey | None = None
         if kind != "store":
             raise ValueError(f"{target}: expected a store or the directory of a run, found a {kind}")
         target = place
-    return History(target, public_key=public_key)
+    return History(target, public_key=public_key, patience=patience)

@@ -5,22 +5,26 @@ retries. This file turns its exceptions into ours, creates a directory at the fi
 put-if-absent only after it has tested it.
 """
 
+import builtins
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from stat import S_ISREG
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotModifiedError
 from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.store.failures import may_pass, one_line
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 takes 100 MB where the disk is slow
@@ -34,6 +38,13 @@ CLOUDS = {"s3": (S3Store, "AWS"), "gs": (GCSStore, "GOOGLE"), "az": (AzureStore,
 CLIENT = {"timeout": "1 day", "read_timeout": "2 min", "connect_timeout": "10 s"}
 # Options given in code make obstore ignore those of the environment, so these are passed on: AWS_ALLOW_HTTP, ….
 CLIENT_ENVIRONMENT = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
+# obstore itself repeats a request (a part of an upload, the rest of a download) over a short interruption, for about a
+# second in all. Outages are the part of `patient`, whose time is a setting.
+RETRY: Any = {
+    "max_retries": 3,
+    "retry_timeout": timedelta(seconds=5),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1)},
+}
 
 
 _threads = {"started": False, "lost": False}  # obstore's own threads, which make all requests
@@ -47,7 +58,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def _need_threads() -> None:
+def need_threads() -> None:
     """Raise StoreError in a forked child of a process that has used a store: its requests would wait for ever."""
     if _threads["lost"]:
         raise StoreError(
@@ -66,7 +77,7 @@ class ObjectStore:
 
     def _open(self, *, write: bool) -> Any:
         """obstore's store; None for a directory that does not exist, unless it is opened to write."""
-        _need_threads()
+        need_threads()
         return self._inner
 
     def _open_existing(self, name: str) -> Any:
@@ -94,7 +105,10 @@ class ObjectStore:
                 raise ObjectExistsError(f"{name} exists already in {self.url}", url=self.url, name=name) from None
             verb = "write" if verb == "create" else verb
             raise StoreError(
-                f"cannot {verb} {name} in {self.url}: {_one_line(error)}", url=self.url, name=name
+                f"cannot {verb} {name} in {self.url}: {one_line(error)}",
+                url=self.url,
+                name=name,
+                temporary=may_pass(error),
             ) from error
 
     def put(
@@ -115,21 +129,58 @@ class ObjectStore:
         with self._translated("read", name):
             return memoryview(obstore.get(self._open_existing(name), name).bytes())
 
-    def stream(self, name: str) -> Iterator[memoryview]:
+    def stream(self, name: str, start: int = 0) -> Iterator[memoryview]:
+        options: Any = {"range": {"offset": start}} if start else {}
         with self._translated("read", name):
-            for part in obstore.get(self._open_existing(name), name).stream(min_chunk_size=PART_NBYTES):
+            found = obstore.get(self._open_existing(name), name, options=options)
+            for part in found.stream(min_chunk_size=PART_NBYTES):
                 yield memoryview(part)
+
+    def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
+        """Read an object unless it is still the one that it was: a request without a body where the store knows tags.
+
+        tag: what an earlier call has returned with the bytes; None reads it in any case. limit: as in `read_up_to`.
+        Returns the bytes and their tag; None for an object of that tag. Raises as `get`.
+        """
+        options: Any = {"if_none_match": tag} if tag else {}
+        data = bytearray()
+        with self._translated("read", name):
+            try:
+                found = obstore.get(self._open_existing(name), name, options=options)
+            except NotModifiedError:
+                return None
+            for part in found.stream(min_chunk_size=min(PART_NBYTES, limit + 1)):
+                data += memoryview(part)[: limit + 1 - len(data)]
+                if len(data) > limit:
+                    break
+            return bytes(data), found.meta["e_tag"]
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         inner = self._open(write=False)
         if inner is None:
             return []
         with self._translated("list", prefix):
-            return sorted(
-                ObjectInfo(o["path"], o["size"], o["last_modified"].timestamp())
-                for page in obstore.list(inner, prefix, offset=after or None)
-                for o in page
-            )
+            try:
+                return self._listed(inner, prefix, after)
+            except BaseError as error:
+                if not self._is_foreign(error):
+                    raise
+                return self._list_beside(inner, prefix, after)
+
+    def _listed(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
+        return sorted(
+            ObjectInfo(o["path"], o["size"], o["last_modified"].timestamp())
+            for page in obstore.list(inner, prefix, offset=after or None)
+            for o in page
+        )
+
+    def _is_foreign(self, error: BaseError) -> bool:
+        """Whether a listing failed for an object that somebody else put there, whose name obstore refuses."""
+        return isinstance(error, InvalidPathError)
+
+    def _list_beside(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
+        """List what there is beside such an object. Empty names and those of dots sort before all of ours."""
+        return self._listed(inner, prefix, max(after, f"{prefix}/0"))
 
     def delete(self, name: str) -> None:
         inner = self._open(write=False)
@@ -143,14 +194,30 @@ class DirectoryStore(ObjectStore):
 
     def __init__(self, path: Path) -> None:
         super().__init__(None, path.absolute().as_uri())
-        self._path = path
+        self.path = path
 
     def _open(self, *, write: bool) -> Any:
-        _need_threads()
-        if self._inner is None and (write or self._path.is_dir()):
-            self._path.mkdir(parents=True, exist_ok=True)
-            self._inner = LocalStore(self._path)
+        need_threads()
+        if self._inner is None and (write or self.path.is_dir()):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._inner = LocalStore(self.path)
         return self._inner
+
+    def _is_foreign(self, error: BaseError) -> bool:
+        return True  # or a link that leads nowhere, or round in a circle
+
+    def _list_beside(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
+        found = []
+        for folder, _, files in os.walk(self.path / prefix):
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self.path).as_posix()
+                with suppress(OSError, UnicodeEncodeError):
+                    name.encode()
+                    info = path.stat()
+                    if name > after and S_ISREG(info.st_mode) and not re.search(r"#\d+$", name):
+                        found.append(ObjectInfo(name, info.st_size, info.st_mtime))
+        return sorted(found)
 
 
 class CloudStore(ObjectStore):
@@ -241,14 +308,6 @@ class WebStore(ObjectStore):
         )
 
 
-def _one_line(error: Exception) -> str:
-    """obstore's message as one line, without its counts of retries and its debug output."""
-    text = str(error).partition("\n\nDebug source")[0]
-    line = re.sub(r" in [0-9.]+m?µ?s(, after \d+ retries)?(, max_retries: .*?)? +- ", r"\1: ", text.splitlines()[0])
-    answer = re.search(r"<Message>([^<]*)", text)  # the body of an S3 or Azure error
-    return line.partition(": <?xml")[0] + (f": {answer[1].splitlines()[0]}" if answer and answer[1] else "")
-
-
 def open_store(url: str | Path) -> Store:
     """Open a store.
 
@@ -305,10 +364,11 @@ def _open_remote(parts: SplitResult) -> Store:
             kind, prefix = CLOUDS[parts.scheme]
             given = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in CLIENT_ENVIRONMENT}
             client = CLIENT | {name: value for name, value in given.items() if value is not None}
-            return CloudStore(kind.from_url(url, client_options=client), url)
-        return WebStore(HTTPStore(url, client_options=CLIENT | {"allow_http": parts.scheme == "http"}), url)
+            return CloudStore(kind.from_url(url, client_options=client, retry_config=RETRY), url)
+        options: Any = CLIENT | {"allow_http": parts.scheme == "http"}
+        return WebStore(HTTPStore(url, client_options=options, retry_config=RETRY), url)
     except BaseError as error:
-        raise StoreError(f"store: cannot open {url}: {_one_line(error)}", url=url) from None
+        raise StoreError(f"store: cannot open {url}: {one_line(error)}", url=url) from None
 
 
 def _open_directory(path: Path) -> Store:

@@ -51,6 +51,8 @@ from pulse_rl.history.search import FaultLog
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
+from pulse_rl.store.objects import need_threads
+from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
@@ -95,6 +97,8 @@ class Publisher:
         keep_every: Keep every N-th anchor permanently. None: older anchors are deleted with the other versions.
         grace: Seconds for which a version stays after `retain` no longer keeps it, so that readers can finish; an hour
             by default.
+        patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
+            lost, an error of the server) is tried again before it is raised. 0: at once.
 
     Raises:
         ValueError: A setting makes no sense.
@@ -115,13 +119,14 @@ class Publisher:
         retain: int | None = None,
         keep_every: int | None = None,
         grace: float = GRACE_S,
+        patience: float = PATIENCE_S,
     ) -> None:
         if anchor_every < 1:
             raise ValueError(f"anchor_every: expected at least 1, found {anchor_every}")
         if retain is None and keep_every is not None:
             raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
         self.bandwidth = bandwidth
-        self.history = History(store, sign_with=sign_with)
+        self.history = History(store, sign_with=sign_with, patience=patience)
         self._encoder = Encoder(codec)
         self._anchor_every = anchor_every
         self._cast = cast_name(cast) if cast is not None else None
@@ -277,6 +282,7 @@ class Publisher:
         flight = self._in_flight
         if flight is None:
             return None
+        need_threads()  # in a forked process nothing puts the version, and the wait would have no end
         error = flight.future.exception()  # waits; if that is interrupted, the version stays in flight
         self._in_flight = None
         if error is not None:

@@ -1,50 +1,64 @@
 """The rollout workers' side: bring live weights to a version of a history, proved, by the route with the fewest bytes.
 
 A sync finds the version, then advances the weights to it: first by patches, each proved before it writes an element;
-otherwise by loading, where an anchor is downloaded, patched and proved in temporary files before it is written. So the
-weights hold a version whenever a sync returns or raises, but where a write itself failed. Objects that are missing or
-damaged are avoided, and the report says which.
+otherwise by loading (`loading`), where an anchor is downloaded, patched and proved in temporary files before it is
+written. So the weights hold a version whenever a sync returns or raises, but where a write itself failed. Objects that
+are missing or damaged are avoided, and the report says which.
 
-A patch proves the elements that it writes. Whether something else wrote to the others only a recount of all bits shows:
-with `verify_live` a sync begins with one. Finding and reading the objects is the history's part, in `history.restore`.
+A proof belongs to the memory that it was made of. A sync into other memory, or one that torch has written to since,
+begins with a recount of all bits. Writes that nothing counts, as NumPy's, are found by `verify` and by `verify_live`.
+Finding and reading the objects is the history's part, in `history.restore`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Effort, add_recovery_hint, follow, restore, scratch
+from pulse_rl.history.restore import Effort, add_recovery_hint, follow
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
-from pulse_rl.patch.apply import finish_despite_interrupt
-from pulse_rl.patch.live import by_name, live_digest, resolve, shared_memory
+from pulse_rl.patch.live import by_name, live_digest
 from pulse_rl.store.base import Store
+from pulse_rl.store.patient import PATIENCE_S
+from pulse_rl.sync.loading import load
+from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.reports import Route, SyncReport, sync_report
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, layout
-from pulse_rl.weights.segments import segments
+from pulse_rl.weights.memory import Memory, live_tensors
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
 
-POLL_S, LONGEST_POLL_S = 0.05, 1.0  # between two requests while waiting; clouds charge for each
+
+class _Live:
+    """The weights that one sync is given. They are viewed as bits only where some are to be read or written."""
+
+    def __init__(self, weights: Any) -> None:
+        self.tensors = live_tensors(weights)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout(self.tensors)
 
 
 class Subscriber:
     """Follows one history with one model's live weights.
 
     One subscriber belongs to one set of weights: it keeps their proved version and digest from sync to sync, and reads
-    only what changed. Any number of subscribers may follow one history; they write nothing to it but heartbeats. Not
-    thread-safe.
+    only what changed. Weights in other memory, or that torch has written to since, are recognised anew by a recount.
+    Any number of subscribers may follow one history; they write nothing to it but heartbeats. One is used by one thread
+    at a time: a second call meanwhile is refused.
 
     Memory: the patch that is applied and the one after it, and a few MB a thread.
 
@@ -60,6 +74,10 @@ class Subscriber:
             too, it then writes to the store what it holds and what went wrong, for `pulse-rl status`: in the
             background, at once if that is news, every 15 s otherwise. A heartbeat that cannot be written is a logged
             warning, once for each cause. None: no heartbeat.
+        patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
+            lost, an error of the server) is tried again before it is raised. 0: at once. `wait` has its own timeout.
+        poll: The first interval of `wait` between two looks, in seconds. It grows to 5 % of the time waited.
+        poll_max: The longest such interval, in seconds.
 
     Raises:
         ValueError: A setting makes no sense.
@@ -75,16 +93,24 @@ class Subscriber:
         verify_live: bool | int = False,
         public_key: PublicKey | None = None,
         heartbeat: str | None = None,
+        patience: float = PATIENCE_S,
+        poll: float = POLL_S,
+        poll_max: float = LONGEST_POLL_S,
     ) -> None:
         if not isinstance(verify_live, int) or verify_live < 0:
             raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
-        self.history = History(store, public_key=public_key)
+        check_intervals(poll, poll_max)
+        self._poll, self._poll_max = poll, poll_max
+        self.history = History(store, public_key=public_key, patience=patience)
         self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None else None
         self._recount_every = int(verify_live)  # syncs; 0 for never
         self._syncs = 0
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
         self._held: State | None = None  # what the weights are proved to hold; None while elements are being written
         self._tied: dict[str, str] = {}  # the tied tensors of that version
+        self._memory: Memory | None = None  # that was proved to hold it
+        self._highest: State | None = None  # the newest version that was ever held: the history may not go back
+        self._busy = Lock()
 
     @property
     def version(self) -> int | None:
@@ -114,29 +140,19 @@ class Subscriber:
 
         Args:
             version: The version to wait for.
-            timeout: Seconds; 0 looks once.
+            timeout: Seconds; 0 looks once. A store that is out of reach is asked again until then; a request that it
+                accepts and does not answer may take two minutes longer.
 
         Returns:
             The newest version.
 
         Raises:
-            TimeoutError: The history does not hold the version in time.
-            StoreError: The store failed.
+            TimeoutError: The history does not hold the version in time, or the store was out of reach.
+            StoreError: The store failed for a reason that does not pass.
             IntegrityError: As `latest`.
+            ValueError: The timeout is not a number of at least 0.
         """
-        start = time.monotonic()
-        while True:
-            newest = self.latest()
-            if newest is not None and newest >= version:
-                return newest
-            waited = time.monotonic() - start
-            if waited >= timeout:
-                raise TimeoutError(
-                    f"waited {timeout} s for version {version} in {self.history.store.url}; "
-                    f"the newest is {'none yet' if newest is None else newest}"
-                )
-            # The poll interval grows to 5 % of the time waited.
-            time.sleep(min(max(POLL_S, waited / 20), LONGEST_POLL_S, timeout - waited))
+        return wait(self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beat_again)
 
     def sync(self, weights: Any, *, version: int | None = None) -> SyncReport:
         """Bring the weights to the newest version, or to the one given, in place, by the route with the fewest bytes.
@@ -168,13 +184,14 @@ class Subscriber:
             ValueError: A tensor cannot be written.
         """
         start = time.perf_counter()
-        try:
-            report = self._sync(weights, version, start)
-        except Exception as error:
-            self._beat(error, None, start)
-            raise
-        self._beat(None, report, start)
-        return report
+        with self._alone():
+            try:
+                report = self._sync(_Live(weights), version, start)
+            except Exception as error:
+                self._beat(error, None, start)
+                raise
+            self._beat(None, report, start)
+            return report
 
     def verify(self, weights: Any) -> str:
         """Recount the digest of all live weights: one read of every bit.
@@ -190,32 +207,52 @@ class Subscriber:
                 and the next `sync` repairs them.
             VersionNotFoundError: The weights have not been synced yet.
         """
-        if self._held is None:
-            raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
-        live = layout(weights)
-        held, self._held = self._held, None  # not known until they are counted
+        with self._alone():
+            if self._held is None:
+                raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
+            live = _Live(weights)
+            found = self._verify(self._held, live.layout)
+            self._memory = Memory(live.tensors)
+            return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second call while one is under way, as both would write to the weights."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "this Subscriber is in use by another thread: expected one call at a time; give each thread its own, "
+                "or let them share one by a lock"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _verify(self, held: State, live: Layout) -> str:
+        """Recount live weights that should hold a version. Returns their digest; raises as `verify`."""
+        self._held = None  # not known until they are counted
         try:
             found = digests.to_hex(live_digest(by_name(live, self._tied)))
         except BaseMismatchError as error:  # a tied copy
             raise IntegrityError(
-                f"{error}: something other than this subscriber has written to them", expected=held.digest
+                f"{error}: something other than this subscriber has written to them, or they are other weights",
+                expected=held.digest,
             ) from None
         if found != held.digest:
             raise IntegrityError(
                 f"the live weights: expected digest {held.digest} of version {held.version}, found {found}: "
-                "something other than this subscriber has written to them",
+                "something other than this subscriber has written to them, or they are other weights",
                 expected=held.digest,
                 found=found,
             )
         self._held = held
         return found
 
-    def _sync(self, weights: Any, version: int | None, start: float) -> SyncReport:
+    def _sync(self, live: _Live, version: int | None, start: float) -> SyncReport:
         """See `sync`."""
-        live = layout(weights)
         effort, faults = Effort(), FaultLog()
         altered = self._recount(live, effort)
-        previous = self.version
+        before, previous = self._held, self.version
         try:
             target = self._find_target(version)
             self._newest = max(self._newest, target.sequence)
@@ -225,6 +262,8 @@ class Subscriber:
                 error.add_note(f"before that: {altered}")
             self.history.forget()
             raise
+        finally:
+            self._remember(live, before)
         route: Route = "anchor" if loaded else "patches" if effort.patches else "none"
         recovered = "; ".join(filter(None, [altered, *faults.messages])) or None
         return sync_report(target, previous, route, effort, recovered, start)
@@ -246,17 +285,37 @@ class Subscriber:
             )
         )
 
-    def _recount(self, live: Layout, effort: Effort) -> str | None:
-        """Recount the live weights if that is due. Returns what is wrong with them; then no version is held."""
+    def _beat_again(self) -> None:
+        """Say, while waiting, that this subscriber is alive."""
+        if self._heart is not None and not self._heart.repeat():
+            self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
+
+    def _recount(self, live: _Live, effort: Effort) -> str | None:
+        """Recount live weights that may not be those that were proved, or if that is due.
+
+        Returns what is wrong with them; then no version is held.
+        """
         self._syncs += 1
-        if self._held is None or not self._recount_every or self._syncs % self._recount_every:
+        if self._memory is not None and not self._memory.is_still(live.tensors):
+            self._memory = None
+        due = self._recount_every and self._syncs % self._recount_every == 0
+        if self._held is None or (self._memory is not None and not due):
             return None
         try:
             with effort.timing("prove_s"):
-                self.verify(live)
+                self._verify(self._held, live.layout)
         except IntegrityError as error:
             return str(error)
         return None
+
+    def _remember(self, live: _Live, before: State | None) -> None:
+        """Keep which memory the weights that hold a version now are in. before: what it held when the sync began."""
+        if self._held is None:
+            self._memory = None
+        elif self._memory is None:
+            self._memory = Memory(live.tensors)
+        elif self._held != before:  # the same memory: this subscriber has written to it
+            self._memory.count_writes(live.tensors)
 
     def _find_target(self, version: int | None) -> Manifest:
         """The version to sync to. Raises as `sync`."""
@@ -267,33 +326,35 @@ class Subscriber:
             head = self.history.head()
         if head is None:
             raise VersionNotFoundError(f"{url} holds no version yet", url=url)
-        if self._held is not None and head.sequence < self._held.sequence:
+        highest = self._highest
+        if highest is not None and highest != state_of(head) and highest.sequence >= head.sequence:
             raise IntegrityError(
-                f"{url} has gone back: these weights hold version {self._held.version}, its newest is {head.version}; "
-                "if that is intended, follow it with a new Subscriber",
-                expected=self._held.digest,
+                f"{url} has gone back: this Subscriber has held version {highest.version} (digest {highest.digest}), "
+                f"its newest is {head.version} ({head.digest}); if that is intended, follow it with a new Subscriber",
+                expected=highest.digest,
                 found=head.digest,
             )
         return head
 
     @add_recovery_hint()
-    def _advance_to(self, target: Manifest, live: Layout, effort: Effort, faults: FaultLog) -> bool:
+    def _advance_to(self, target: Manifest, live: _Live, effort: Effort, faults: FaultLog) -> bool:
         """Bring the live weights to a version. Returns whether it had to be loaded, as patches did not lead there."""
         if self._held is None:
-            self._recognise(live, target, faults)
+            self._recognise(live.layout, target, faults)
         # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
         if self._held is not None and self._tied == target.tied:
             if self._held.sequence < target.sequence:
-                self._patch(self._held, target, live, effort, faults)
+                self._patch(self._held, target, live.layout, effort, faults)
             if self._held == state_of(target):
                 return False
         try:
-            self._load(target, live, effort, faults)
+            load(self.history, target, live.layout, effort, faults, lambda: self._hold(None))
         except PulseError as error:
             before = [message for message in faults.messages if message not in str(error)]
             if before:
                 error.add_note(f"before that: {'; '.join(before)}")
             raise
+        self._hold(state_of(target), target.tied)
         return True
 
     def _recognise(self, live: Layout, target: Manifest, faults: FaultLog) -> None:
@@ -304,7 +365,7 @@ class Subscriber:
             return
         for state in self._candidates(target, faults):
             if state.digest == found:
-                self._held, self._tied = state, target.tied
+                self._hold(state, target.tied)
                 return
 
     def _candidates(self, target: Manifest, faults: FaultLog) -> Iterator[State]:
@@ -337,46 +398,10 @@ class Subscriber:
             faults.note(str(error))
             self._held = None
 
-    def _hold(self, held: State | None) -> None:
+    def _hold(self, held: State | None, tied: dict[str, str] | None = None) -> None:
+        """Note what the weights are proved to hold. tied: the tied tensors of that version; None: as before."""
+        if tied is not None:
+            self._tied = tied
         self._held = held
-
-    def _load(self, target: Manifest, live: Layout, effort: Effort, faults: FaultLog) -> None:
-        """Load a version: build and prove it in temporary files, then write all of it to the live weights."""
-        with scratch() as directory:
-            proved = restore(self.history, target, directory, effort, faults)
-            targets = resolve(proved, target.tied, live)
-            _refuse_shared_memory(proved, targets)
-            self._held = None
-            with effort.timing("apply_s"):
-                finish_despite_interrupt(lambda: _write_all(proved, targets))
-        with effort.timing("prove_s"):
-            found = digests.to_hex(live_digest(targets))
-        if found != target.digest:
-            raise IntegrityError(
-                f"the live weights after loading version {target.version}: expected digest {target.digest}, "
-                f"found {found}",
-                expected=target.digest,
-                found=found,
-            )
-        self._held, self._tied = state_of(target), target.tied
-
-
-def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
-    """Raise BaseMismatchError if two tensors are one in the live weights, but differ in the version."""
-    names = list(targets)
-    for pair in shared_memory(targets.values()):
-        one, other = (names[place] for place in pair)
-        ranges = segments(source[one].size)
-        if any((source[one].read(*at) != source[other].read(*at)).any() for at in ranges):
-            raise BaseMismatchError(
-                f"tensors {one!r} and {other!r} share memory in these weights, but the version holds different bits "
-                "for them: expected weights in which they are not tied"
-            )
-
-
-def _write_all(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
-    """Write every tensor of a version to its live tensors. May be repeated."""
-    for name, bits in source.items():
-        for start, stop in segments(bits.size):
-            for copy in targets[name]:
-                copy.write(start, bits.read(start, stop))
+        if held is not None and (self._highest is None or held.sequence > self._highest.sequence):
+            self._highest = held

@@ -1,0 +1,138 @@
+"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by two small requests.
+
+At rest means that nothing is newer than what was known. Then the next manifest is missing, and the newest known one is
+still the same object, which a store says without sending it again (If-None-Match). Both together cost less than a
+listing. That the newest known one is read again also shows a history that was deleted, rolled back or begun anew.
+Every minute a store that can list is listed all the same, in case that a manifest in between was lost.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pulse_rl.errors import CannotListError, IntegrityError, ObjectNotFoundError, VersionNotFoundError
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
+from pulse_rl.store.base import ObjectInfo, read_up_to
+from pulse_rl.store.objects import ObjectStore
+from pulse_rl.store.patient import PatientStore, unwrapped
+
+if TYPE_CHECKING:
+    from pulse_rl.history.log import History
+
+LIST_EVERY_S = 60.0
+
+
+class Finder:
+    """Finds out which manifests a history holds.
+
+    parse: checks the bytes of a manifest of a sequence number. known: the manifests that were read, by sequence number.
+    """
+
+    def __init__(self, history: History, parse: Callable[[int, bytes], Manifest], known: dict[int, Manifest]) -> None:
+        self._history, self._parse, self._known = history, parse, known
+        self._unlisted = False  # whether the store cannot list
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._listed: ObjectInfo | None = None  # the newest manifest, as last listed
+        self._listed_at = -math.inf  # monotonic
+        self._newest: int | None = None  # its sequence number, by whatever way
+        self._tag: tuple[int, str | None] = (-1, None)  # the store's tag of a manifest that was read again
+
+    def newest(self) -> int | None:
+        """The sequence number of the newest manifest; None without one. Raises StoreError."""
+        if self._newest is not None and self._asks_at_rest() and not self.exists(self._newest + 1):
+            if self._is_still(self._newest):
+                return self._newest
+            self._history.forget()
+        try:
+            self._newest = self._newest_listed()
+        except CannotListError:
+            self._unlisted = True
+            self._newest = next(reversed(self.probed()), None)
+        return self._newest
+
+    def _asks_at_rest(self) -> bool:
+        """Whether two requests are fewer, or cheaper, than finding the newest version again."""
+        store = self._history.store
+        inner = unwrapped(store)
+        return self._unlisted or (isinstance(inner, ObjectStore) and time.monotonic() - self._listed_at < LIST_EVERY_S)
+
+    def exists(self, sequence: int) -> bool:
+        """Whether there is a manifest of a sequence number, damaged or not."""
+        if sequence > MAX_SEQUENCE:
+            return False
+        try:
+            self._history.read(sequence)
+        except VersionNotFoundError:
+            return False
+        except IntegrityError:
+            return True
+        return True
+
+    def _is_still(self, sequence: int) -> bool:
+        """Whether the store still holds the manifest that was read before."""
+        store, name = self._history.store, manifest_name(sequence)
+        tag = self._tag[1] if self._tag[0] == sequence else None
+        try:
+            if isinstance(store, ObjectStore | PatientStore):
+                found = store.read_changed(name, tag, MAX_MANIFEST_NBYTES)
+                if found is None:
+                    return True
+                data, tag = found
+            else:
+                data = read_up_to(store, name, MAX_MANIFEST_NBYTES)
+            same = self._parse(sequence, data) == self._known.get(sequence)
+        except (ObjectNotFoundError, IntegrityError):
+            return False
+        if same:
+            self._tag = (sequence, tag)
+        return same
+
+    def _newest_listed(self) -> int | None:
+        listed = []
+        if self._listed is not None:
+            listed = self._history.store.list("manifests", after=self._listed.name.removesuffix(".json"))
+            if listed[:1] != [self._listed]:
+                # It was deleted, or replaced: the history was begun anew, or pruned.
+                self._history.forget()
+        if self._listed is None:
+            listed = self._history.store.list("manifests")
+        found = [info for info in listed if manifest_sequence(info.name) is not None]
+        self._listed = found[-1] if found else None
+        self._listed_at = time.monotonic()
+        return manifest_sequence(self._listed.name) if self._listed else None
+
+    def probed(self) -> range:
+        """The sequence numbers from the first one without a gap on, by probing which manifests exist.
+
+        O(log n) requests at first, and about five once a newer one is known.
+        """
+        if self._known and not self._is_still(max(self._known)):
+            self._history.forget()  # it was deleted, replaced or pruned
+        first = self._history.first()
+        while not self.exists(first):
+            # If the history was pruned since, it now begins later.
+            before, first = first, self._history.first()
+            if first == before == 0:
+                return range(0)
+            if first == before:
+                name = manifest_name(first)
+                raise IntegrityError(
+                    f"first.json in {self._history.store.url} says that the history begins with {name}, which is "
+                    "missing: a cache in between may be stale, or the history is damaged",
+                    name="first.json",
+                )
+        newest, step = max([first, *self._known]), 1
+        while self.exists(newest + step):
+            newest, step = newest + step, step * 2
+        while step > 1:  # newest exists, newest + step does not
+            step //= 2
+            if self.exists(newest + step):
+                newest += step
+        # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
+        return range(first, newest + 1) if self._history.first() <= newest else self.probed()

@@ -1,0 +1,166 @@
+"""Patience: a store that repeats what may pass, for a stated time, so that an outage of seconds ends no run.
+
+What may pass is what its store marks as temporary: timeouts, connections that are refused or lost, errors of the
+server, too many requests. Missing objects, refused credentials and put-if-absent conflicts are answers, and are raised
+at once.
+
+The time counts for an outage, not for a request: it begins with the first failure and ends with the next success. So
+a call that needs several objects of a store that is gone takes no longer than one that needs a single one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+from pulse_rl.errors import StoreError
+from pulse_rl.store.base import ObjectInfo, Store, read_up_to
+from pulse_rl.store.objects import CloudStore, ObjectStore
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+# A call begins with new patience unless it follows a failed one within this time: a caller's own loop of attempts is
+# not slowed down by ours.
+FORGET_S = 10.0
+
+T = TypeVar("T")
+
+
+def check_patience(patience: float) -> float:
+    """Return a number of seconds, at least 0. Raises ValueError for anything else."""
+    if not isinstance(patience, int | float) or not patience >= 0 or math.isinf(patience):
+        raise ValueError(f"patience: expected seconds, at least 0, found {patience!r}")
+    return float(patience)
+
+
+def patient(store: Store, patience: float) -> Store:
+    """The same store, with this patience in seconds; 0 for none. Raises ValueError."""
+    inner, patience = unwrapped(store), check_patience(patience)
+    return PatientStore(inner, patience) if patience else inner
+
+
+def unwrapped(store: Store) -> Store:
+    """The store that a patient one asks; any other as it is."""
+    return store.inner if isinstance(store, PatientStore) else store
+
+
+@contextmanager
+def impatient(store: Store) -> Iterator[None]:
+    """For the time of a block, let a store raise at once: its caller has a loop of attempts."""
+    if not isinstance(store, PatientStore):
+        yield
+        return
+    patience, store.patience = store.patience, 0.0
+    try:
+        yield
+    finally:
+        store.patience = patience
+
+
+class PatientStore:
+    """A Store that repeats the operations of another one while their failures are temporary."""
+
+    def __init__(self, inner: Store, patience: float) -> None:
+        self.inner = inner
+        self.patience = patience  # seconds
+        self._since: float | None = None  # when the outage began, monotonic; None without one
+        self._failed = -math.inf  # when an operation was last given up
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def put(
+        self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        if isinstance(data, Iterator):  # it cannot begin anew
+            self.inner.put(name, data, mode=mode)
+        else:
+            self._repeat(lambda: self.inner.put(name, data, mode=mode))
+
+    def check_create(self) -> None:
+        self._repeat(self.inner.check_create)
+
+    def get(self, name: str) -> memoryview:
+        return self._repeat(lambda: self.inner.get(name))
+
+    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        return self._repeat(lambda: self.inner.list(prefix, after))
+
+    def delete(self, name: str) -> None:
+        self._repeat(lambda: self.inner.delete(name))
+
+    def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
+        """As `ObjectStore.read_changed`; a store that knows no tags sends the object again."""
+        if isinstance(self.inner, ObjectStore):
+            inner = self.inner
+            return self._repeat(lambda: inner.read_changed(name, tag, limit))
+        return read_up_to(self, name, limit), None
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        received, began = 0, self._begin()
+        while True:
+            try:
+                for part in self._stream_from(name, received):
+                    received += len(part)
+                    self._since, began = None, math.inf
+                    yield part
+                return
+            except StoreError as error:
+                began = min(began, time.monotonic())
+                self._pause(error, began)
+
+    def _stream_from(self, name: str, start: int) -> Iterator[memoryview]:
+        """The parts of an object from one of its bytes on."""
+        if start and isinstance(self.inner, CloudStore):
+            yield from self.inner.stream(name, start)
+            return
+        for part in self.inner.stream(name):  # not every web server sends a part of a file
+            if len(part) > start:
+                yield part[start:]
+            start = max(0, start - len(part))
+
+    def _repeat(self, attempt: Callable[[], T]) -> T:
+        began = self._begin()
+        while True:
+            try:
+                result = attempt()
+            except StoreError as error:
+                began = min(began, time.monotonic())
+                self._pause(error, began)
+            else:
+                self._since = None
+                return result
+
+    def _begin(self) -> float:
+        """Begin an operation. Returns the time of its first failure: never, so far."""
+        if time.monotonic() - self._failed > FORGET_S:
+            self._since = None
+        return math.inf
+
+    def _pause(self, error: StoreError, began: float) -> None:
+        """Wait before the next attempt. Raises the error if it is an answer, or if patience is at an end.
+
+        began: when this operation failed first.
+        """
+        now = time.monotonic()
+        if not error.temporary:
+            self._since = None  # the store has answered
+            raise error
+        if self._since is None:
+            self._since = now
+            if self.patience:
+                log.warning("%s; trying again for up to %g s", error, self.patience)
+        passed = now - min(self._since, began)
+        left = self.patience - passed
+        if left <= 0:
+            self._failed = now
+            raise error
+        time.sleep(min(max(FIRST_PAUSE_S, passed / 2), LONGEST_PAUSE_S, left) * random.uniform(0.5, 1))
