@@ -21,16 +21,6 @@ hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("pulse-rl")
 
 
-def pytest_configure() -> None:
-    """Drop compiled kernels that are older than any kernel's source: Numba compares each with its own file only, and
-    they call each other across files."""
-    room = Path(__file__).parent.parent / "src/pulse_rl/kernels/cpu"
-    newest = max(file.stat().st_mtime for file in room.glob("*.py"))
-    for index in (room / "__pycache__").glob("*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
-
-
 @pytest.fixture(params=["memory", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """Every store in turn, empty."""

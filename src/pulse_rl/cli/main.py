@@ -18,6 +18,7 @@ from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
+from pulse_rl.cli.warmup import warmup
 from pulse_rl.errors import PulseError, one_line
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ app.command()(status)
 app.command()(prune)
 app.command()(study)
 app.command()(plan)
+app.command()(warmup)
 app.add_typer(bench, name="bench")
 
 

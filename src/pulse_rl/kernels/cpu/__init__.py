@@ -5,8 +5,8 @@ the `gap` codec; `moves`, `rangecoder` and `context` code the `context` codec; `
 `arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check every position
 before they use it, and return a status instead of raising.
 
-Numba's cache notices changes of a function's own file, not of functions that it calls in other files: after such a
-change delete `__pycache__` here, as the tests do.
+`compiled` has the decorator that makes kernels of functions, and keeps their machine code on disk; `warmup` compiles
+all of them beforehand.
 """
 
 from pulse_rl.kernels.cpu.arrays import buffer

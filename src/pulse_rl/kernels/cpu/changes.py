@@ -6,18 +6,18 @@ that results go to.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.compiled import kernel
 
 SLACK = 2  # find_changes writes up to this many elements past the last change
 
 _ONE = np.uint64(1)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _find_changes(old, new, indices, values):
     n = old.shape[0]
     k = np.int64(0)
@@ -52,7 +52,7 @@ def find_changes(old: UIntArray, new: UIntArray, indices: NDArray[np.uint32], va
     return int(_find_changes(read_only(old), read_only(new), indices, values))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _scatter(target, indices, values):
     for j in range(indices.shape[0]):
         target[indices[j]] = values[j]
@@ -63,7 +63,7 @@ def scatter(target: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -
     _scatter(target, read_only(indices), read_only(values))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gather(source, indices, values):
     for j in range(indices.shape[0]):
         values[j] = source[indices[j]]
@@ -74,7 +74,7 @@ def gather(source: UIntArray, indices: NDArray[np.uint32], values: UIntArray) ->
     _gather(read_only(source), read_only(indices), values)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _union(indices, values, more_indices, more_values, all_indices, all_values):
     i, j, k = 0, 0, 0
     while i < indices.shape[0] or j < more_indices.shape[0]:

@@ -15,12 +15,12 @@ Python is in `kernels/reference/context.py`.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.arrays import buffer, read_only
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 from pulse_rl.kernels.cpu.rangecoder import (
     SLACK,
     decode_bit,
@@ -91,7 +91,7 @@ class Row(NamedTuple):
     lean: int  # above 0 where directions agree with those of the columns
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def tables(exponents):
     """The tables of a dtype with this many exponents."""
     unary = LEVELS * exponents
@@ -105,13 +105,13 @@ def tables(exponents):
 # Contexts
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _first_row(place):
     zero = np.int64(0)
     return Row(np.int64(-place.phase), np.int64(place.row - place.phase), zero, zero, zero)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _row_of(row, place, i):
     """The row of element i, which is this one or a later one: a new row has seen nothing."""
     if i < row.end:
@@ -121,31 +121,31 @@ def _row_of(row, place, i):
     return Row(begin, begin + place.row, zero, zero, zero)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _level(row):
     """How active a row has been so far: (found + 2) / (expected + 2) against 0.6, 0.84, 1.19 and 1.69."""
     a, b = (row.found + 2) << 21, row.expected + (2 << 16)
     return np.int64(a >= 19 * b) + np.int64(a >= 27 * b) + np.int64(a >= 38 * b) + np.int64(a >= 54 * b)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _grade(lean):
     a = abs(lean)
     grade = np.int64(a >= 16) + np.int64(a >= 48) + np.int64(a >= 96)
     return grade if lean >= 0 else -grade
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _sign_context(column_grade, row_lean):
     return 0 if column_grade == 0 else 1 + 7 * (abs(column_grade) - 1) + _grade(row_lean) + 3
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _faded(lean, keep):
     return (lean * keep) >> 8 if lean >= 0 else -((-lean * keep) >> 8)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _learned(row, leans, column, up):
     """The row after a change: the column and the row learn its direction."""
     of_column, of_row = np.int64(leans[column]), row.lean
@@ -155,7 +155,7 @@ def _learned(row, leans, column, up):
     return Row(row.begin, row.end, row.found + 1, row.expected, _faded(of_row, 243) + agreement)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _expecting(row, share):
     """The row after an element that changes with this probability, in 2^-16."""
     return Row(row.begin, row.end, row.found, row.expected + share, row.lean)
@@ -166,7 +166,7 @@ def _expecting(row, share):
 # one out counts a reference, which costs 8 % of the time if it is done for every element.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode_size(coder, out, states, at, exponent, size):
     """A number of steps, at least 1: its bit length in unary, two bits in context, the rest raw. at: the tables."""
     length = log2_floor(size)
@@ -183,7 +183,7 @@ def _encode_size(coder, out, states, at, exponent, size):
     return coder
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _is_full(coder, out):
     """Whether the stream is longer than it may become."""
     if out is None:
@@ -191,7 +191,7 @@ def _is_full(coder, out):
     return coder.at > out.shape[0] - SLACK
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
     """Phase 1. Returns the encoder and how many changes are left; −1 for too long a stream."""
     states, share = start.states, start.share
@@ -226,7 +226,7 @@ def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
     return coder, left
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode_cold(coder, out, start, indices, moved, left):
     """Phase 2, of `left` changes. Returns the encoder and how many are left: 0, or −1 for too long a stream."""
     states, share = start.states, start.share
@@ -250,7 +250,7 @@ def _encode_cold(coder, out, start, indices, moved, left):
     return coder, left
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode_segment(out, place, start, hot, indices, moved, leans):
     """Both phases. Returns the bytes of the stream; −1 if it becomes longer than out without its slack."""
     coder, left = _encode_hot(start_encoder(), out, place, start, hot, indices, moved, leans)
@@ -267,7 +267,7 @@ def _encode_segment(out, place, start, hot, indices, moved, leans):
 # Decoding. Arguments: data (m,) uint8, untrusted. changed: filled in. leans: as above.
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode_size(coder, data, states, at, exponent, bits):
     """The inverse, and the decoder after it; 0 for a size that does not fit an element of this many bits."""
     length = 0
@@ -289,7 +289,7 @@ def _decode_size(coder, data, states, at, exponent, bits):
     return size, coder
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode_hot(coder, data, place, start, hot, leans, changed):
     """Phase 1. Returns the decoder and the number of changes; −1 for a broken stream."""
     states, share = start.states, start.share
@@ -321,7 +321,7 @@ def _decode_hot(coder, data, place, start, hot, leans, changed):
     return coder, k
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode_cold(coder, data, place, start, k, changed):
     """Phase 2, after k changes. Returns whether the stream is sound; indices are proved in range."""
     states, share = start.states, start.share
@@ -343,7 +343,7 @@ def _decode_cold(coder, data, place, start, k, changed):
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode_segment(data, place, start, hot, leans, changed):
     """Both phases. Returns the number of hot changes; −1 for a broken stream."""
     coder, k = _decode_hot(start_decoder(data), data, place, start, hot, leans, changed)
@@ -384,7 +384,7 @@ def decode_segment(
     hot = moves.find_hot(old, field, start.threshold)
     changed = Changed(np.empty(count, np.uint32), np.empty(count, np.bool_), np.empty(count, np.uint64))
     leans = np.zeros(place.row, np.int32)
-    split = _decode_segment(np.frombuffer(stream, np.uint8), place, start, hot, leans, changed)
+    split = _decode_segment(read_only(np.frombuffer(stream, np.uint8)), place, start, hot, leans, changed)
     if split < 0:
         return None
     values = moves.apply_moves(old, *changed, field)

@@ -2,11 +2,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import read_only
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 # Odd 64-bit constants: the golden ratio's fraction (Steele et al., SplitMix64) and MurmurHash3's first multiplier.
 C1 = np.uint64(0x9E3779B97F4A7C15)
@@ -16,7 +16,7 @@ _M2 = np.uint64(0xC4CEB9FE1A85EC53)
 _33 = np.uint64(33)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _mix(x):
     x ^= x >> _33
     x *= _M1
@@ -26,7 +26,7 @@ def _mix(x):
     return x
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _digest_range(seed, start, bits):
     total = np.uint64(0)
     position = seed + start * C1
@@ -40,7 +40,7 @@ def digest_range(seed: int, start: int, bits: UIntArray) -> int:
     return int(_digest_range(np.uint64(seed), np.uint64(start), read_only(bits)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _digest_delta(seed, start, indices, before, after):
     total = np.uint64(0)
     position = seed + start * C1

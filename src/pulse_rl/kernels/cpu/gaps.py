@@ -2,13 +2,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.arrays import read_only
+from pulse_rl.kernels.cpu.compiled import kernel
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gap_encode(indices, words):
     k = 0
     previous = np.int64(-1)
@@ -36,7 +36,7 @@ def gap_encode(indices: NDArray[np.uint32], words: NDArray[np.uint16]) -> int:
     return int(_gap_encode(read_only(indices), words))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gap_decode(words, n, indices):
     at = 0
     index = np.int64(-1)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import read_only
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 F32 = NDArray[np.float32]
 
@@ -75,7 +76,7 @@ def _float(typingctx: Any, x: Any) -> Any:
     return types.float32(types.uint32), codegen
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _rounded(bits, form):
     # Every case is computed and one is selected: without branches the loop is vectorized.
     magnitude = np.uint32(bits & _MAGNITUDE)
@@ -89,7 +90,7 @@ def _rounded(bits, form):
     return np.uint32(result | np.uint32((bits & np.uint32(0x80000000)) >> form.sign))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _cast(values, form, bits):
     for i in range(values.shape[0]):
         bits[i] = _rounded(_bits(values[i]), form)
@@ -100,7 +101,7 @@ def cast(values: F32, form: Format, bits: UIntArray) -> None:
     _cast(read_only(values), form, bits)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gate(shared, live, residual, form, before, after):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
@@ -119,7 +120,7 @@ def gate(shared: F32, live: F32, residual: F32, form: Format, before: UIntArray,
     return bool(_gate(read_only(shared), read_only(live), read_only(residual), form, before, after))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _pick(shared, live, residual, indices, values):
     for j in range(indices.shape[0]):
         i = indices[j]
@@ -131,7 +132,7 @@ def pick(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], val
     _pick(read_only(shared), read_only(live), read_only(residual), read_only(indices), values)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _keep(shared, live, residual, indices, values):
     for i in range(shared.shape[0]):
         residual[i] += shared[i] - live[i]
@@ -144,7 +145,7 @@ def keep(shared: F32, live: F32, residual: F32, indices: NDArray[np.uint32], val
     _keep(read_only(shared), read_only(live), residual, read_only(indices), read_only(values))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _add(total, indices, values):
     for j in range(indices.shape[0]):
         total[indices[j]] += values[j]
@@ -155,7 +156,7 @@ def add(total: F32, indices: NDArray[np.uint32], values: F32) -> None:
     _add(total, read_only(indices), read_only(values))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _difference(shared, live, out):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
@@ -170,7 +171,7 @@ def difference(shared: F32, live: F32, out: F32) -> bool:
     return bool(_difference(read_only(shared), read_only(live), out))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _outer(shared, momentum, gradient, lr, mu):
     for i in range(shared.shape[0]):
         g = gradient[i]

@@ -7,16 +7,16 @@ The naive twins are in `kernels/reference/context.py`; `docs/format.md` defines 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.kernels.cpu.arrays import LANES, buffer, lanes_below, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _find_hot(old, mask, bound, shift, indices, exponents):
     n = old.shape[0]
     whole = n - n % LANES
@@ -37,7 +37,7 @@ def _find_hot(old, mask, bound, shift, indices, exponents):
     return k
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _count_exponents(old, mask, shift, every, counts):
     n = old.shape[0]
     for start in range(0, n, LANES * every):
@@ -45,7 +45,7 @@ def _count_exponents(old, mask, shift, every, counts):
             counts[np.int64((old[i] & mask) >> shift)] += every
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _ordered(value, sign, floating):
     """The place of a bit pattern in the order of values."""
     if floating and value & sign:
@@ -53,7 +53,7 @@ def _ordered(value, sign, floating):
     return value ^ sign
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _find_moves(old, new, sign, mask, shift, floating, moved):
     exponents, ups, sizes = moved
     top = np.uint64(1) << np.uint64(8 * old.itemsize - 1)
@@ -66,7 +66,7 @@ def _find_moves(old, new, sign, mask, shift, floating, moved):
         sizes[j] = difference if difference < top else (every - difference) + _U1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _apply_moves(old, indices, ups, sizes, sign, floating, values):
     top = np.uint64(1) << np.uint64(8 * old.itemsize - 1)
     every = top | (top - _U1)
@@ -79,7 +79,7 @@ def _apply_moves(old, indices, ups, sizes, sign, floating, values):
             values[j] = place ^ sign
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _merge(indices, values, split, out_indices, out_values):
     """Merge two ascending runs, [0, split) and [split, k); returns False if an index is in both."""
     a, b, count = 0, split, indices.shape[0]

@@ -15,8 +15,10 @@ An encoder whose output is None writes nothing and counts: each state becomes on
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pulse_rl.kernels.cpu.arrays import read_only
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 SEEN = 10  # bits of a state that count
 LIMIT = (1 << SEEN) - 1
@@ -53,7 +55,7 @@ class Decoder(NamedTuple):
 # States
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _adapted(state, bit):
     """The state after a bit."""
     probability, seen = state >> SEEN, state & LIMIT
@@ -64,7 +66,7 @@ def _adapted(state, bit):
     return ((probability + step) << SEEN) | min(seen + 1, LIMIT)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _share(state, width):
     """The part of the range that stands for a 1: never empty, never all of it."""
     return (width >> _20) * np.uint64((state >> (SEEN + 12)) | 1)
@@ -73,12 +75,12 @@ def _share(state, width):
 # Encoding
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def start_encoder():
     return Encoder(_U0, FULL, np.int64(0))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _carry(out, at):
     """Add 1 to the number that out[:at] spells."""
     at -= 1
@@ -88,7 +90,7 @@ def _carry(out, at):
     out[at] += np.uint8(1)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _shift(low, width, at, out):
     """Write four bytes if the range has become narrow."""
     if width < _WORD:
@@ -98,7 +100,7 @@ def _shift(low, width, at, out):
     return Encoder(low, width, at)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def encode_bit(coder, out, states, i, bit):
     """Code a bit in context i."""
     if out is None:
@@ -118,7 +120,7 @@ def encode_bit(coder, out, states, i, bit):
     return _shift(low, width, at, out)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_raw(coder, out, value, bits):
     """Code the low bits of a uint64 as they are, the highest first."""
     if out is None:
@@ -136,7 +138,7 @@ def encode_raw(coder, out, value, bits):
     return coder
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def finish(coder, out):
     """Write as few bytes as identify a code in the range; return the bytes in all, without trailing zeros."""
     low, width, at = coder
@@ -158,7 +160,7 @@ def finish(coder, out):
 # Decoding
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _word(data, at):
     """Four bytes, the highest first; zeros past the end."""
     value = _U0
@@ -167,12 +169,12 @@ def _word(data, at):
     return value
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def start_decoder(data):
     return Decoder((_word(data, 0) << _32) | _word(data, 4), FULL, np.int64(8))
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def _refill(code, width, at, data):
     """Read four bytes if the range has become narrow."""
     if width < _WORD:
@@ -180,7 +182,7 @@ def _refill(code, width, at, data):
     return Decoder(code, width, at)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def decode_bit(coder, data, states, i):
     """The bit in context i, and the decoder after it."""
     code, width, at = coder
@@ -196,7 +198,7 @@ def decode_bit(coder, data, states, i):
     return bit, _refill(code, width, at, data)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_raw(coder, data, value, bits):
     """Append this many raw bits to a uint64, and the decoder after them."""
     while bits > 0:
@@ -214,7 +216,7 @@ def decode_raw(coder, data, value, bits):
 # Whole numbers
 
 
-@njit(nogil=True, cache=True, inline="always")
+@inlined
 def log2_floor(value):
     """floor(log2(value)) of a uint64 of at least 1."""
     bits = 0
@@ -223,7 +225,7 @@ def log2_floor(value):
     return bits
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def encode_count(coder, out, states, unary, top, count):
     """Code a uint64 of at least 1: its bit length in unary, the highest bit below its leading one in context, the rest
     raw. unary, top: the first contexts of the two, by length."""
@@ -238,7 +240,7 @@ def encode_count(coder, out, states, unary, top, count):
     return coder
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def decode_count(coder, data, states, unary, top, limit):
     """The inverse, and the decoder after it; 0 for more than `limit` bits below the leading one."""
     length = 0
@@ -258,7 +260,7 @@ def decode_count(coder, data, states, unary, top, limit):
     return count, coder
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _encode_numbers(out, states, numbers, kinds):
     coder = start_encoder()
     for j in range(numbers.shape[0]):
@@ -267,7 +269,7 @@ def _encode_numbers(out, states, numbers, kinds):
     return finish(coder, out)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _decode_numbers(data, states, kinds, numbers):
     coder = start_decoder(data)
     for j in range(kinds.shape[0]):
@@ -282,13 +284,14 @@ def _decode_numbers(data, states, kinds, numbers):
 def encode_numbers(numbers: NDArray[np.int64], kinds: NDArray[np.uint8]) -> bytes:
     """Code whole numbers (k,) from 0 to 2^40; those of one kind share their statistics. kinds: (k,)."""
     out = np.empty(len(numbers) * SLACK + SLACK, np.uint8)
-    return out[: _encode_numbers(out, _number_states(), numbers, kinds)].tobytes()
+    return out[: _encode_numbers(out, _number_states(), read_only(numbers), read_only(kinds))].tobytes()
 
 
 def decode_numbers(data: memoryview, kinds: NDArray[np.uint8]) -> NDArray[np.int64] | None:
     """The inverse; None for a broken stream."""
     numbers = np.empty(len(kinds), np.int64)
-    return numbers if _decode_numbers(np.frombuffer(data, np.uint8), _number_states(), kinds, numbers) else None
+    read = _decode_numbers(read_only(np.frombuffer(data, np.uint8)), _number_states(), read_only(kinds), numbers)
+    return numbers if read else None
 
 
 def _number_states() -> NDArray[np.int64]:
@@ -299,7 +302,7 @@ def _number_states() -> NDArray[np.int64]:
 # Code lengths
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _log2(values, logs):
     for j in range(values.shape[0]):
         value = np.uint64(values[j])
@@ -318,5 +321,5 @@ def _log2(values, logs):
 def log2(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Binary logarithms of whole numbers from 1 to 2^62, in 1/256, rounded down: the same on every machine."""
     logs = np.empty(values.shape, np.int64)
-    _log2(values.reshape(-1), logs.reshape(-1))
+    _log2(read_only(values.reshape(-1)), logs.reshape(-1))
     return logs

@@ -2,11 +2,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import LANES, changed_lanes, popcount, read_only
+from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.moves import Moves
 
 NEAR = 32  # distances up to this are counted in a table; longer ones, which are few, are listed
@@ -17,7 +17,7 @@ _1, _52 = np.uint64(1), np.uint64(BITS)
 _FARTHEST = np.uint64(FARTHEST)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _count_differing(old, new):
     n = old.shape[0]
     whole = n - n % LANES
@@ -34,7 +34,7 @@ def count_differing(old: UIntArray, new: UIntArray) -> int:
     return int(_count_differing(read_only(old), read_only(new)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _recurring(former, old, indices, values):
     again, back = 0, 0
     for j in range(indices.shape[0]):
@@ -51,7 +51,7 @@ def recurring(former: UIntArray, old: UIntArray, indices: NDArray[np.uint32], va
     return int(again), int(back)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _histogram(exponents, ups, sizes, near, far):
     k = 0
     for j in range(exponents.shape[0]):

@@ -1,0 +1,210 @@
+"""Compile kernels, and keep their machine code on disk. `kernel` is the one decorator of them all.
+
+A kernel is compiled when it is first called with arguments of some types. Its machine code is looked for in `places()`
+before that, and kept in the first of them that can be written afterwards. Where none can be, as in a container whose
+package and home are read-only, each process compiles anew and one warning says so. A place that can only be read is
+as good as any other to read from: so an image that `pulse-rl warmup` filled needs nothing that is writable.
+
+Numba's own cache refuses a directory that it cannot write, and fails a call where a disk is full or a file is broken.
+It also compares a kernel with the source of its own file only, and kernels call each other across files: here all of
+them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/test_compiled.py` holds what is used.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
+
+from numba import njit
+from numba.core import event
+from numba.core.caching import IndexDataCacheFile, NullCache
+from numba.core.compiler import CompileResult
+
+log = logging.getLogger(__name__)
+
+ROOM = Path(__file__).parent
+VARIABLES = ("PULSE_CACHE", "NUMBA_CACHE_DIR")  # set to a directory for machine code; the first counts first
+SAY_EVERY = 1.0  # seconds of compiling between two lines of the log
+
+
+@cache
+def stamp() -> str:
+    """A hash of every kernel's source, 16 hex digits; "no-source" where there is none to read."""
+    try:
+        sources = [*sorted(ROOM.glob("*.py")), ROOM.parent.parent / "dtypes.py"]
+        return sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    except OSError:
+        return "no-source"
+
+
+@cache
+def places() -> tuple[Path, ...]:
+    """The directories for machine code, best first: those of VARIABLES, the package's own, and the user's cache."""
+    if _kept.only is not None:
+        return (_kept.only.absolute() / stamp(),)
+    chosen = [Path(os.environ[name]).absolute() / stamp() for name in VARIABLES if os.environ.get(name)]
+    with suppress(RuntimeError):  # a user without a home
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return (*chosen, ROOM / "__pycache__", home.absolute() / "pulse-rl" / stamp())
+    return (*chosen, ROOM / "__pycache__")
+
+
+class Compiling(NamedTuple):
+    """What this process has compiled so far, instead of finding it in a place."""
+
+    kernels: int
+    seconds: float
+
+
+class Warmed(NamedTuple):
+    """What a warm-up did."""
+
+    places: tuple[Path, ...]  # where all kernels are now
+    kernels: int  # how many were compiled, and not found there
+    seconds: float
+
+
+class _Kept:
+    """Where machine code was found and kept."""
+
+    def __init__(self) -> None:
+        self.only: Path | None = None  # instead of the usual places
+        self.places: dict[Path, None] = {}
+        self.refused: Exception | None = None  # why the last place could not be written
+
+
+_kept = _Kept()
+
+
+@contextmanager
+def keeping(directory: Path | None) -> Iterator[Callable[[], tuple[Path, ...]]]:
+    """Look for machine code in this directory only, and keep it there. None: as usual.
+
+    Yields a function that returns where it was found or kept. Raises OSError at the end if some could not be kept.
+    """
+    _kept.only, _kept.places, _kept.refused = directory, {}, None
+    places.cache_clear()
+    try:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=directory).close()  # fails before the work
+        yield lambda: tuple(_kept.places)
+        if _kept.refused is not None:
+            raise OSError(f"cannot keep compiled kernels in {' or '.join(map(str, places()))}: {_kept.refused}")
+    finally:
+        _kept.only = None
+        places.cache_clear()
+
+
+class _Clock(event.Listener):  # type: ignore[misc]
+    """Count the kernels that are compiled, and their seconds; say so in the log. Numba compiles in one thread at a
+    time, and a kernel that another one calls while that one is compiled."""
+
+    def __init__(self) -> None:
+        self.kernels = 0
+        self.seconds = 0.0
+        self._said = -SAY_EVERY
+        self._depth = 0
+        self._begun = 0.0
+
+    def _ours(self, happening: event.Event) -> bool:
+        return str(happening.data["dispatcher"].py_func.__module__).startswith("pulse_rl.")
+
+    def on_start(self, happening: event.Event) -> None:
+        if self._ours(happening):
+            if self._depth == 0:
+                self._begun = time.perf_counter()
+            self._depth += 1
+
+    def on_end(self, happening: event.Event) -> None:
+        if not self._ours(happening):
+            return
+        self.kernels += 1
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._begun
+            if self.seconds - self._said >= SAY_EVERY:
+                self._said = self.seconds
+                log.info("compiled %d kernels in %.1f s so far; `pulse-rl warmup` does it beforehand", *self.so_far())
+
+    def so_far(self) -> Compiling:
+        return Compiling(self.kernels, self.seconds)
+
+
+_clock = _Clock()
+event.register("numba:compile", _clock)
+
+
+def so_far() -> Compiling:
+    """What this process has compiled so far."""
+    return _clock.so_far()
+
+
+class _Cache(NullCache):  # type: ignore[misc]
+    """Where the machine code of one kernel is found and kept. No failure to read or write it fails a call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        python = f"py{sys.version_info[0]}{sys.version_info[1]}{getattr(sys, 'abiflags', '')}"
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}.{python}"
+
+    def _files(self) -> Iterator[tuple[Path, IndexDataCacheFile]]:
+        for place in places():
+            yield place, IndexDataCacheFile(str(place), self._name, stamp())
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        key = (signature, target_context.codegen().magic_tuple())
+        for place, file in self._files():
+            with suppress(Exception):  # missing, unreadable, cut off, or of another release of Numba
+                about, kept = file.load(key)
+                # Processes that write at once can leave another one's code under a key.
+                if about == (stamp(), key):
+                    _kept.places[place] = None
+                    return CompileResult._rebuild(target_context, *kept)
+        return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        key = (signature, result.codegen.magic_tuple())
+        for place, file in self._files():
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                file.save(key, ((stamp(), key), result._reduce()))
+            except Exception as error:  # noqa: BLE001 - a full disk, no permission, a broken index
+                _kept.refused = error
+            else:
+                _kept.places[place] = None
+                return
+        _warn()
+
+
+@cache
+def _warn() -> None:
+    """Once in a process."""
+    log.warning(
+        "compiling kernels anew in each process, which takes some seconds: none of %s can be written; "
+        "run `pulse-rl warmup` where the image is built, or set PULSE_CACHE to a directory that can be written",
+        ", ".join(map(str, places())),
+    )
+
+
+KERNELS: list[Any] = []  # Numba's dispatcher of each
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile a function at its first call with arguments of some types; it releases the GIL."""
+    compiled = njit(nogil=True)(function)
+    compiled._cache = _Cache(function)
+    KERNELS.append(compiled)
+    return compiled
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A part of kernels, compiled into each of them."""
+    return njit(nogil=True, inline="always")(function)

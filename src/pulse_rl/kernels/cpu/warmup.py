@@ -1,0 +1,101 @@
+"""Compile every kernel for every width of elements, so that no process does it later, in the middle of its work.
+
+Each kernel is called once on a few elements, through the function that everybody calls: then the types are the same.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from pulse_rl.dtypes import UINTS, Field, field_of
+from pulse_rl.kernels.cpu import compiled, context, loco, moves, rangecoder, study
+from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, scatter, union
+from pulse_rl.kernels.cpu.digests import digest_delta, digest_range
+from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
+
+N = 192  # elements; kernels look at 64 at a time
+FLOATS = ("F8_E4M3", "BF16", "F32", "F64")  # one of each width
+
+
+def warm_up(directory: Path | None = None) -> compiled.Warmed:
+    """Compile what is not kept yet. The process must not have used a kernel before: those are in its memory.
+
+    directory: for the machine code, instead of the first of `compiled.places()` that can be written. Raises OSError if
+    it cannot be written.
+    """
+    if any(kernel.overloads for kernel in compiled.KERNELS):
+        raise RuntimeError("warm_up: expected a process that has not used a kernel yet")
+    with compiled.keeping(directory) as kept:
+        for itemsize in UINTS:
+            _warm_changes(itemsize)
+        _warm_gaps()
+        for dtype in FLOATS:
+            _warm_context(field_of(dtype), UINTS[int(dtype.partition("_")[0].strip("BF")) // 8])
+        _warm_numbers()
+        _warm_loco()
+    return compiled.Warmed(kept(), *compiled.so_far())
+
+
+def _warm_changes(itemsize: int) -> None:
+    old, new = np.zeros(N, UINTS[itemsize]), np.zeros(N, UINTS[itemsize])
+    new[::3] = 1
+    indices, values = np.empty(N + SLACK, np.uint32), np.empty(N + SLACK, old.dtype)
+    count = find_changes(old, new, indices, values)
+    indices, values = indices[:count], values[:count]
+    gather(old, indices, values.copy())
+    scatter(old.copy(), indices, values)
+    union(indices, values, indices, values, np.empty(2 * count, np.uint32), np.empty(2 * count, old.dtype))
+    digest_range(0, 0, old)
+    digest_delta(0, 0, indices, values, values)
+    study.count_differing(old, new)
+    study.recurring(old, old, indices, values)
+
+
+def _warm_gaps() -> None:
+    indices, words = np.arange(N, dtype=np.uint32), np.empty(3 * N, np.uint16)
+    gap_decode(words[: gap_encode(indices, words)], N, indices)
+
+
+def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
+    """The context codec's kernels, on elements of which each has another exponent, or nearly."""
+    old = np.arange(N, dtype=np.uint64).astype(kind)
+    old = (old % field.exponents) << kind.type(field.shift)
+    indices = np.arange(0, N, 2, dtype=np.uint32)
+    moved = moves.find_moves(old[indices], old[indices] + kind.type(1), field)
+    study.histogram(moved, field.exponents)
+    moves.count_exponents(old, field, 1)
+    threshold = field.exponents // 2
+    hot = moves.find_hot(old, field, threshold)
+    place = context.Place(N, 8 * kind.itemsize, N, 0)
+    share = np.full(field.exponents, 1 << 15, np.int64)
+
+    def start(state: int) -> context.Start:
+        return context.Start(threshold, share, np.full(context.tables(field.exponents).size, state, np.int64))
+
+    context.encode_segment(place, start(0), hot, indices, moved, None)
+    fresh = (1 << 31) << rangecoder.SEEN
+    stream = context.encode_segment(place, start(fresh), hot, indices, moved, 100 * N)
+    if stream is None or context.decode_segment(memoryview(stream), place, start(fresh), old, field, N // 2) is None:
+        raise AssertionError("a stream of the context codec that does not decode")
+    moves.merge(indices, old[indices], N // 4)
+
+
+def _warm_numbers() -> None:
+    kinds = np.zeros(4, np.uint8)
+    rangecoder.decode_numbers(memoryview(rangecoder.encode_numbers(np.arange(4), kinds)), kinds)
+    rangecoder.log2(np.arange(1, 5))
+
+
+def _warm_loco() -> None:
+    shared, live, residual = (np.zeros(N, np.float32) for _ in range(3))
+    indices = np.arange(4, dtype=np.uint32)
+    values = np.zeros(4, np.float32)
+    for form, kind in (("bfloat16", np.uint16), ("float8_e4m3fn", np.uint8)):
+        bits = np.empty(N, kind)
+        loco.cast(shared, loco.FORMATS[form], bits)
+        loco.gate(shared, live, residual, loco.FORMATS[form], bits, bits.copy())
+    loco.pick(shared, live, residual, indices, values)
+    loco.keep(shared, live, residual, indices, values)
+    loco.add(shared, indices, values)
+    loco.difference(shared, live, residual)
+    loco.outer(shared, residual, live, 1.0, 0.9)

@@ -1,0 +1,140 @@
+"""Compiled kernels on disk: found, kept, warmed up; and where nothing can be written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pulse_rl
+from pulse_rl.kernels.cpu import compiled
+
+ROOM = "pulse_rl/kernels/cpu/__pycache__"
+# A patch of 16-bit elements; "all": each codec on elements of each width, a publish, PULSELoCo's gate.
+WORK = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+import numpy as np, pulse_rl as pulse
+from pulse_rl.kernels.cpu import compiled
+every = "all" in sys.argv
+old = {kind: np.arange(1, 4001).astype(kind) for kind in (
+    ["uint8", "int16", "uint32", "int64", "float16", "float32", "float64"] if every else ["uint16"])}
+new = {kind: tensor.copy() for kind, tensor in old.items()}
+for tensor in new.values():
+    tensor[::50] += 1
+for codec in ["context", "gap"] if every else ["gap"]:
+    live = {kind: tensor.copy() for kind, tensor in old.items()}
+    pulse.apply(live, pulse.diff(old, new, codec=codec))
+    assert all((live[kind] == new[kind]).all() for kind in live)
+if every:
+    pulse.Publisher(pulse.open_store("memory://")).publish(new, version=0)
+    from pulse_rl.loco import gate
+    for form in ("bfloat16", "float8_e4m3fn"):
+        assert gate.find_sends(*[np.ones(9, np.float32)] * 3, form) is not None
+print(compiled.so_far().kernels)
+"""
+
+
+@pytest.fixture
+def package() -> Iterator[Path]:
+    """A copy of the package without machine code."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        source = Path(pulse_rl.__file__).parent
+        shutil.copytree(source, place / "pulse_rl", ignore=shutil.ignore_patterns("__pycache__"))
+        yield place
+
+
+def run(
+    package: Path, *command: str, home: Path, locked: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a process that imports the copy. locked: as one that can write neither the copy nor its home."""
+    unset = ("PULSE_CACHE", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "PYTHONPATH")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    environment |= {"HOME": str(home), "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    drop: list[str] = []
+    if locked and os.geteuid() == 0:  # root may write everywhere, except without its capabilities
+        setpriv = shutil.which("setpriv")
+        if setpriv is None:
+            pytest.skip("NOT TESTED: a process without permission to write; install setpriv, or do not run as root")
+        drop = [setpriv, "--inh-caps=-all", "--bounding-set=-all"]
+    directories = [path for path in (package, *package.rglob("*")) if path.is_dir()]
+    try:
+        for path in directories:
+            path.chmod(0o555 if locked else 0o755)
+        return subprocess.run(
+            [*drop, sys.executable, *command], env=environment, cwd="/", capture_output=True, text=True, timeout=300
+        )
+    finally:
+        for path in directories:
+            path.chmod(0o755)
+
+
+CLI = ("-c", "from pulse_rl.cli.main import main; main()")
+
+
+def test_a_container_whose_package_and_home_cannot_be_written(package: Path) -> None:
+    """It works, with one warning; after a warm-up in the image's recipe it compiles nothing and warns of nothing."""
+    nowhere = package / "no-home"
+    done = run(package, "-c", WORK, home=nowhere, locked=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert "pulse-rl warmup" in warning
+    assert ROOM in warning
+    assert "INFO pulse_rl.kernels.cpu.compiled compiled" in done.stderr
+    assert int(done.stdout) > 5
+    assert not list(package.rglob("*.nbi"))
+
+    cache = package / "cache"
+    made = run(package, *CLI, "warmup", "--cache", str(cache), "--json", home=nowhere)
+    report = json.loads(made.stdout)
+    assert report["compiled"] > 40
+    assert report["seconds"] > 0
+    assert report["environment"] == {"PULSE_CACHE": str(cache)}
+    assert not (package / ROOM).exists()
+    for variable, what in zip(compiled.VARIABLES, ("all", "some"), strict=True):
+        again = run(package, "-c", WORK, what, home=nowhere, locked=True, **{variable: str(cache)})
+        assert (again.returncode, again.stdout, again.stderr) == (0, "0\n", "")
+
+    # Broken files are as good as none: they are compiled anew, here with a warning.
+    for file in cache.rglob("*.nbc"):
+        file.write_bytes(file.read_bytes()[:100])
+    for file in cache.rglob("*digest*.nbi"):
+        file.write_bytes(b"")
+    broken = run(package, "-c", WORK, home=nowhere, locked=True, PULSE_CACHE=str(cache))
+    assert broken.returncode == 0, broken.stderr
+    assert int(broken.stdout) > 5
+
+
+def test_a_warm_up_says_where_it_cannot_write(package: Path) -> None:
+    done = run(package, *CLI, "warmup", "--cache", "/proc/nowhere", home=package)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: /proc/nowhere")
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_kernel_is_warmed_up() -> None:
+    """Each that is called from Python has machine code after a warm-up; parts of kernels have it with their callers."""
+    code = (
+        "from pulse_rl.kernels.cpu import compiled, warmup\nwarmup.warm_up()\n"
+        "print([k.__name__ for k in compiled.KERNELS if not k.overloads])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    parts = {"_carry", "encode_raw", "finish", "decode_raw", "encode_count", "decode_count"}
+    parts |= {f"_{verb}code_{what}" for verb in ("en", "de") for what in ("size", "hot", "cold")}
+    assert set(eval(done.stdout)) <= parts
+
+
+def test_a_change_of_any_source_makes_all_machine_code_old(package: Path) -> None:
+    """Kernels call each other across files, and Numba compares each with its own file only."""
+    code = "from pulse_rl.kernels.cpu import compiled; print(compiled.stamp())"
+    before = run(package, "-c", code, home=package).stdout
+    with (package / "pulse_rl/kernels/cpu/rangecoder.py").open("a") as file:
+        file.write("\n")
+    assert run(package, "-c", code, home=package).stdout != before
