@@ -4,7 +4,7 @@ A tensor is written to every live tensor that is tied to it. Live weights may al
 overlap in part, as slices of a fused weight do: `shared_memory` and `overlapping` find out. Nothing here writes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from pulse_rl.errors import BaseMismatchError
@@ -86,3 +86,20 @@ def overlapping(live: Iterable[Copies]) -> bool:
     distinct = {bits.storage: bits.extent for copies in live for bits in copies if bits.size}
     extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
+
+
+def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Bits]]]:
+    """The live tensors that overlap without being the same, in groups that share no memory with each other."""
+    distinct = {bits.storage: (name, bits) for name, copies in live.items() for bits in copies if bits.size}
+    group: list[tuple[str, Bits]] = []
+    device, end = None, 0
+    for name, bits in sorted(distinct.values(), key=lambda item: (str(item[1].extent[0]), item[1].extent[1])):
+        on, first, last = bits.extent
+        if on != device or first >= end:
+            if len(group) > 1:
+                yield group
+            group, device, end = [], on, last
+        group.append((name, bits))
+        end = max(end, last)
+    if len(group) > 1:
+        yield group

@@ -17,6 +17,7 @@ from pulse_rl.patch.format import TensorInfo
 from pulse_rl.patch.live import live_digest, resolve
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.memory import live_layout
 
 
 class PatchInfo(msgspec.Struct, frozen=True):
@@ -98,14 +99,15 @@ def apply(weights: Any, patch: bytes | bytearray | memoryview) -> PatchInfo:
         IntegrityError: The result would not have the target's digest, or (as an exception to all or nothing) memory
             does not hold what was just written to it.
         ValueError: An array is read-only.
-        TypeError: Something is not a tensor, or a path was given instead of a patch's bytes.
+        TypeError: Something is not a tensor, or is a copy that is made anew at each access (a module of FSDP1, an .npz
+            file); or a path was given instead of a patch's bytes.
     """
     return apply_parsed(weights, _parse(patch))
 
 
 def apply_parsed(weights: Any, patch: patch_format.Patch) -> PatchInfo:
     """`apply` of a parsed patch."""
-    live = resolve(patch.by_name(), patch.tied, layout(weights))
+    live = resolve(patch.by_name(), patch.tied, live_layout(weights))
     application = Application(patch, live)
     application.prove(live_digest(live))
     application.write()

@@ -69,11 +69,16 @@ class Bits(Protocol):
 
 
 class HostBits:
-    """Bits over an array in host memory, of any strides."""
+    """Bits over an array in host memory, of any strides.
 
-    __slots__ = ("array", "dtype", "flat", "itemsize", "shape", "size")
+    tensor: the torch tensor whose memory it is, if any. Writes are counted for it, as torch counts its own: then a
+    backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
+    """
 
-    def __init__(self, dtype: str, array: UIntArray) -> None:
+    __slots__ = ("_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+
+    def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
+        self._tensor = tensor
         self.dtype = dtype
         self.array = array
         self.shape: tuple[int, ...] = array.shape
@@ -97,6 +102,7 @@ class HostBits:
             cpu.scatter(self.flat[start:], indices, values)
         else:
             self.array.flat[start + indices.astype(np.int64)] = values
+        self._count_write()
 
     def write(self, start: int, values: UIntArray) -> None:
         stop = start + len(values)
@@ -104,6 +110,11 @@ class HostBits:
             self.flat[start:stop] = values
         else:
             self.array.flat[start:stop] = values
+        self._count_write()
+
+    def _count_write(self) -> None:
+        if self._tensor is not None and not self._tensor.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(self._tensor)
 
     @property
     def writable(self) -> bool:
@@ -194,7 +205,8 @@ class TorchBits:
         # torch warns about read-only arrays, and decoded values are read-only: copy those.
         values = np.ascontiguousarray(values) if values.flags.writeable else values.copy()
         source = torch.from_numpy(values).view(self._tensor.dtype).to(self._tensor.device)
-        with torch.no_grad():
+        # Inference tensors may be written in their own mode only.
+        with torch.inference_mode() if self._tensor.is_inference() else torch.no_grad():
             if self._flat is not None:
                 self._flat[where] = source
             else:
@@ -203,6 +215,16 @@ class TorchBits:
     @property
     def writable(self) -> bool:
         return self._cast is None and not _expanded(self.shape, self._tensor.stride())
+
+    @property
+    def address(self) -> int:
+        """The address of the first element."""
+        return self._tensor.data_ptr()
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes, as NumPy's."""
+        return tuple(stride * self._tensor.element_size() for stride in self._tensor.stride())
 
     @property
     def storage(self) -> object:
@@ -214,6 +236,17 @@ class TorchBits:
         tensor = self._tensor
         last = sum((n - 1) * stride for n, stride in zip(self.shape, tensor.stride(), strict=True))
         return (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+
+
+def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:
+    """The same view of other memory, which stands for that of a live tensor from the address `start` on."""
+    if isinstance(bits, HostBits):
+        address, strides = bits.array.__array_interface__["data"][0], bits.array.strides
+    elif isinstance(bits, TorchBits):
+        address, strides = bits.address, bits.strides
+    else:
+        raise TypeError(f"expected the bits of a live tensor, found {type(bits).__name__}")
+    return HostBits(bits.dtype, np.ndarray(bits.shape, UINTS[bits.itemsize], memory, address - start, strides))
 
 
 def _expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -268,4 +301,4 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
         return TorchBits(tensor)
     dtype, itemsize = _torch_dtype(tensor.dtype)
     array = tensor.detach().view(getattr(torch, f"uint{8 * itemsize}")).numpy()
-    return HostBits(dtype, array)
+    return HostBits(dtype, array, tensor)
