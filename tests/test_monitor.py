@@ -1,6 +1,10 @@
 """SparsityMonitor: its counts against a naive count with torch and against a publisher's patch, in training loops."""
 
+import gc
 import json
+import resource
+import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +230,152 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="found AcceleratedOptimizer, which wraps one: give the one it wraps"):
         SparsityMonitor(wrapping)
     SparsityMonitor(wrapping.optimizer).close()
+
+
+# -- What goes wrong later does not end the training -----------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "pulse_rl.study.monitor"]
+
+
+def test_replaced_tensors_are_counted_from_their_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    """No count is made up for the step at which they were replaced, and none is lost after it."""
+    model = Tiny()
     monitor = SparsityMonitor(model)
-    model.mlp = torch.nn.Linear(3, 4)
-    with pytest.raises(pulse.BaseMismatchError, match="SparsityMonitor: the tensors differ.*mlp.weight") as caught:
+    model.mlp = torch.nn.Linear(1000, 41)
+    assert monitor.step() is None
+    assert monitor.step() is not None
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("SparsityMonitor, step 1: no count; the next one starts from step 1: ")
+    assert "mlp.weight" in warning
+    with torch.no_grad():
+        model.mlp.weight[:5] += 1
+    found = monitor.step()
+    assert found is not None
+    assert (found.since, found.step, found.changed) == (2, 3, 5 * 1000)
+
+
+def test_a_parameter_group_that_is_added_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    model, head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found: list[int] = []
+    SparsityMonitor(optimizer, log=lambda scalars, step: found.append(step))
+    for number in range(4):
+        if number == 1:
+            optimizer.add_param_group({"params": list(head.parameters())})
+        head(model(torch.ones(4))).sum().backward()
+        optimizer.step()
+    assert found == [1, 3, 4]
+    (warning,) = warnings_of(caplog)
+    assert "2 unexpected: group1.0, group1.1" in warning
+
+
+def test_an_optimizer_whose_state_is_replaced_is_followed(caplog: pytest.LogCaptureFixture) -> None:
+    """Its groups are new objects then, with the same parameters; without any group the monitor stops."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found: list[int] = []
+    SparsityMonitor(optimizer, log=lambda scalars, step: found.append(step))
+    state = optimizer.state_dict()
+    for number in range(4):
+        if number == 1:
+            optimizer.load_state_dict(state)
+        if number == 2:
+            optimizer.param_groups = []
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    assert found == [1, 2]
+    what = [warning.split(": ")[1] for warning in warnings_of(caplog)]
+    assert what == ["no count; the next one starts from step 3", "stopped"]
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines are lost while it is full, and begin anew on a line when it is not."""
+    path = tmp_path / "sparsity.jsonl"
+    model = torch.nn.Linear(8, 8)
+    monitor = SparsityMonitor(model, path=path)
+    monitor.step()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))  # a line that is cut off
+    try:
+        assert [monitor.step() is not None for _ in range(3)] == [True] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monitor.step()
+    (warning,) = warnings_of(caplog)
+    assert "step 2: not written: " in warning
+    first, torn, last = path.read_text().splitlines()
+    assert (json.loads(first)["step"], len(torn), json.loads(last)["step"]) == (1, 20, 5)
+
+
+def test_a_tracker_that_raises_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is called again at each look, and the file has them all."""
+    calls: list[int] = []
+
+    def track(scalars: dict[str, float], step: int) -> None:
+        calls.append(step)
+        raise RuntimeError(f"no connection at step {step}")
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    SparsityMonitor(optimizer, path=tmp_path / "sparsity.jsonl", log=track)
+    for _ in range(3):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert calls == [1, 2, 3]
+    assert warnings_of(caplog) == ["SparsityMonitor, step 1: log= failed: no connection at step 1"]
+    assert len((tmp_path / "sparsity.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_look_that_is_cut_off_leaves_no_wrong_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interruption is raised; the baseline, half of it moved, is taken anew at the next step."""
+    model = Tiny()
+    monitor = SparsityMonitor(model)
+
+    def interrupt(_: str) -> str:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model.mlp.weight += 1
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("pulse_rl.study.monitor.kind", interrupt)
         monitor.step()
-    assert caught.value.__notes__ == ["make a new SparsityMonitor after tensors were replaced"]
+    assert monitor.step() is None
+    found = monitor.step()
+    assert found is not None
+    assert (found.since, found.step, found.changed) == (2, 3, 0)
+
+
+def test_weights_that_cannot_be_read_stop_the_monitor(caplog: pytest.LogCaptureFixture) -> None:
+    """As after sharding them; the training goes on, and nothing holds on to the model."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    monitor = SparsityMonitor(optimizer)
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
+    for _ in range(2):
+        optimizer.step()
+    assert [warning.split(":")[1] for warning in warnings_of(caplog)] == [
+        " no count; the next one starts from step 1",
+        " stopped",
+    ]
+    assert monitor.step() is None
+
+
+def test_a_closed_monitor_lets_go(tmp_path: Path) -> None:
+    """Of the model, of the optimizer's hook and of the tracker; a later step does nothing."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    monitors = [SparsityMonitor(optimizer, path=tmp_path / "sparsity.jsonl"), SparsityMonitor(model)]
+    gone = weakref.ref(model)
+    for monitor in monitors:
+        monitor.close()
+        monitor.close()
+        assert monitor.step() is None
+    assert not optimizer._optimizer_step_post_hooks
+    assert (tmp_path / "sparsity.jsonl").read_text() == ""
+    del model, optimizer
+    gc.collect()
+    assert gone() is None

@@ -67,7 +67,7 @@ class SparsityCallback(_transformers.TrainerCallback):  # type: ignore[misc, nam
     """Measures the sparsity of the optimizer steps, in the first of several processes.
 
     The numbers, `Sparsity.scalars()` of the last look, go to the trainer's log at its own `logging_steps`, and so to
-    every tracker in `report_to`. When training begins, it raises what `SparsityMonitor` raises.
+    every tracker in `report_to`. When training begins, it raises what `SparsityMonitor` raises; later nothing.
 
     Args:
         trainer: The trainer whose log takes the numbers.

@@ -9,8 +9,16 @@
 Floating-point weights are compared in BF16, cast as a publisher with cast="bfloat16" casts them, so the density is that
 of the patch that would be sent. The monitor holds the BF16 bits of the last look, the baseline: 2 bytes per element.
 A look casts and compares the weights segment by segment, and writes only the changes to the baseline.
+
+Measuring never ends a training. What goes wrong after the monitor was made is a logged warning, one for each cause:
+
+    what fails                              what follows
+    the file, or `log`                      the measuring goes on, and each later look tries again
+    a look, as when tensors were replaced   the bits of that step become the baseline, and no count is made up
+    that too, or no weights are left        the monitor stops: `step` returns None, and its hook is removed
 """
 
+import logging
 import operator
 import os
 import time
@@ -22,7 +30,7 @@ import msgspec
 import numpy as np
 
 from pulse_rl.dtypes import field_of
-from pulse_rl.errors import BaseMismatchError, require
+from pulse_rl.errors import one_line, require
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = require("torch", "torch")
+
+log = logging.getLogger(__name__)
 
 CAST = "bfloat16"
 
@@ -105,10 +115,14 @@ class _Counts(NamedTuple):
 
 
 class SparsityMonitor:
-    """Measures the density of changed BF16 bits between optimizer steps.
+    """Measures the density of changed BF16 bits between optimizer steps, and never ends the training.
 
     The baseline is taken at construction, so parameters must be on their device by then. From a GPU, each look copies
     the BF16 bits to the host, segment by segment: 2 bytes per element. Sharded parameters are not supported.
+
+    What goes wrong after it was made is a logged warning, once for each cause. A file or a `log` that failed is tried
+    again at the next look. After a look that failed, as when a parameter group was added, the count goes on from the
+    bits of that step; where those cannot be read, the monitor stops.
 
     To follow an optimizer's steps with a model's names, give the model and register
     `optimizer.register_step_post_hook(lambda *_: monitor.step())`.
@@ -143,12 +157,15 @@ class SparsityMonitor:
             raise TypeError(f"target: expected a torch module or a torch optimizer, found {type(target).__name__}")
         if every < 1:
             raise ValueError(f"every: expected at least 1 step, found {every}")
-        self._target = target
+        self._target: torch.nn.Module | torch.optim.Optimizer | None = target  # None after it has stopped
         self._every = every
         self._path = Path(path) if path is not None else None
         self._log = log
         self._step = self._since = step
         self._baseline = _weights(target).clone()
+        self._moving = False  # the baseline is of no step: a look is writing to it, or was cut off
+        self._warned: set[tuple[str, str]] = set()
+        self._file_failed = False
         if not self._baseline.elements:
             raise ValueError("target: expected weights, found none: make the monitor when the parameters are there")
         if self._path is not None:
@@ -156,7 +173,7 @@ class SparsityMonitor:
             with self._path.open("ab") as file:  # fails before the first step if it cannot be written
                 if self._path.is_file() and _ends_within_a_line(self._path):
                     file.write(b"\n")  # so that a truncated line does not spoil the next one
-        self._hook = None
+        self._hook: Any = None
         if isinstance(target, torch.optim.Optimizer):
             try:
                 self._hook = target.register_step_post_hook(self._stepped)
@@ -173,42 +190,80 @@ class SparsityMonitor:
             number: The step, a whole number. Default: the one after the last.
 
         Returns:
-            What the look found; None without a look.
+            What the look found; None without a look, after one that failed, and after the monitor has stopped.
 
         Raises:
-            TypeError: The step is not a whole number.
-            BaseMismatchError: The tensors are not those of the last look.
-            OSError: The file cannot be written.
+            TypeError: The number is not a whole one.
         """
         self._step = self._step + 1 if number is None else operator.index(number)  # JSON takes no NumPy numbers
-        if self._step % self._every:
+        if self._target is None or self._step % self._every:
             return None
-        found = self._look()
+        found = self._try_look()
         self._since = self._step
+        if found is None:
+            return None
         if self._path is not None:
-            with self._path.open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(found) + b"\n")
+            try:
+                self._append(self._path, msgspec.json.encode(found) + b"\n")
+            except Exception as error:  # noqa: BLE001 - a full disk does not end the training
+                self._file_failed = True
+                self._warn("file", "not written", error)
         if self._log is not None:
-            self._log(found.scalars(), found.step)
+            try:
+                self._log(found.scalars(), found.step)
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on
+                self._warn("log", "log= failed", error)
         return found
 
     def _stepped(self, *_: object) -> None:
         self.step()
 
     def close(self) -> None:
-        """Stop following the optimizer, and free the baseline."""
+        """Stop following the optimizer, and let go of it and of the baseline. `step` then returns None."""
         if self._hook is not None:
             self._hook.remove()
+        self._hook = self._target = self._log = None
         self._baseline = Layout()
 
-    def _look(self) -> Sparsity:
-        started = time.perf_counter()
-        live = _weights(self._target)  # each time: a parameter may have other memory by now
+    def _try_look(self) -> Sparsity | None:
+        """A look; None if it fails. Then the baseline is taken anew, or the monitor stops."""
         try:
-            compare_layouts(self._baseline, live, "SparsityMonitor")
-        except BaseMismatchError as error:
-            error.add_note("make a new SparsityMonitor after tensors were replaced")
-            raise
+            live = _weights(self._target)  # each time: a parameter may have other memory by now
+            if not self._moving:
+                compare_layouts(self._baseline, live, "the tensors of this step and of the last look")
+                self._moving = True
+                found = self._look(live)
+                self._moving = False
+                return found
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the weights, the training goes on
+            self._warn("look", f"no count; the next one starts from step {self._step}", error)
+        try:
+            self._baseline = Layout()  # before the new one takes as much memory
+            self._baseline = _weights(self._target).clone()
+            self._moving = False
+            if not self._baseline.elements:
+                raise ValueError("no weights are left")
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._warn("baseline", "stopped", error)
+            self.close()
+        return None
+
+    def _warn(self, where: str, what: str, error: Exception) -> None:
+        """Log a warning, once for each cause: by its text for a look, whose causes differ, otherwise by its type."""
+        line = one_line(error)
+        cause = (where, line if where == "look" else type(error).__name__)
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning("SparsityMonitor, step %d: %s: %s", self._step, what, line)
+
+    def _append(self, path: Path, line: bytes) -> None:
+        torn = self._file_failed and path.is_file() and _ends_within_a_line(path)
+        with path.open("ab") as file:
+            file.write(b"\n" * torn + line)
+        self._file_failed = False
+
+    def _look(self, live: Layout) -> Sparsity:
+        started = time.perf_counter()
 
         def count(item: tuple[str, int, int]) -> _Counts:
             name, start, stop = item
