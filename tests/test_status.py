@@ -307,9 +307,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         return [info for prefix in ("manifests", "patches", "trails", "anchors") for info in store.list(prefix)]
 
     code, out, err = command(capsys, "status", tmp_path)
-    assert (code, err) == (0, "")
+    assert (code, err) == (1, "")  # worker-3 fails
     assert "versions      11, 0 to 20, the newest " in out
-    assert out.splitlines()[-1].split()[:3] == ["worker-3", "8", "6"]
+    assert out.splitlines()[-1].split()[:4] == ["worker-3", "failing", "8", "6"]
     assert out.splitlines()[-1].rstrip().endswith("no [b]")
     code, out, err = command(capsys, "status", tmp_path, "--json")
     assert json.loads(out) == json.loads(msgspec.json.encode(status(store)))

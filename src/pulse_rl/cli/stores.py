@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,14 +18,41 @@ if TYPE_CHECKING:
     from pulse_rl.history.prune import Pruning
     from pulse_rl.history.status import Objects, Status, SubscriberInfo
 
+OK, PROBLEM, UNREADABLE = 0, 1, 2  # exit codes of `status`, for monitors
+CLEAR = "\x1b[H\x1b[2J"
+
 StoreTarget = Annotated[
     str,
     typer.Argument(metavar="STORE", help="A store (directory or URL), or the directory of a run.", show_default=False),
 ]
 
 
-def status(store: StoreTarget, as_json: AsJson = False) -> None:
+def status(
+    store: StoreTarget,
+    max_lag: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="How many versions a subscriber may be behind; without it, any number.", show_default=False
+        ),
+    ] = None,
+    max_silence: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long a subscriber may write no heartbeat.")
+    ] = 300.0,
+    expire: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Leave out subscribers that were silent this long.")
+    ] = 86400.0,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Look again and again, until Ctrl-C.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a store's versions, sizes, reductions and anchors, and its subscribers.
+
+    Each subscriber gets a verdict: ok, behind (--max-lag), failing (its last
+    sync), silent (--max-silence) or damaged (its heartbeat). The store's is
+    damaged where something is wrong at a glance, otherwise its subscribers'
+    worst. Exit code: 0 all ok, 1 not, 2 the store cannot be read.
 
     Reads listings, the newest version's manifest and trail, and the heartbeats
     of subscribers that write them, as Subscriber(store, heartbeat="worker-3")
@@ -32,13 +60,32 @@ def status(store: StoreTarget, as_json: AsJson = False) -> None:
 
     Example: pulse-rl status s3://bucket/run-a
     """
+    from pulse_rl.errors import PulseError, StoreError, VersionNotFoundError, VersionSkewError, one_line
     from pulse_rl.history.status import status as look
 
-    info = look(store)
-    if as_json:
-        output.emit(info)
-    else:
-        _print_status(info)
+    code = OK
+    try:
+        while True:
+            try:
+                info = look(store, max_lag=max_lag, max_silence=max_silence, expire=expire)
+            except (PulseError, FileNotFoundError) as error:
+                away = isinstance(error, (StoreError, VersionSkewError, FileNotFoundError))
+                code = UNREADABLE if away and not isinstance(error, VersionNotFoundError) else PROBLEM
+                print(f"error: {one_line(error)}", file=sys.stderr)
+            else:
+                code = OK if info.verdict == "ok" else PROBLEM
+                if as_json:
+                    output.emit(info)
+                else:
+                    if watch is not None and sys.stdout.isatty():
+                        output.write(CLEAR)
+                    _print_status(info)
+            if watch is None:
+                break
+            time.sleep(watch)
+    except KeyboardInterrupt:
+        pass
+    raise typer.Exit(code)
 
 
 def prune(
@@ -58,10 +105,18 @@ def prune(
             help="Keep what was still needed this long before the newest version: readers may be using it.",
         ),
     ] = 3600.0,
+    expire: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Delete the heartbeats of subscribers that were silent this long."),
+    ] = 86400.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; list what would be deleted.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete old versions of a store, and what failed publishes and interrupted prunings left.
+
+    Among that are unfinished uploads of publishers that were killed (of a
+    directory; in a bucket a lifecycle rule deletes them), and the heartbeats
+    of subscribers that are gone.
 
     It keeps the newest versions, the anchor from which the oldest of them starts,
     and everything after it; these can be loaded at any time. Anchors that an
@@ -74,7 +129,7 @@ def prune(
     from pulse_rl.history.targets import open_history
 
     with output.checking():
-        retention = Retention(retain, keep_every, grace)
+        retention = Retention(retain, keep_every, grace, expire)
     history = open_history(store)
     pruning = retention.plan(history, leftovers=True)
     if not as_json:
@@ -96,11 +151,18 @@ def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
     if permanent:
         kept += f", and permanently {_sequences(permanent)}"
     deleted = "nothing"
-    if pruning.manifests or pruning.objects:
-        deleted = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects, {nbytes(pruning.nbytes)}"
+    if pruning.manifests or pruning.objects or pruning.partial or pruning.heartbeats:
+        deleted = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects"
+        if pruning.partial:
+            deleted += f", {len(pruning.partial)} unfinished uploads"
+        if pruning.heartbeats:
+            deleted += f", {len(pruning.heartbeats)} heartbeats"
+        deleted += f", {nbytes(pruning.nbytes)}"
     if pruning.manifests:
         deleted += f": {_sequences(pruning.manifests[::-1])}"
     output.facts({"store": pruning.url, "would delete" if dry_run else "deletes": deleted, "keeps": kept})
+    if pruning.reason is not None:
+        output.write(f"no version goes: {pruning.reason}\n")
 
 
 def _version(history: History, sequence: int) -> str:
@@ -145,26 +207,33 @@ def _print_status(info: Status) -> None:
     else:
         listing = info.listing
         lines["anchors"] = (
-            f"{_sequences(listing.anchor_sequences) if listing.anchor_sequences else 'none'}; " + (lines["anchors"])
+            f"{len(listing.anchor_sequences)} ({_sequences(listing.anchor_sequences)}); {lines['anchors']}"
+            if listing.anchor_sequences
+            else f"none; {lines['anchors']}"
         )
         lines["in the store"] = ", ".join(
             f"{folder} {_objects(total)}"
             for folder, total in {
                 "manifests": listing.manifests,
                 "patches": listing.patches,
-                "anchors": listing.anchors,
+                "files of anchors": listing.anchors,
                 "trails": listing.trails,
             }.items()
         )
         if listing.unnamed.count:
             lines["unnamed"] = f"{_objects(listing.unnamed)} that no version names: failed or unfinished publishes"
+        if listing.partial.count:
+            lines["unfinished"] = f"{_objects(listing.partial)} uploads: under way, or of a publisher that was killed"
+    if info.expired:
+        lines["expired"] = f"{info.expired} subscribers, silent for too long to be shown"
+    lines["verdict"] = info.verdict
     output.facts(lines)
     for problem in info.problems:
         output.write(f"problem: {printable(problem)}\n")
     if info.subscribers:
         output.write("\n")
         output.table(
-            ["subscriber", "version", "lag", "last seen", "last sync", "fetched", "last error"],
+            ["subscriber", "verdict", "version", "lag", "last seen", "last sync", "fetched", "host", "last error"],
             [_row(subscriber, now) for subscriber in info.subscribers],
         )
 
@@ -172,11 +241,13 @@ def _print_status(info: Status) -> None:
 def _row(subscriber: SubscriberInfo, now: float) -> tuple[object, ...]:
     return (
         subscriber.id,
+        subscriber.verdict,
         "–" if subscriber.version is None else subscriber.version,
         "–" if subscriber.lag is None else subscriber.lag,
         f"{_age(now - subscriber.seen)} ago",
         "–" if subscriber.sync_s is None else _seconds(subscriber.sync_s),
         "–" if subscriber.fetched_nbytes is None else nbytes(subscriber.fetched_nbytes),
+        "–" if subscriber.host is None else subscriber.host,
         subscriber.unreadable or subscriber.error or "–",
     )
 

@@ -11,19 +11,23 @@ The beginning of a history only moves ahead. Whatever is before it and is not ke
 interrupted pruning, and the next one deletes it.
 """
 
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
+from pulse_rl.history import heartbeat
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.partial import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
 from pulse_rl.store.base import ObjectInfo
 
+UPLOADING_S = 60.0  # an upload that is under way writes more often than this
 GRACE_S = 3600.0  # the download of a full checkpoint of 4 GB over a home connection of 10 Mbit/s
 
 # By sequence number of a version that is kept permanently: the objects it consists of; None for all of that number.
@@ -39,8 +43,11 @@ class Pruning(msgspec.Struct, frozen=True):
     kept: tuple[int, ...]  # sequence numbers of the versions that stay, ascending
     manifests: tuple[int, ...]  # sequence numbers of the manifests to delete, in the order in which they are deleted
     objects: tuple[str, ...]  # patches, trails and files of anchors to delete, after the manifests
+    partial: tuple[str, ...]  # uploads of a directory that were not finished, to delete
+    heartbeats: tuple[str, ...]  # of subscribers that were silent for long, to delete
     nbytes: int  # of all that is deleted
     kept_nbytes: int | None  # of all that stays; None where nothing is deleted, and so nothing was counted
+    reason: str | None = None  # why no version is deleted, where more than `retain` are there
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,14 @@ class Retention:
     """Which versions are kept. Raises ValueError for a setting that makes no sense.
 
     retain: how many of the newest versions. keep_every: keep every N-th anchor permanently; None for none. grace:
-    seconds for which a version stays after it was a current one.
+    seconds for which a version stays after it was a current one. expire: seconds after which the heartbeat of a silent
+    subscriber goes.
     """
 
     retain: int
     keep_every: int | None = None
     grace: float = GRACE_S
+    expire: float = heartbeat.EXPIRE_S
 
     def __post_init__(self) -> None:
         if self.retain < 1:
@@ -62,12 +71,14 @@ class Retention:
             raise ValueError(f"keep_every: expected at least 1 anchor, found {self.keep_every}")
         if not self.grace >= 0:
             raise ValueError(f"grace: expected seconds, at least 0, found {self.grace}")
+        if not self.expire >= 0:
+            raise ValueError(f"expire: expected seconds, at least 0, found {self.expire}")
 
     def plan(self, history: History, *, leftovers: bool = False) -> Pruning:
         """Find out what to delete now. Deletes nothing.
 
-        leftovers: look for leftovers of interrupted prunings even if nothing else is to be deleted. That lists the
-        whole store, which is too expensive after every version.
+        leftovers: look also for what interrupted prunings, publishers that were killed and subscribers that are gone
+        have left. That lists the whole store, which is too expensive after every version.
         Raises StoreError, also where the store cannot be listed, and IntegrityError where damage hides what is needed.
         """
         store = history.store
@@ -83,16 +94,20 @@ class Retention:
                 f"one, {manifest_name(sequences[-1])}: nothing is deleted; delete {FIRST} if that is wrong",
                 name=FIRST,
             )
-        first = self._begin(history, line, [manifests[sequence].modified for sequence in line]) if line else before
+        first, reason = before, None
+        if line:
+            first, reason = self._begin(history, line, [manifests[sequence].modified for sequence in line])
         if not leftovers and first <= before:
-            return Pruning(store.url, first, before, tuple(sequences), (), (), 0, None)
+            return Pruning(store.url, first, before, tuple(sequences), (), (), (), (), 0, None, reason)
 
         objects = [info for folder in ("patches", "trails", "anchors") for info in store.list(folder)]
         older = [sequence for sequence in sequences if sequence < first]
         permanent = self._permanent(history, older, objects)
         deleted_manifests = [sequence for sequence in reversed(older) if sequence not in permanent]
         deleted_objects = [info for info in objects if _is_older(info, first) and not _is_permanent(info, permanent)]
-        nbytes = sum(info.nbytes for info in deleted_objects)
+        partial = [info for info in partial_uploads(store) if self._is_dead(info)] if leftovers else []
+        beats = self._expired(store.list(heartbeat.PREFIX), manifests.values()) if leftovers else []
+        nbytes = sum(info.nbytes for info in (*deleted_objects, *partial, *beats))
         nbytes += sum(manifests[sequence].nbytes for sequence in deleted_manifests)
         return Pruning(
             url=store.url,
@@ -101,28 +116,49 @@ class Retention:
             kept=tuple(sequence for sequence in sequences if sequence >= first or sequence in permanent),
             manifests=tuple(deleted_manifests),
             objects=tuple(info.name for info in deleted_objects),
+            partial=tuple(info.name for info in partial),
+            heartbeats=tuple(info.name for info in beats),
             nbytes=nbytes,
-            kept_nbytes=sum(info.nbytes for info in (*manifests.values(), *objects)) - nbytes,
+            kept_nbytes=sum(info.nbytes for info in (*manifests.values(), *objects, *partial, *beats)) - nbytes,
+            reason=reason,
         )
 
-    def _begin(self, history: History, line: Sequence[int], written: Sequence[float]) -> int:
-        """The sequence number from which on everything stays.
+    def _is_dead(self, upload: ObjectInfo) -> bool:
+        """Whether nobody writes to an upload any more. It is a file: its time is this machine's, or a file server's."""
+        return time.time() - upload.modified > max(self.grace, UPLOADING_S)
+
+    def _expired(self, beats: Iterable[ObjectInfo], others: Iterable[ObjectInfo]) -> list[ObjectInfo]:
+        """The heartbeats of subscribers that were silent for long, by this machine's clock or the store's."""
+        beats = [info for info in beats if heartbeat.heartbeat_id(info.name) is not None]
+        now = max([time.time(), *(info.modified for info in (*beats, *others))])
+        return [info for info in beats if now - info.modified > self.expire]
+
+    def _begin(self, history: History, line: Sequence[int], written: Sequence[float]) -> tuple[int, str | None]:
+        """The sequence number from which on everything stays, and why no version goes if so.
 
         line: the sequence numbers of the versions since the last pruning. written: when their manifests were.
         """
         # 1. The settled versions were there a grace period ago: the newest `retain` of them stay, and all later ones.
         settled = _settled(written, self.grace)
+        if len(line) <= self.retain:
+            return line[0], None
         if settled <= self.retain:
-            return line[0]
+            return line[0], (
+                f"only {settled} of {len(line)} versions are older than the grace period of {self.grace:g} s, counted "
+                "back from the newest version; on a run that has ended use a grace period of 0"
+            )
         # 2. The oldest of those is the oldest version to keep.
         oldest = history.read(line[settled - self.retain])
         if oldest.anchor_sequence <= line[0]:
-            return line[0]
+            return line[0], (
+                f"version {oldest.version}, the oldest to keep, can only be reached from the oldest anchor: a version "
+                "goes when a later one to keep has an anchor (Publisher(anchor_every=…), publish(…, anchor=True))"
+            )
         # 3. It needs an anchor. One with a missing or truncated file leads nowhere: then the one before is needed.
         files = {info.name: info.nbytes for info in history.store.list("anchors")}
         for anchor in find_anchors(history, oldest, FaultLog()):
             if anchor.sequence >= line[0] and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
-                return anchor.sequence
+                return anchor.sequence, None
         raise IntegrityError(
             f"nothing is deleted from {history.store.url}: no anchor that is complete leads to version "
             f"{oldest.version}, the oldest to keep; either another pruning is under way, or `pulse-rl verify` says "
@@ -157,8 +193,8 @@ def _settled(written: Sequence[float], grace: float) -> int:
     now = written[-1]
     # A manifest that claims to be later than the newest was written, at the latest, when the one after it was.
     capped, following = [], now
-    for time in reversed(written):
-        following = time if time <= now else following
+    for at in reversed(written):
+        following = at if at <= now else following
         capped.append(following)
     # And none was written earlier than those before it.
     times = [*accumulate(reversed(capped), max)]
@@ -188,10 +224,13 @@ def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, 
     # Another pruning may have moved it further in the meantime.
     if pruning.first > pruning.first_before and history.first() < pruning.first:
         history.store.put(FIRST, msgspec.json.encode(pruning.first))
-    names = [*map(manifest_name, pruning.manifests), *pruning.objects]
+    names = [*map(manifest_name, pruning.manifests), *pruning.objects, *pruning.heartbeats, *pruning.partial]
     for done, name in enumerate(names):
         if progress is not None:
             progress(done, len(names))
-        history.store.delete(name)
+        if name in pruning.partial:
+            delete_partial(history.store, name)
+        else:
+            history.store.delete(name)
     if names:
         history.forget()

@@ -23,7 +23,7 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.log import FIRST, History
-from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.manifest import Manifest, manifest_name, object_sequence
 from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
 from pulse_rl.history.trail import PatchLink, link_of, state_of
 from pulse_rl.parallel import ordered_map
@@ -63,6 +63,7 @@ class Walk:
         self._visited: int | None = None  # the sequence number visited last, with a broken manifest or not
         self._last: Manifest | None = None  # the last manifest that could be read
         self._named: set[str] = set()  # objects that manifests and trails refer to
+        self._unreadable: set[int | None] = set()  # sequence numbers whose manifests do not say what they refer to
         self._first = self._check_first(sequences)
         self._skips = self._read_trails(sequences)
 
@@ -76,6 +77,7 @@ class Walk:
             manifest = self._history.read(sequence)
         except FAULTS as error:
             self.problems.append(one_line(error))
+            self._unreadable.add(sequence)
             return
         self._named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])))
         self._check_place(manifest)
@@ -100,7 +102,9 @@ class Walk:
         self._compare_weights()
         with suppress(CannotListError):  # what nothing refers to can only be found by listing
             listed = [o.name for folder in ("patches", "trails", "anchors") for o in self._history.store.list(folder)]
-            self.leftovers = tuple(name for name in listed if name not in self._named)
+            self.leftovers = tuple(
+                name for name in listed if name not in self._named and object_sequence(name) not in self._unreadable
+            )
 
     # Before the walk
 
@@ -116,7 +120,7 @@ class Walk:
         self.problems.append(
             f"{FIRST} says that the history begins with {manifest_name(first)}, beyond its newest one, "
             f"{manifest_name(sequences[-1])}: nobody can publish, and where it cannot be listed nobody can read it; "
-            f"delete {FIRST}"
+            f"delete {FIRST}, or continue with publish(…, anchor=True)"
         )
         return 0
 
