@@ -7,11 +7,18 @@ keeps its payload.
 Host tensors (NumPy arrays, CPU torch tensors, memory-mapped files) are viewed without a copy, and a write goes to the
 live tensor. Tensors on other devices are copied through the host, only the elements that are asked for. torch is
 imported only for torch tensors.
+
+Bits are read and written by a pool of threads, each of which would use its device's default stream. A tensor on a
+device is therefore used on the stream that was the caller's when its Bits was made: reads come after all that the
+caller had queued there, and what the caller queues next comes after the writes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +26,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
+from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
 
 if TYPE_CHECKING:
     import torch
@@ -137,12 +145,13 @@ class TorchBits:
     Each read casts only what it returns, so no second copy of the tensor exists.
     """
 
-    __slots__ = ("_cast", "_flat", "_tensor", "_uint", "dtype", "itemsize", "shape", "size")
+    __slots__ = ("_cast", "_flat", "_on_stream", "_tensor", "_uint", "dtype", "itemsize", "shape", "size")
 
     def __init__(self, tensor: torch.Tensor, cast: torch.dtype | None = None) -> None:
         import torch
 
         self._cast = cast
+        self._on_stream = _callers_stream(tensor.device)
         self.dtype, self.itemsize = _torch_dtype(cast or tensor.dtype)
         self._uint = getattr(torch, f"uint{8 * self.itemsize}")
         self._tensor = tensor.detach()
@@ -178,24 +187,28 @@ class TorchBits:
     def read(self, start: int, stop: int) -> UIntArray:
         import torch
 
-        if self._flat is not None:
-            return self._bits(self._flat[start:stop])
-        return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
+        with self._on_stream():
+            if self._flat is not None:
+                return self._bits(self._flat[start:stop])
+            return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        return self._bits(self._at(self._index(start, indices)))
+        with self._on_stream():
+            return self._bits(self._at(self._index(start, indices)))
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        self._put(self._index(start, indices), values)
+        with self._on_stream():
+            self._put(self._index(start, indices), values)
 
     def write(self, start: int, values: UIntArray) -> None:
         import torch
 
         stop = start + len(values)
-        if self._flat is not None:
-            self._put(slice(start, stop), values)
-        else:
-            self._put(torch.arange(start, stop, device=self._tensor.device), values)
+        with self._on_stream():
+            if self._flat is not None:
+                self._put(slice(start, stop), values)
+            else:
+                self._put(torch.arange(start, stop, device=self._tensor.device), values)
 
     def _put(self, where: Any, values: UIntArray) -> None:
         import torch
@@ -238,6 +251,53 @@ class TorchBits:
         return (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
+def _callers_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """What makes the device's stream that is current now current in any thread; nothing where there are no streams."""
+    import torch
+
+    module = torch.get_device_module(device)
+    if not hasattr(module, "current_stream"):
+        return nullcontext
+    return partial(module.stream, module.current_stream(device))
+
+
+class ArrayCastBits:
+    """Bits over a NumPy array of floats that is cast as it is read; nothing can be written.
+
+    array: of any strides. cast: one of `ARRAY_CASTS`.
+    """
+
+    __slots__ = ("_cast", "_floats", "_source", "dtype", "itemsize", "shape", "size")
+
+    writable = False
+
+    def __init__(self, array: NDArray[Any], cast: str) -> None:
+        self._source = HostBits(array.dtype.name, array.view(UINTS[array.itemsize]))
+        self._floats, self._cast = array.dtype, cast
+        self.dtype, self.itemsize = DTYPES[cast]
+        self.shape, self.size = self._source.shape, self._source.size
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return cast_array(self._source.read(start, stop).view(self._floats), self._cast)
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        return cast_array(self._source.gather(start, indices).view(self._floats), self._cast)
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        raise TypeError("an array that is cast on reading cannot be written")
+
+    def write(self, start: int, values: UIntArray) -> None:
+        raise TypeError("an array that is cast on reading cannot be written")
+
+    @property
+    def storage(self) -> object:
+        return (self._source.storage, self.dtype)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return self._source.extent
+
+
 def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:
     """The same view of other memory, which stands for that of a live tensor from the address `start` on."""
     if isinstance(bits, HostBits):
@@ -265,7 +325,7 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
     """View a tensor or a NumPy array as Bits, without a copy if it is in host memory. A Bits is returned as it is.
 
     cast: a torch dtype's name ("bfloat16"): floating-point tensors are read as if cast to it (rounded to nearest even,
-    as torch does), others as they are. Only torch tensors can be cast.
+    as torch does), others as they are.
     Raises TypeError for anything else, and for dtypes that are not in `DTYPES`.
     """
     if isinstance(tensor, np.ndarray | np.generic):
@@ -274,8 +334,10 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
         if name not in DTYPES or array.dtype.byteorder == ">":
             raise TypeError(f"dtype {array.dtype!r} is not supported: expected one of {', '.join(DTYPES)}")
         dtype, itemsize = DTYPES[name]
-        if cast is not None and np.issubdtype(array.dtype, np.floating):
-            raise TypeError(f"cast={cast!r} needs torch tensors, found a NumPy array of {name}")
+        if cast is not None and cast != name and name in CASTS:
+            if cast not in ARRAY_CASTS:
+                raise TypeError(f"cast={cast!r} needs torch tensors, found a NumPy array of {name}")
+            return ArrayCastBits(array, cast)
         view = array.view(UINTS[itemsize])
         if isinstance(tensor, np.generic):
             view.flags.writeable = False  # a scalar is a value: a write would change a copy

@@ -1,10 +1,14 @@
-"""The floating-point dtypes that weights can be cast to while they are published."""
+"""The floating-point dtypes that weights can be cast to while they are published, and the cast of NumPy arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pulse_rl.dtypes import DTYPES
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.kernels.cpu import loco
 
 if TYPE_CHECKING:
     import torch
@@ -20,3 +24,22 @@ def cast_name(cast: str | torch.dtype) -> str:
             f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(CASTS)}), found {cast!r}"
         )
     return name
+
+
+ARRAY_CASTS = (*loco.FORMATS, "float32", "float64")  # what `cast_array` casts to
+
+
+def cast_array(values: NDArray[Any], cast: str) -> UIntArray:
+    """The bits of floats (n,) in another dtype, rounded to nearest, ties to even, by way of float32, as torch does.
+
+    So a float64 is rounded twice. NaN becomes a quiet NaN of the same sign; torch's has other bits on each kind of
+    processor.
+    """
+    itemsize = DTYPES[cast][1]
+    with np.errstate(all="ignore"):  # an overflow becomes infinite, as in torch
+        wide = np.ascontiguousarray(values, np.float64 if cast == "float64" else np.float32)
+    if cast not in loco.FORMATS:
+        return wide.view(UINTS[itemsize])
+    bits = np.empty(len(wide), UINTS[itemsize])
+    loco.cast(wide, loco.FORMATS[cast], bits)
+    return bits

@@ -1,0 +1,124 @@
+"""Casts of NumPy arrays against torch's, bit for bit, and publishing from arrays."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.kernels.reference import loco as reference
+from pulse_rl.weights.bits import as_bits
+from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
+
+SOURCES = ["float16", "float32", "float64"]
+
+
+def numbers(source: str) -> Any:
+    """Of every magnitude, with halves between two values of the narrower formats, zeros, subnormals and infinities."""
+    random = np.random.default_rng(0)
+    with np.errstate(all="ignore"):
+        if source == "float16":
+            return np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+        upper = np.arange(1 << 16, dtype=np.uint32) << 16
+        lower = [0, 1, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+        single = np.concatenate([*(upper | low for low in lower), random.integers(0, 1 << 32, 1 << 16, np.uint32)])
+        if source == "float32":
+            return single.view(np.float32)
+        wide = single.view(np.float32).astype(np.float64)
+        beside = np.nextafter(wide, np.inf), np.nextafter(wide, -np.inf)  # rounded twice: first to the half
+        return np.concatenate([wide, *beside, random.integers(0, 1 << 64, 1 << 16, np.uint64).view(np.float64)])
+
+
+def torch_bits(values: Any, cast: str) -> Any:
+    narrow = torch.from_numpy(values).to(getattr(torch, cast))
+    return narrow.view(getattr(torch, f"uint{8 * narrow.itemsize}")).numpy()
+
+
+@pytest.mark.parametrize("cast", ARRAY_CASTS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_casts_of_arrays_are_torchs(source: str, cast: str) -> None:
+    """All bits; of NaN, whose bits differ between processors, that it is a quiet NaN of the same sign."""
+    values = numbers(source)
+    nan = np.isnan(values)
+    found = cast_array(values, cast)
+    assert np.array_equal(found[~nan], torch_bits(values[~nan], cast))
+    back = torch.from_numpy(found[nan]).view(getattr(torch, cast)).to(torch.float64).numpy()
+    assert np.isnan(back).all()
+    top = 8 * found.itemsize - 1
+    assert np.array_equal(found[nan] >> top, np.signbit(values[nan]))
+    if cast in ("bfloat16", "float16"):
+        assert set(found[nan].tolist()) <= ({0x7FC0, 0xFFC0} if cast == "bfloat16" else {0x7E00, 0xFE00})
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_casts_of_arrays_are_those_of_the_naive_twin(source: str, cast: str) -> None:
+    """Exact fractions, rounded to float32 and then to the narrower format."""
+    values = numbers(source)
+    values = values[~np.isnan(values)]
+    values = values[np.random.default_rng(1).integers(0, len(values), 300)]
+    expected = np.zeros(len(values), np.uint8 if "float8" in cast else np.uint16)
+    with np.errstate(all="ignore"):
+        reference.cast(values.astype(np.float32), cast, expected)
+    assert np.array_equal(cast_array(values, cast), expected)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_arrays_of_any_strides_are_cast_as_they_are_read(source: str) -> None:
+    values = np.random.default_rng(0).normal(size=(7, 10)).astype(source)
+    for view in (values, values.T, values[::2, ::-3], values[:0], values[3, 4], values[3, 4:5].reshape(())):
+        bits = as_bits(view, "bfloat16")
+        expected = torch_bits(np.array(view).reshape(-1), "bfloat16")
+        assert (bits.dtype, bits.itemsize, bits.shape, bits.writable) == ("BF16", 2, view.shape, False)
+        assert np.array_equal(bits.read(0, bits.size), expected)
+        assert np.array_equal(bits.read(1, bits.size), expected[1:])
+        some = np.arange(0, max(0, bits.size - 2), 3, dtype=np.uint32)
+        assert np.array_equal(bits.gather(2, some), expected[2 + some])
+    with pytest.raises(TypeError, match="cannot be written"):
+        bits.write(0, expected)
+    with pytest.raises(TypeError, match="cannot be written"):
+        bits.scatter(0, np.zeros(1, np.uint32), expected)
+
+
+def test_only_floats_of_another_dtype_are_cast() -> None:
+    whole, same = np.arange(3), np.ones(3, np.float32)
+    assert as_bits(whole, "bfloat16").dtype == "I64"
+    assert as_bits(same, "float32").writable
+    assert as_bits(np.ones(3, np.complex64), "bfloat16").dtype == "C64"
+    for cast in set(CASTS) - set(ARRAY_CASTS):
+        with pytest.raises(TypeError, match=f"cast='{cast}' needs torch tensors, found a NumPy array of float32"):
+            as_bits(same, cast)
+
+
+def test_arrays_are_published_as_tensors_of_the_same_numbers_are() -> None:
+    """Version by version, from one view of two names too; a worker in BF16 follows."""
+    random = np.random.default_rng(0)
+    arrays = {"a": random.normal(size=(300, 70)).astype(np.float32), "b": random.normal(size=5), "n": np.arange(3)}
+    arrays["tied"] = arrays["a"]
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    store = pulse.open_store("memory://")
+    from_arrays = pulse.Publisher(store, cast="bfloat16")
+    from_tensors = pulse.Publisher("memory://", cast="bfloat16")
+    worker = {name: (t.bfloat16() if t.is_floating_point() else t.clone()) for name, t in tensors.items()}
+    for version in range(3):
+        arrays["a"] += random.normal(size=(300, 70)).astype(np.float32) * 1e-3
+        report = from_arrays.publish(arrays, version=version)
+        assert report.digest == from_tensors.publish(tensors, version=version).digest
+        assert pulse.Subscriber(store).sync(worker).digest == report.digest
+    assert torch.equal(worker["a"], tensors["a"].bfloat16())
+    assert torch.equal(worker["tied"], worker["a"])
+
+
+def test_arrays_are_cast_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\nimport numpy as np, pulse_rl as pulse\n"
+        "publisher = pulse.Publisher('memory://', cast='bfloat16')\n"
+        "publisher.publish({'w': np.linspace(0, 1, 9)}, version=0)\n"
+        "live = {'w': np.zeros(9, np.uint16)}\n"
+        "print(publisher.publish({'w': np.linspace(0, 2, 9)}, version=1).changes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "8"
