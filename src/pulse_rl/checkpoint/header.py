@@ -9,7 +9,7 @@ both directions with the `safetensors` package. Files are opened in `files` and 
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,6 +123,29 @@ def _check_coverage(entries: dict[str, Entry], data_nbytes: int) -> None:
         raise CheckpointFormatError(
             f"truncated or padded: the header lists {at} bytes of data, the file holds {data_nbytes}"
         )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError for names of tensors that readers refuse."""
+    for name in names:
+        try:
+            nbytes = len(name.encode())
+        except UnicodeEncodeError:
+            raise ValueError(f"tensor names: expected text that UTF-8 can hold, found {name[:64]!r}") from None
+        if not 1 <= nbytes <= MAX_NAME_NBYTES:
+            raise ValueError(
+                f"tensor names: expected 1 to {MAX_NAME_NBYTES} bytes of UTF-8, found {nbytes}: {name[:64]!r}"
+            )
+        if name == "__metadata__":
+            raise ValueError(f"tensor names: expected any but {name!r}, which safetensors keeps for itself")
+
+
+def check_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Raise CheckpointFormatError if the header of a file with these tensors (name, dtype, shape) cannot be read."""
+    data = memoryview(header_bytes(tensors))
+    length = _header_length(data)
+    _, entries = _decode(data[8 : 8 + length])
+    _check_coverage(entries, sum(math.prod(shape) * ITEMSIZES[dtype] for _, dtype, shape in tensors))
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:

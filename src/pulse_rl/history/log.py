@@ -18,7 +18,6 @@ them, `restore` rebuilds weights from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,9 +33,10 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     translate,
 )
+from pulse_rl.history import ending
 from pulse_rl.history import manifest as manifests
-from pulse_rl.history import signing
 from pulse_rl.history.fetch import fetch
+from pulse_rl.history.find import find_version
 from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
     Manifest,
@@ -44,6 +44,7 @@ from pulse_rl.history.manifest import (
     manifest_sequence,
 )
 from pulse_rl.history.newest import Finder
+from pulse_rl.history.signing import Keys
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.objects import open_store
@@ -93,24 +94,27 @@ class History:
         # open_store refuses None, which an unset setting gives.
         opened = open_store(store) if isinstance(store, str | Path | None) else store
         self.store = patient(opened, patience)
-        self._sign_with = signing.private_key(sign_with) if sign_with is not None else None
-        self._public_key = signing.public_key(public_key) if public_key is not None else None
-        if self._sign_with is not None and self._public_key is None:
-            self._public_key = self._sign_with.public_key()
+        self._keys = Keys(sign_with, public_key)
         self._manifests: dict[int, Manifest] = {}
+        self._signed: dict[int, bool] = {}
         self._trails: dict[State, Trail] = {}
         self._finder = Finder(self, self._parse, self._manifests)
 
-    def head(self) -> Manifest | None:
+    def head(self, *, polling: bool = False) -> Manifest | None:
         """Find the newest version. Once one is known, only what is newer is listed.
+
+        Args:
+            polling: Whether to ask a store first, by two small requests, if the newest known version still is the
+                newest, and to list at most once a minute. Where a manifest in between was lost, that is noticed then.
 
         Returns:
             Its manifest; None for an empty history.
 
         Raises:
             IntegrityError: If its manifest is damaged.
+            VersionSkewError: If its manifest is of a newer format.
         """
-        newest = self._finder.newest()
+        newest = self._finder.newest(polling)
         return self.read(newest) if newest is not None else None
 
     def find(self, version: int) -> Manifest:
@@ -125,53 +129,9 @@ class History:
         Raises:
             VersionNotFoundError: If the history does not hold that version; the message says which it holds.
             IntegrityError: If a damaged manifest may be that version's.
+            VersionSkewError: If a manifest of a newer format may be that version's.
         """
-        with suppress(IntegrityError, VersionNotFoundError):
-            newest = self.head()  # the version that is requested most, without listing all of them
-            if newest is not None and newest.version == version:
-                return newest
-        sequences = self.sequences()
-        damaged: list[IntegrityError] = []
-        # Versions rise with sequence numbers, so this bisects sequences[low:high], after a gallop from the newest one.
-        low, high, gallop = 0, len(sequences), 1
-        while low < high:
-            middle = max((low + high) // 2, len(sequences) - gallop)
-            gallop *= 2
-            # A manifest that cannot be read does not say which half to go on with: the next one that can does.
-            after, found = self._first_readable(range(middle, high), sequences, damaged)
-            if found is None or found.version > version:
-                high = middle
-            elif found.version < version:
-                low = after + 1
-            else:
-                return found
-        everything = range(len(sequences))
-        _, oldest = self._first_readable(everything, sequences, damaged)
-        _, newest = self._first_readable(reversed(everything), sequences, damaged)
-        held = f"versions {oldest.version} to {newest.version}" if oldest and newest else "no version yet"
-        if damaged:
-            damaged[0].add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
-            raise damaged[0]
-        raise VersionNotFoundError(
-            f"no version {version} in {self.store.url}: it holds {held}", url=self.store.url, version=version
-        )
-
-    def _first_readable(
-        self, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError]
-    ) -> tuple[int, Manifest | None]:
-        """The first manifest that can be read, of those at some places of a list, and its place; None without one.
-
-        damaged: the errors of the others are appended.
-        """
-        place = 0
-        for place in places:
-            try:
-                return place, self.read(sequences[place])
-            except VersionNotFoundError:
-                pass  # pruned in the meantime
-            except IntegrityError as error:
-                damaged.append(error)
-        return place, None
+        return find_version(self, version)
 
     def manifests(self) -> list[Manifest]:
         """Read all versions.
@@ -181,6 +141,7 @@ class History:
 
         Raises:
             IntegrityError: If a manifest is damaged.
+            VersionSkewError: If a manifest is of a newer format.
         """
         return [self.read(sequence) for sequence in self.sequences()]
 
@@ -217,12 +178,41 @@ class History:
 
         Returns:
             The sequence number of the next version, and the newest manifest that can be read; None without one.
+
+        Raises:
+            VersionSkewError: If one of its newest manifests is of a newer format.
         """
-        sequences = self.sequences()
+        sequences, following = self.sequences(), 0
+        with suppress(IntegrityError):  # where it is damaged, the manifests alone say where the history ends
+            following = self.first()  # all manifests after a pruning may be lost
+        following = max([following, *(sequence + 1 for sequence in sequences[-1:])])
         for sequence in reversed(sequences):
             with suppress(IntegrityError, VersionNotFoundError):
-                return sequences[-1] + 1, self.read(sequence)
-        return (sequences[-1] + 1 if sequences else 0), None
+                return following, self.read(sequence)
+        return following, None
+
+    @property
+    def signs(self) -> bool:
+        """Whether commits are signed."""
+        return self._keys.signs
+
+    def is_signed(self, sequence: int) -> bool:
+        """Find out whether a manifest carries a signature, by whatever key.
+
+        Args:
+            sequence: Its sequence number.
+
+        Returns:
+            Whether it does. With a public key, every manifest that can be read does.
+
+        Raises:
+            VersionNotFoundError: If there is none of that number, or no longer.
+            IntegrityError: If it is damaged.
+        """
+        if sequence not in self._signed:
+            self._manifests.pop(sequence, None)
+            self.read(sequence)
+        return self._signed[sequence]
 
     def read(self, sequence: int) -> Manifest:
         """Read and check one manifest.
@@ -236,6 +226,7 @@ class History:
         Raises:
             VersionNotFoundError: If there is none of that number, or no longer.
             IntegrityError: If it is damaged, or not signed by the public key.
+            VersionSkewError: If it is of a newer format.
         """
         if sequence not in self._manifests:
             name = manifest_name(sequence)
@@ -258,6 +249,7 @@ class History:
 
         Raises:
             IntegrityError: If it is damaged.
+            VersionSkewError: If it is of a newer format.
         """
         if manifest.trail is None:
             return None
@@ -285,9 +277,10 @@ class History:
         Raises:
             StoreError: If another publisher has committed a version of this sequence number, or a later one and
                 pruned this one.
+            IntegrityError: If no reader could read the manifest.
         """
         name = manifest_name(manifest.sequence)
-        data = manifests.seal(manifest, self._sign_with.sign if self._sign_with else None)
+        data = self.seal(manifest)
         try:
             self.store.put(name, data, mode="create")
         except ObjectExistsError:
@@ -297,7 +290,7 @@ class History:
             if not self._holds(name, data):
                 raise
         pruned = False
-        with suppress(StoreError, IntegrityError):  # the commit has succeeded; that it was pruned already is rare
+        with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
             pruned = self.first() > manifest.sequence
         if pruned:
             self.store.delete(name)
@@ -307,11 +300,47 @@ class History:
                 url=self.store.url,
                 name=name,
             )
+        _remember(self._signed, manifest.sequence, self._keys.signs, KEPT)
         _remember(self._manifests, manifest.sequence, manifest, KEPT)
+
+    def seal(self, manifest: Manifest) -> bytes:
+        """Encode a manifest, and read it back as every reader does: what none could read is never committed.
+
+        Args:
+            manifest: The manifest of a version.
+
+        Returns:
+            The bytes of its object.
+
+        Raises:
+            IntegrityError: If it cannot be read back.
+        """
+        data = self._keys.seal(manifest)
+        if manifests.parse(data, manifest.sequence, self._keys.public, "the new manifest") != manifest:
+            raise IntegrityError("the new manifest: what is read back differs", name=manifest_name(manifest.sequence))
+        return data
+
+    def mark_end(self, manifest: Manifest) -> None:
+        """Mark a version as the last one of its run. A version after it makes the mark void.
+
+        Args:
+            manifest: The manifest of the newest version.
+        """
+        ending.mark(self.store, self._keys, manifest)
+
+    def ended(self) -> bool:
+        """Find out whether the run has ended: whether its newest version is marked as the last one.
+
+        Returns:
+            Whether it is. A mark of another history, or by another key, does not count.
+        """
+        mark = ending.read(self.store, self._keys)
+        return mark is not None and mark == ending.mark_of(self.head())
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
         self._manifests.clear()
+        self._signed.clear()
         self._trails.clear()
         self._finder.forget()
 
@@ -343,8 +372,10 @@ class History:
             return False
 
     def _parse(self, sequence: int, data: bytes) -> Manifest:
-        """Check the bytes of a manifest. Raises IntegrityError."""
-        return manifests.parse(data, sequence, self._public_key, f"{manifest_name(sequence)} in {self.store.url}")
+        """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
+        found = manifests.parse(data, sequence, self._keys.public, f"{manifest_name(sequence)} in {self.store.url}")
+        _remember(self._signed, sequence, manifests.is_signed(data), KEPT)
+        return found
 
 
 def _remember(known: dict[K, V], key: K, value: V, most: int) -> None:

@@ -13,7 +13,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pulse_rl.errors import CannotListError, IntegrityError, ObjectNotFoundError, VersionNotFoundError
+from pulse_rl.errors import (
+    CannotListError,
+    IntegrityError,
+    ObjectNotFoundError,
+    VersionNotFoundError,
+    VersionSkewError,
+)
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
 from pulse_rl.store.base import ObjectInfo, read_up_to
 from pulse_rl.store.objects import ObjectStore
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from pulse_rl.history.log import History
 
 LIST_EVERY_S = 60.0
+MAX_PROBED = 1 << 22  # versions of a history that cannot be listed; a server that answers to every name has more
 
 
 class Finder:
@@ -43,9 +50,12 @@ class Finder:
         self._newest: int | None = None  # its sequence number, by whatever way
         self._tag: tuple[int, str | None] = (-1, None)  # the store's tag of a manifest that was read again
 
-    def newest(self) -> int | None:
-        """The sequence number of the newest manifest; None without one. Raises StoreError."""
-        if self._newest is not None and self._asks_at_rest() and not self.exists(self._newest + 1):
+    def newest(self, polling: bool) -> int | None:
+        """The sequence number of the newest manifest; None without one. Raises StoreError.
+
+        polling: whether a store that can list is asked by two small requests first.
+        """
+        if self._newest is not None and self._asks_at_rest(polling) and not self.exists(self._newest + 1):
             if self._is_still(self._newest):
                 return self._newest
             self._history.forget()
@@ -56,11 +66,12 @@ class Finder:
             self._newest = next(reversed(self.probed()), None)
         return self._newest
 
-    def _asks_at_rest(self) -> bool:
+    def _asks_at_rest(self, polling: bool) -> bool:
         """Whether two requests are fewer, or cheaper, than finding the newest version again."""
-        store = self._history.store
-        inner = unwrapped(store)
-        return self._unlisted or (isinstance(inner, ObjectStore) and time.monotonic() - self._listed_at < LIST_EVERY_S)
+        if self._unlisted:
+            return True
+        listed_lately = time.monotonic() - self._listed_at < LIST_EVERY_S
+        return polling and listed_lately and isinstance(unwrapped(self._history.store), ObjectStore)
 
     def exists(self, sequence: int) -> bool:
         """Whether there is a manifest of a sequence number, damaged or not."""
@@ -70,7 +81,7 @@ class Finder:
             self._history.read(sequence)
         except VersionNotFoundError:
             return False
-        except IntegrityError:
+        except (IntegrityError, VersionSkewError):
             return True
         return True
 
@@ -87,7 +98,7 @@ class Finder:
             else:
                 data = read_up_to(store, name, MAX_MANIFEST_NBYTES)
             same = self._parse(sequence, data) == self._known.get(sequence)
-        except (ObjectNotFoundError, IntegrityError):
+        except (ObjectNotFoundError, IntegrityError, VersionSkewError):
             return False
         if same:
             self._tag = (sequence, tag)
@@ -130,6 +141,11 @@ class Finder:
         newest, step = max([first, *self._known]), 1
         while self.exists(newest + step):
             newest, step = newest + step, step * 2
+            if newest - first > MAX_PROBED:
+                raise IntegrityError(
+                    f"{self._history.store.url} has a manifest of every number up to {newest}: expected at most "
+                    f"{MAX_PROBED} versions where they cannot be listed; does its server answer to every name?"
+                )
         while step > 1:  # newest exists, newest + step does not
             step //= 2
             if self.exists(newest + step):

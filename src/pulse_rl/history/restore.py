@@ -21,11 +21,11 @@ from pulse_rl.errors import (
     FormatError,
     IntegrityError,
     ObjectNotFoundError,
-    PatchFormatError,
     PulseError,
     StoreError,
+    VersionSkewError,
 )
-from pulse_rl.history.fetch import fetch, fetch_parts
+from pulse_rl.history.fetch import check_size, fetch, fetch_parts, limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, find_anchors, find_links
@@ -64,13 +64,14 @@ class Effort:
 def add_recovery_hint() -> Iterator[None]:
     """Add to an error of a history how to recover.
 
-    Weights of another model are no error of a history, nor is a store that is out of reach or refuses to be read.
+    Weights of another model are no error of a history, nor is a store that is out of reach or refuses to be read; and
+    past a newer format only an upgrade leads.
     """
     try:
         yield
     except PulseError as error:
         unreadable = isinstance(error, StoreError) and not isinstance(error, ObjectNotFoundError)
-        if not unreadable and not isinstance(error, BaseMismatchError):
+        if not unreadable and not isinstance(error, BaseMismatchError | VersionSkewError):
             error.add_note(
                 "if that cannot be repaired, publish(…, anchor=True) on the trainer's side gets past it "
                 "with a full checkpoint"
@@ -150,7 +151,7 @@ def follow(
         chain = cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence)
         if chain is None:
             break
-        fetched = _fetched(history, chain, faults, effort)
+        fetched = _fetched(history, chain, faults, effort, limit_of(weights.nbytes))
         for link in chain:
             if (data := next(fetched, None)) is None:
                 break
@@ -160,13 +161,13 @@ def follow(
                     raise IntegrityError(
                         f"{link.ref.name}: the history ties {target.tied}, the patch {patch.tied}", name=link.ref.name
                     )
-            except (PatchFormatError, IntegrityError) as error:
+            except (FormatError, IntegrityError) as error:
                 faults.add(link.ref.name, error)
                 break
             try:
                 application = prove(patch, weights, effort)
-            except (PatchFormatError, IntegrityError, BaseMismatchError) as error:
-                if not sure and not isinstance(error, PatchFormatError):
+            except (FormatError, IntegrityError, BaseMismatchError) as error:
+                if not sure and not isinstance(error, FormatError):
                     raise
                 faults.add(link.ref.name, error)
                 break
@@ -179,11 +180,16 @@ def follow(
     return held
 
 
-def _fetched(history: History, chain: Sequence[PatchLink], faults: FaultLog, effort: Effort) -> Iterator[bytearray]:
-    """The patches of a chain, each fetched while the one before is used. Ends at the first that cannot be fetched."""
+def _fetched(
+    history: History, chain: Sequence[PatchLink], faults: FaultLog, effort: Effort, limit: int
+) -> Iterator[bytearray]:
+    """The patches of a chain, each fetched while the one before is used. Ends at the first that cannot be fetched.
+
+    limit: bytes that a patch may have.
+    """
     ahead = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
     try:
-        pending = ahead.submit(fetch, history.store, chain[0].ref)
+        pending = ahead.submit(fetch, history.store, chain[0].ref, limit)
         for link, following in zip(chain, [*chain[1:], None], strict=True):
             try:
                 with effort.timing("fetch_s"):
@@ -192,19 +198,27 @@ def _fetched(history: History, chain: Sequence[PatchLink], faults: FaultLog, eff
                 faults.add(link.ref.name, error)
                 return
             if following is not None:
-                pending = ahead.submit(fetch, history.store, following.ref)
+                pending = ahead.submit(fetch, history.store, following.ref, limit)
             yield data
             del data
     finally:
         ahead.shutdown(wait=False, cancel_futures=True)
 
 
-def restore(history: History, target: Manifest, directory: Path, effort: Effort, faults: FaultLog) -> Layout:
+def restore(
+    history: History,
+    target: Manifest,
+    directory: Path,
+    effort: Effort,
+    faults: FaultLog,
+    model_nbytes: int | None = None,
+) -> Layout:
     """Build a version in files of an empty directory, and prove it.
 
+    model_nbytes: of the weights that will hold it, which bound what is downloaded; None where they are not known.
     Starts from the newest anchor that has a chain of patches to the version; where that fails, from an older one.
     Returns the tensors, mapped from the files. Raises IntegrityError or StoreError, naming the objects that are
-    wrong, where no anchor leads there.
+    wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
     for anchor in find_anchors(history, target, faults):
         held = state_of(anchor)
@@ -213,6 +227,8 @@ def restore(history: History, target: Manifest, directory: Path, effort: Effort,
         files = directory / str(anchor.sequence)
         files.mkdir()
         try:
+            if model_nbytes is not None:
+                check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit_of(model_nbytes))
             tensors = load_anchor(history, anchor, files, effort)
             _check_tied(target, tensors)
         except (IntegrityError, StoreError) as error:
@@ -226,6 +242,8 @@ def restore(history: History, target: Manifest, directory: Path, effort: Effort,
     message = f"no route leads to version {target.version} of {history.store.url}: " + (
         "; ".join(faults.messages) or "the patches that would lead there are missing"
     )
+    if faults.skew is not None:
+        raise faults.skew
     if faults.damaged:
         raise IntegrityError(message)
     kind = StoreError if faults.unreachable else ObjectNotFoundError

@@ -6,9 +6,16 @@ same FaultLog, and searches again.
 
 from collections.abc import Iterator
 
-from pulse_rl.errors import IntegrityError, ObjectNotFoundError, PulseError, StoreError, VersionNotFoundError
+from pulse_rl.errors import (
+    IntegrityError,
+    ObjectNotFoundError,
+    PulseError,
+    StoreError,
+    VersionNotFoundError,
+    VersionSkewError,
+)
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name
 from pulse_rl.history.trail import PatchLink, costs, link_of
 
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
@@ -22,6 +29,7 @@ class FaultLog:
         self.messages: list[str] = []
         self.damaged = False  # whether any fault was more than an object that is missing or unreachable
         self.unreachable = False  # whether an object could not be read for a reason of the store's
+        self.skew: VersionSkewError | None = None  # of the first object of a newer format
 
     def add(self, name: str, error: PulseError) -> None:
         """Report a fault of one object.
@@ -34,6 +42,8 @@ class FaultLog:
             raise error
         self.unreachable |= unreachable
         self.damaged |= not isinstance(error, StoreError)
+        if self.skew is None and isinstance(error, VersionSkewError):
+            self.skew = error
         self.names.add(name)
         self.note(str(error))
 
@@ -72,6 +82,7 @@ def find_links(
         following = earliest + 1 if earliest + 1 < manifest.sequence else earliest
         try:
             manifest = history.read(following)
+            check_same_history(manifest, target)
         except VersionNotFoundError:
             break  # pruned
         except PulseError as error:
@@ -95,16 +106,18 @@ def _listed(history: History, manifest: Manifest, faults: FaultLog) -> dict[str,
 def find_anchors(history: History, target: Manifest, faults: FaultLog) -> Iterator[Manifest]:
     """The versions with an anchor, from the newest one at or before the target to the oldest.
 
-    Damaged manifests are reported to faults and skipped, up to 64 of them. Raises StoreError.
+    Manifests that are damaged, or of another history, are reported to faults and skipped, up to 64 of them. Raises
+    StoreError.
     """
     sequence, damaged = target.anchor_sequence, 0
     promised = True  # whether a manifest says that this version has an anchor
     while sequence >= 0 and damaged < MOST_DAMAGED:
         try:
             manifest = history.read(sequence)
+            check_same_history(manifest, target)
         except VersionNotFoundError:
             return  # pruned
-        except IntegrityError as error:
+        except (IntegrityError, VersionSkewError) as error:
             faults.add(manifest_name(sequence), error)
             damaged += 1
             sequence, promised = sequence - 1, False

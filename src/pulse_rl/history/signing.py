@@ -9,13 +9,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import msgspec
+
 from pulse_rl.errors import require
+from pulse_rl.history.manifest import seal
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
     PrivateKey: TypeAlias = str | Path | Ed25519PrivateKey  # a PEM file, not encrypted, or the key itself
     PublicKey: TypeAlias = str | Path | Ed25519PublicKey
+
+
+class Keys:
+    """The keys of a history: what signs its manifests, and what they are checked by.
+
+    sign_with: None to sign nothing. public_key: None for that of `sign_with`; without either nothing is checked.
+    Raises as `private_key` and `public_key`.
+    """
+
+    def __init__(self, sign_with: PrivateKey | None, public: PublicKey | None) -> None:
+        self._private = private_key(sign_with) if sign_with is not None else None
+        self.public = public_key(public) if public is not None else None
+        if self._private is not None and self.public is None:
+            self.public = self._private.public_key()
+
+    @property
+    def signs(self) -> bool:
+        """Whether there is a private key."""
+        return self._private is not None
+
+    def seal(self, document: msgspec.Struct) -> bytes:
+        """Encode and seal a document, signed where there is a private key."""
+        return seal(document, self._private.sign if self._private is not None else None)
 
 
 def private_key(key: PrivateKey) -> Ed25519PrivateKey:

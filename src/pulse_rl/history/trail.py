@@ -17,8 +17,8 @@ import zstandard
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
-from pulse_rl.errors import FormatError, IntegrityError, translate
-from pulse_rl.history.manifest import Manifest, ObjectRef, patch_name
+from pulse_rl.errors import FormatError, IntegrityError, skew, translate
+from pulse_rl.history.manifest import FORMAT_VERSION, Manifest, ObjectRef, patch_name
 
 REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how many versions back a trail lists such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
@@ -65,6 +65,12 @@ class _Patch(msgspec.Struct, frozen=True, array_like=True):
     token: Token
     nbytes: Count
     blake3: Hash
+
+
+class _Kind(msgspec.Struct):
+    """The version of a trail's format, which is that of the history's; one of version 2 need not say it."""
+
+    format_version: int = FORMAT_VERSION
 
 
 class Trail(msgspec.Struct, frozen=True):
@@ -136,12 +142,17 @@ def link_of(manifest: Manifest) -> PatchLink | None:
 def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Trail:
     """Decode the trail of a version.
 
-    where: what messages call it. Raises IntegrityError unless it is a trail that leads to the manifest's version.
+    where: what messages call it. Raises IntegrityError unless it is a trail that leads to the manifest's version, and
+    VersionSkewError for one of a newer format.
     """
     name = manifest.trail.name if manifest.trail else where
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
         what = f"{where} is not a trail"
-        trail = decode_json(decompress(memoryview(data), MAX_TRAIL_NBYTES, what), Trail, what)
+        document = decompress(memoryview(data), MAX_TRAIL_NBYTES, what)
+        found = decode_json(document, _Kind, what).format_version
+        if found > FORMAT_VERSION:
+            raise skew("the trail", found, FORMAT_VERSION, written_by=manifest.software, source=where)
+        trail = decode_json(document, Trail, what)
     states = {link.to for link in trail.links()}
     if (
         trail.sequence != manifest.sequence

@@ -26,7 +26,7 @@ from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.errors import FormatError, PatchFormatError, translate
+from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import TensorSpec
@@ -175,14 +175,14 @@ def check_version(what: str, value: int) -> None:
 
 def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
     """The table stream of these tensors, in canonical order. Raises ValueError for a name that readers refuse."""
-    for name in [*tensors, *tied]:
-        if not 1 <= len(name.encode()) <= safetensors_header.MAX_NAME_NBYTES:
-            raise ValueError(
-                f"tensor names: expected 1 to {safetensors_header.MAX_NAME_NBYTES} bytes of UTF-8, "
-                f"found {len(name.encode())}: {name[:64]!r}"
-            )
+    safetensors_header.check_names([*tensors, *tied])
     table = _Table([(name, bits.dtype, bits.shape) for name, bits in tensors.items()], dict(sorted(tied.items())))
     return _compressed(msgspec.json.encode(table))
+
+
+def check_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> None:
+    """Raise ValueError or PatchFormatError for tensors that no patch can describe."""
+    _read_table(memoryview(encode_table(tensors, tied)))
 
 
 @lru_cache(maxsize=2)
@@ -221,11 +221,11 @@ def _hash(metadata: Mapping[str, str], data: Sequence[bytes | memoryview]) -> st
 def unpack(data: bytes | bytearray | memoryview, source: str | None = None) -> Patch:
     """Parse a patch and prove its hash. No block is decoded and nothing of the model's size is allocated.
 
-    source: where the bytes come from, for the error. Raises PatchFormatError.
+    source: where the bytes come from, for the error. Raises PatchFormatError, and VersionSkewError for a newer format.
     """
     view = memoryview(data).cast("B")
     with translate(FormatError, to=partial(PatchFormatError, source=source)):
-        header, streams = _read_header(view)
+        header, streams = _read_header(view, source)
         table = _read_table(streams["table"])
         grid = _grid(table)
         index = _read_index(streams["index"], header, table, grid)
@@ -237,18 +237,21 @@ def unpack(data: bytes | bytearray | memoryview, source: str | None = None) -> P
         return Patch(header, tensors, table.tied, blocks, len(view))
 
 
-def _read_header(view: memoryview) -> tuple[PatchHeader, dict[str, memoryview]]:
-    """The header, and the streams by name. The hash is proved before the header's values are looked at."""
+def _read_header(view: memoryview, source: str | None) -> tuple[PatchHeader, dict[str, memoryview]]:
+    """The header, and the streams by name. The hash is proved before the header's values are looked at.
+
+    Every version of the format has this hash, so a patch of a newer format is told from a damaged one.
+    """
     metadata, entries, offset = safetensors_header.parse(view)
     if metadata.get("format") != FORMAT:
         raise PatchFormatError(f"not a pulse-rl patch: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    if metadata.get("format_version") != str(FORMAT_VERSION):
-        raise PatchFormatError(
-            f"patch format version: expected {FORMAT_VERSION}, found {metadata.get('format_version')}; "
-            "upgrade pulse-rl to read it"
-        )
     if _hash(metadata, [view[offset:]]) != metadata.pop("blake3", None):
         raise PatchFormatError("the patch is corrupt: its BLAKE3 hash does not match its bytes")
+    version = metadata.get("format_version", "")
+    if version.isascii() and version.isdigit() and len(version) < 10 and int(version) > FORMAT_VERSION:
+        raise skew("the patch", int(version), FORMAT_VERSION, written_by=metadata.get("software"), source=source)
+    if version != str(FORMAT_VERSION):
+        raise PatchFormatError(f"patch format version: expected {FORMAT_VERSION}, found {printable(version)}")
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
