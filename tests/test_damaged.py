@@ -82,8 +82,10 @@ def test_a_new_history_in_the_same_place_is_noticed(tmp_path: Path) -> None:
             weights["w"][version] += 7
             publisher.publish(weights, version=version)
         assert subscriber.latest() == 9 + versions
-        if versions < 4:
-            with pytest.raises(IntegrityError, match="gone back"):
+        head = publisher.history.head()
+        assert head is not None
+        if versions <= 4 or head.history is not None:  # the id of the history shows it where the length does not
+            with pytest.raises(IntegrityError, match="gone back|another history"):
                 subscriber.sync(live)
         else:
             assert subscriber.sync(live).version == 9 + versions

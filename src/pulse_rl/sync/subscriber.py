@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.manifest import Manifest, check_same_history
 from pulse_rl.history.restore import Effort, add_recovery_hint, follow
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
@@ -110,6 +110,7 @@ class Subscriber:
         self._tied: dict[str, str] = {}  # the tied tensors of that version
         self._memory: Memory | None = None  # that was proved to hold it
         self._highest: State | None = None  # the newest version that was ever held: the history may not go back
+        self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
         self._busy = Lock()
 
     @property
@@ -132,7 +133,7 @@ class Subscriber:
             StoreError: The store failed.
             IntegrityError: The newest manifest is damaged, or is not signed by the public key.
         """
-        head = self.history.head()
+        head = self.history.head(polling=True)
         return head.version if head else None
 
     def wait(self, version: int, timeout: float) -> int:
@@ -257,6 +258,7 @@ class Subscriber:
             target = self._find_target(version)
             self._newest = max(self._newest, target.sequence)
             loaded = self._advance_to(target, live, effort, faults)
+            self._reached = target
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")
@@ -319,8 +321,17 @@ class Subscriber:
 
     def _find_target(self, version: int | None) -> Manifest:
         """The version to sync to. Raises as `sync`."""
-        if version is not None:
-            return self.history.find(version)
+        target = self.history.find(version) if version is not None else self._find_newest()
+        if self._reached is not None:
+            try:
+                check_same_history(target, self._reached)
+            except IntegrityError as error:
+                error.add_note("if that is intended, follow it with a new Subscriber")
+                raise
+        return target
+
+    def _find_newest(self) -> Manifest:
+        """The newest version. Raises as `sync`."""
         url = self.history.store.url
         with add_recovery_hint():
             head = self.history.head()
