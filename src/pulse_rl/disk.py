@@ -1,15 +1,39 @@
 """Files that appear whole or not at all, and memory maps. Nothing here knows what a file holds."""
 
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 
+def open_file(path: Path, *, writable: bool = False) -> BinaryIO:
+    """Open a regular file that exists. A pipe would be waited for and a device may never end: they are refused.
+
+    Raises OSError, FileNotFoundError among them.
+    """
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "r+b" if writable else "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "expected a regular file, found a pipe, a socket or a device", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def map_file(path: Path, *, writable: bool = False) -> memoryview:
-    """Map a file into memory; an empty file gives an empty view. Raises FileNotFoundError."""
-    with path.open("r+b" if writable else "rb") as file:
+    """Map a regular file into memory; an empty file gives an empty view. Raises OSError."""
+    with open_file(path, writable=writable) as file:
         return map_open_file(file, writable=writable)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.checkpoint.header import Header
 from pulse_rl.checkpoint.shards import INDEX
-from pulse_rl.disk import map_file
+from pulse_rl.disk import map_file, read_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.weights.bits import Bits, HostBits
@@ -50,7 +50,7 @@ def files_of(path: Path) -> list[Path]:
 def _index_names(index: Path) -> list[str]:
     """The files that an index names, each a plain name in its directory."""
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_file(index))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:  # JSON and UTF-8 are ValueErrors
         raise CheckpointFormatError(
             f"expected a JSON index with a weight_map, found other content ({error!r})", source=str(index)

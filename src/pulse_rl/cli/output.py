@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from pulse_rl.errors import printable
+from pulse_rl.errors import one_line, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +31,7 @@ def checking() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(one_line(error)) from None
 
 
 def write(text: str) -> None:

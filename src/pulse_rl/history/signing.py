@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
+from pulse_rl.disk import read_file
 from pulse_rl.errors import require
 from pulse_rl.history.manifest import seal
 
@@ -63,9 +64,10 @@ def _key(key: Any, what: Literal["private", "public"], **more: None) -> Any:
     if isinstance(key, str | Path):
         where = str(key)
         try:
-            key = getattr(serialization, f"load_pem_{what}_key")(Path(key).read_bytes(), **more)
+            key = getattr(serialization, f"load_pem_{what}_key")(read_file(Path(key)), **more)
         except (ValueError, TypeError) as error:  # a TypeError is an encrypted one
-            raise ValueError(f"{where}: expected an Ed25519 {what} key in PEM, without a password: {error}") from None
+            reason = str(error).partition(". See https")[0]
+            raise ValueError(f"{where}: expected an Ed25519 {what} key in PEM, without a password: {reason}") from None
     if not isinstance(key, getattr(ed25519, f"Ed25519{what.capitalize()}Key")):
         raise ValueError(f"{where}: expected an Ed25519 {what} key, found {type(key).__name__}")
     return key

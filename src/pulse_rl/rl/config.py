@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pulse_rl.disk import read_file
 from pulse_rl.errors import require
 
 FILE = "config.toml"
@@ -136,7 +137,7 @@ def load(directory: Path) -> RunConfig:
     if not begun(directory):
         raise FileNotFoundError(f"no run in {directory}: expected a {FILE} there")
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=RunConfig)
+        return msgspec.toml.decode(read_file(path), type=RunConfig)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}") from None
 

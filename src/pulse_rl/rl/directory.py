@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from pulse_rl.disk import write_stream
+from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
 from pulse_rl.rl.config import RunConfig, begun
 from pulse_rl.store.objects import open_store
@@ -121,6 +121,6 @@ def requested_workers(directory: Path) -> int:
     """How many workers were requested since the last call."""
     total = 0
     for request in sorted(directory.glob(f"{REQUEST}*")):
-        total += int(request.read_text())
+        total += int(read_file(request))
         request.unlink()
     return total

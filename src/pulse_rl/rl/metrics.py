@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.disk import write_stream
+from pulse_rl.disk import read_file, write_stream
 from pulse_rl.rl.config import RunConfig
 
 METRICS = "metrics.jsonl"
@@ -39,7 +39,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     path = directory / METRICS
     if not path.exists():
         return []
-    *whole, _ = path.read_text().split("\n")
+    *whole, _ = read_file(path).decode().split("\n")
     return [json.loads(line) for line in whole]
 
 

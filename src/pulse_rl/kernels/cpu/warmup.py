@@ -23,9 +23,9 @@ def warm_up(directory: Path | None = None) -> compiled.Warmed:
     directory: for the machine code, instead of the first of `compiled.places()` that can be written. Raises OSError if
     it cannot be written.
     """
-    if any(kernel.overloads for kernel in compiled.KERNELS):
-        raise RuntimeError("warm_up: expected a process that has not used a kernel yet")
     with compiled.keeping(directory) as kept:
+        if any(kernel.overloads for kernel in compiled.KERNELS):
+            raise RuntimeError("warm_up: expected a process that has not used a kernel yet")
         for itemsize in UINTS:
             _warm_changes(itemsize)
         _warm_gaps()
