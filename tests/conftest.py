@@ -1,6 +1,7 @@
 """Fixtures of several test modules."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from pulse_rl.store.objects import open_store
 
 if TYPE_CHECKING:
     from loco_ranks import Ranks
+
+# A shell that starts the suite in the background makes it ignore Ctrl-C, which tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: times vary on a shared machine. CI tries the same examples every time.
 hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI" in os.environ)
