@@ -171,7 +171,7 @@ def test_intervals_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slept[-2] == 2
     for wrong in ({"poll": 0}, {"poll_max": -1}, {"poll": float("nan")}):
         with pytest.raises(ValueError, match="poll: expected seconds"):
-            pulse.Subscriber("memory://", **wrong)  # type: ignore[arg-type]
+            pulse.Subscriber("memory://", **wrong)
 
 
 def test_an_outage_of_a_real_server(monkeypatch: pytest.MonkeyPatch, trainee: Trainee) -> None:
@@ -187,7 +187,7 @@ def test_an_outage_of_a_real_server(monkeypatch: pytest.MonkeyPatch, trainee: Tr
             ):
                 proxy.faults = [Fault(what)]  # type: ignore[arg-type]
                 threading.Timer(2.5, proxy.faults.clear).start()
-                assert act().version == version  # type: ignore[no-untyped-call]
+                assert act().version == version
         proxy.faults = [Fault("drop")]
         with pytest.raises(pulse.StoreError) as raised:
             pulse.Subscriber(url, patience=0.1).latest()

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         VersionNotFoundError,
         VersionSkewError,
     )
+    from pulse_rl.history.assets import load_assets
+    from pulse_rl.history.copying import CopyReport, copy_history
     from pulse_rl.history.log import History
     from pulse_rl.history.status import Status, status
     from pulse_rl.history.verify import VerifyReport, verify
@@ -61,6 +63,7 @@ _HOME = {
     "BaseMismatchError": "errors",
     "CannotListError": "errors",
     "CheckpointFormatError": "errors",
+    "CopyReport": "history.copying",
     "DiLoCo": "loco.optimizer",
     "ExchangeError": "errors",
     "FormatError": "errors",
@@ -89,9 +92,11 @@ _HOME = {
     "VersionNotFoundError": "errors",
     "VersionSkewError": "errors",
     "apply": "patch.verbs",
+    "copy_history": "history.copying",
     "diff": "patch.verbs",
     "digest": "weights.digests",
     "inspect": "patch.verbs",
+    "load_assets": "history.assets",
     "open_store": "store.objects",
     "plan": "planner",
     "status": "history.status",
@@ -103,6 +108,7 @@ __all__ = [
     "BaseMismatchError",
     "CannotListError",
     "CheckpointFormatError",
+    "CopyReport",
     "DiLoCo",
     "ExchangeError",
     "FormatError",
@@ -131,9 +137,11 @@ __all__ = [
     "VersionNotFoundError",
     "VersionSkewError",
     "apply",
+    "copy_history",
     "diff",
     "digest",
     "inspect",
+    "load_assets",
     "open_store",
     "plan",
     "status",

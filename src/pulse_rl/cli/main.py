@@ -15,7 +15,7 @@ from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
 from pulse_rl.cli.plan import plan
-from pulse_rl.cli.stores import prune, status
+from pulse_rl.cli.stores import copy, prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.cli.warmup import warmup
@@ -37,6 +37,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(status)
 app.command()(prune)
+app.command()(copy)
 app.command()(study)
 app.command()(plan)
 app.command()(warmup)

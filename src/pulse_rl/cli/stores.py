@@ -141,6 +141,48 @@ def prune(
         output.emit(pruning)
 
 
+def copy(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A store (directory or URL), or the directory of a run.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Another store: empty, or with an earlier copy.")],
+    public_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEM", help="Ed25519 public key that every manifest must be signed by.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a history to another store, every object proved by its hash.
+
+    An interrupted copy is continued by the same command. A directory gets the
+    times of the originals, which `status` and grace periods count from; in a
+    bucket they begin anew.
+
+    Example: pulse-rl copy s3://bucket/run-a /archive/run-a
+    """
+    from pulse_rl.history.copying import copy_history
+
+    with output.progress("copy") as update:
+        report = copy_history(
+            source, target, public_key=public_key, progress=lambda done, total, what: update(done, total, what)
+        )
+    if as_json:
+        output.emit(report)
+        return
+    output.facts(
+        {
+            "from": report.source,
+            "to": report.target,
+            "versions": f"{report.versions}, the newest {report.newest}",
+            "copied": f"{report.objects} objects, {nbytes(report.nbytes)}",
+            "present": f"{report.present} objects",
+            "times": "as in the source" if report.times_kept else "of the copy: ages and grace periods begin anew",
+        }
+    )
+
+
 def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
     kept = f"{len(pruning.kept)} versions"
     if pruning.kept_nbytes is not None:

@@ -9,13 +9,39 @@ from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import ObjectRef
 from pulse_rl.store.base import Store
 
+# What manifests and trails promise is only bound by a signature, if there is one. So what is allocated for an object is
+# bounded by what its receiver knows: its own model. A patch that gives every element a new value is about as large as
+# the model; a table of tensors is small, and so are an anchor's header, configuration and tokenizer.
+MAX_FACTOR = 2  # of the model's bytes
+MAX_BESIDE = 256 << 20  # bytes
 
-def fetch(store: Store, ref: ObjectRef) -> bytearray:
+
+def limit_of(model_nbytes: int) -> int:
+    """The most bytes that a patch or an anchor of a model of this size may have."""
+    return MAX_FACTOR * model_nbytes + MAX_BESIDE
+
+
+def check_size(name: str, nbytes: int, limit: int) -> None:
+    """Raise IntegrityError for an object whose promised size is over the limit."""
+    if nbytes > limit:
+        raise IntegrityError(
+            f"{name}: expected at most {limit} bytes for a model of this size, its manifest says {nbytes}: it is "
+            "damaged, or of another model",
+            name=name,
+            expected=limit,
+            found=nbytes,
+        )
+
+
+def fetch(store: Store, ref: ObjectRef, limit: int | None = None) -> bytearray:
     """Read a whole object.
 
+    limit: bytes that it may have; None for any number.
     A damaged one is requested a second time: the transfer may be at fault, and without this object the route is
     longer. Raises IntegrityError if it is not what its reference promises, ObjectNotFoundError or StoreError.
     """
+    if limit is not None:
+        check_size(ref.name, ref.nbytes, limit)
     with suppress(IntegrityError):
         return _fetch_once(store, ref)
     return _fetch_once(store, ref)

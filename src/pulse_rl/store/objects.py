@@ -129,7 +129,11 @@ class ObjectStore:
         with self._translated("read", name):
             return memoryview(obstore.get(self._open_existing(name), name).bytes())
 
-    def stream(self, name: str, start: int = 0) -> Iterator[memoryview]:
+    def stream(self, name: str) -> Iterator[memoryview]:
+        return self.stream_from(name, 0)
+
+    def stream_from(self, name: str, start: int) -> Iterator[memoryview]:
+        """Read an object from one of its bytes on, in parts. Raises as `stream`."""
         options: Any = {"range": {"offset": start}} if start else {}
         with self._translated("read", name):
             found = obstore.get(self._open_existing(name), name, options=options)

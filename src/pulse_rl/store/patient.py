@@ -120,7 +120,7 @@ class PatientStore:
     def _stream_from(self, name: str, start: int) -> Iterator[memoryview]:
         """The parts of an object from one of its bytes on."""
         if start and isinstance(self.inner, CloudStore):
-            yield from self.inner.stream(name, start)
+            yield from self.inner.stream_from(name, start)
             return
         for part in self.inner.stream(name):  # not every web server sends a part of a file
             if len(part) > start:

@@ -31,7 +31,7 @@ def load(
     Raises BaseMismatchError, IntegrityError or StoreError; the weights are as they were unless writing was called.
     """
     with scratch() as directory:
-        proved = restore(history, target, directory, effort, faults)
+        proved = restore(history, target, directory, effort, faults, live.nbytes)
         targets = resolve(proved, target.tied, live)
         _refuse_shared_memory(proved, targets)
         _refuse_overlaps(proved, targets, directory)

@@ -1,0 +1,226 @@
+"""Copying a history to another store: object by object, every hash compared, each manifest after what it names.
+
+So the copy is a sound history at any moment, however far it is; an interrupted copy goes on where it ended. What is
+copied is what manifests and trails name: neither leftovers nor heartbeats.
+
+Grace periods and the ages that `status` shows count from the times at which manifests were written. A directory gets
+the times of the source; a bucket gives an object its own, so that there they begin anew with the copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from pulse_rl.errors import (
+    CannotListError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    VersionNotFoundError,
+)
+from pulse_rl.history.ending import END, MAX_END_NBYTES
+from pulse_rl.history.fetch import fetch_parts
+from pulse_rl.history.log import FIRST, MAX_FIRST_NBYTES, History
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, manifest_name
+from pulse_rl.history.targets import open_history
+from pulse_rl.history.trail import link_of
+from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.objects import PART_NBYTES, DirectoryStore
+from pulse_rl.store.patient import PATIENCE_S, unwrapped
+
+if TYPE_CHECKING:
+    from pulse_rl.history.signing import PublicKey
+
+SPOOL_NBYTES = 64 << 20  # smaller objects are kept in memory
+FOLDERS = ("patches", "trails", "anchors", "manifests")
+
+
+class CopyReport(msgspec.Struct, frozen=True):
+    """What was copied.
+
+    Attributes:
+        source: The store that was copied from.
+        target: The store that was copied to.
+        versions: How many versions the source holds, and so the target.
+        newest: The newest of them.
+        objects: How many objects were copied.
+        nbytes: Their size in bytes.
+        present: How many objects were there already, from an earlier copy.
+        times_kept: Whether the copies have the times of their originals.
+    """
+
+    source: str
+    target: str
+    versions: int
+    newest: int
+    objects: int
+    nbytes: int
+    present: int
+    times_kept: bool
+
+
+def copy_history(
+    source: Store | str | Path,
+    target: Store | str | Path,
+    *,
+    public_key: PublicKey | None = None,
+    patience: float = PATIENCE_S,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> CopyReport:
+    """Copy a history to another store. May be interrupted, and called again for what is missing or new.
+
+    Every object is compared with its hash on the way, and each manifest is put after the objects that it names: whoever
+    reads the target meanwhile finds whole versions. Do not publish to the target before the copy is complete.
+
+    Args:
+        source: A Store, or the URL or path of one, or the directory of a run. A web server will do.
+        target: A Store, or the URL or path of one: empty, or with an earlier copy of this history.
+        public_key: The Ed25519 public key that every manifest must be signed by. By default signatures are not checked.
+        patience: Seconds for which a failure of either store that may pass is tried again.
+        progress: Called before each version with the number of versions done, of all, and what comes next.
+
+    Returns:
+        What was copied.
+
+    Raises:
+        VersionNotFoundError: If the source holds no version.
+        IntegrityError: If an object of the source is damaged; everything before it was copied.
+        StoreError: If a store fails, or the target holds another history.
+    """
+    history = open_history(source, public_key, patience=patience)
+    there = History(target, patience=patience).store
+    sequences = history.sequences()
+    if not sequences:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    there.check_create()
+    copy = _Copy(history.store, there)
+    copy.small(FIRST, MAX_FIRST_NBYTES)  # where it begins, before the first manifest
+    listed, newest = set(sequences), history.read(sequences[-1])
+    for done, sequence in enumerate(sequences):
+        if progress is not None:
+            progress(done, len(sequences), manifest_name(sequence))
+        manifest = history.read(sequence)
+        for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])):
+            copy.object(ref)
+        for ref in _skips(history, manifest, listed):
+            with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
+                copy.object(ref)
+        copy.manifest(sequence)
+    copy.small(END, MAX_END_NBYTES)
+    return CopyReport(
+        source=history.store.url,
+        target=there.url,
+        versions=len(sequences),
+        newest=newest.version,
+        objects=copy.objects,
+        nbytes=copy.nbytes,
+        present=copy.present,
+        times_kept=copy.keeps_times,
+    )
+
+
+def _skips(history: History, manifest: Manifest, listed: set[int]) -> Iterable[ObjectRef]:
+    """The skip patches that a version's trail lists."""
+    trail, own = history.trail(manifest), link_of(manifest)
+    return [link.ref for link in (trail.links() if trail else []) if link != own and link.to.sequence in listed]
+
+
+class _Copy:
+    """Copies objects from one store to another, those that are not there yet.
+
+    Each is kept in a temporary file until it is proved; that of a large anchor takes up to 4 GB.
+    """
+
+    def __init__(self, source: Store, target: Store) -> None:
+        self._source, self._target = source, target
+        self._there = {info.name: info.nbytes for folder in FOLDERS for info in target.list(folder)}
+        self._times: dict[str, float] = {}
+        with suppress(CannotListError):
+            self._times = {info.name: info.modified for folder in FOLDERS for info in source.list(folder)}
+        inner = unwrapped(target)
+        self._directory = inner.path if isinstance(inner, DirectoryStore) else None
+        self.keeps_times = self._directory is not None and bool(self._times)
+        self._copied: set[str] = set()  # by this copy, and not by an earlier one
+        self._present: set[str] = set()
+        self.nbytes = 0
+
+    @property
+    def objects(self) -> int:
+        return len(self._copied)
+
+    @property
+    def present(self) -> int:
+        return len(self._present)
+
+    def object(self, ref: ObjectRef) -> None:
+        """Copy an object that is bound by its hash. A wrong one does not appear in the target."""
+        if self._there.get(ref.name) == ref.nbytes:
+            self._count_present(ref.name)
+            return
+        with SpooledTemporaryFile(SPOOL_NBYTES) as file:
+            for part in fetch_parts(self._source, ref):
+                file.write(part)
+            self._target.put(ref.name, _Parts(file))
+        self._count(ref.name, ref.nbytes)
+
+    def manifest(self, sequence: int) -> None:
+        """Commit a version in the target, byte for byte."""
+        name = manifest_name(sequence)
+        data = read_up_to(self._source, name, MAX_MANIFEST_NBYTES)
+        with suppress(ObjectExistsError):
+            if name not in self._there:
+                self._target.put(name, data, mode="create")
+                self._count(name, len(data))
+                return
+        if read_up_to(self._target, name, MAX_MANIFEST_NBYTES) != data:
+            raise StoreError(
+                f"{self._target.url} holds another history than {self._source.url}: its {name} differs; copy to an "
+                "empty store",
+                url=self._target.url,
+                name=name,
+            )
+        self._count_present(name)
+
+    def small(self, name: str, limit: int) -> None:
+        """Copy one of the small objects that may change; delete it where the source has none."""
+        try:
+            data = read_up_to(self._source, name, limit)
+        except ObjectNotFoundError:
+            self._target.delete(name)
+            return
+        self._target.put(name, data)
+
+    def _count(self, name: str, nbytes: int) -> None:
+        self._copied.add(name)
+        self.nbytes += nbytes
+        self._there[name] = nbytes
+        self._keep_time(name)
+
+    def _count_present(self, name: str) -> None:
+        if name in self._copied:
+            return
+        self._present.add(name)
+        self._keep_time(name)  # a copy that was killed may have ended before that
+
+    def _keep_time(self, name: str) -> None:
+        if self._directory is not None and name in self._times:
+            os.utime(self._directory / name, (self._times[name],) * 2)
+
+
+class _Parts:
+    """The bytes of an open file; from the beginning again where a store must begin again."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        while part := self._file.read(PART_NBYTES):
+            yield part
