@@ -15,10 +15,11 @@ from mutations import compress, decompressed, dumps, members, sealed_manifest
 from patch_tools import changed, diff, random_tensor, snapshot
 
 import pulse_rl as pulse
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.store.base import Store
 
 VERSIONS = 10  # of the history: a skip patch leads from 0 to 4, and from 4 to 8
-BIG = 12  # the patches from here on are of tensors of several segments
+BIG = 4 * len(CODECS)  # the patches from here on are of tensors of several segments
 TIED = "a.tied"  # to a
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "a": ("bfloat16", (30, 40)),
@@ -74,13 +75,13 @@ def patches() -> list[Subject]:
     """Patches of each codec, of few and of all elements, of one dtype and several; large ones from BIG on."""
     rng = np.random.default_rng(5)
     found = []
-    for codec in ("context", "gap", "raw"):
+    for codec in CODECS:
         for names, share in (("a b c d empty s twin", 0.05), ("a b c d empty s", 0.7), ("a", 0.02), ("b c empty", 0.2)):
             old = _state(rng, names)
             found.append(_subject(old, _stepped(old, rng, share), codec))
     assert len(found) == BIG
     size = (2 << 20) + 300
-    for codec in ("context", "gap", "raw"):
+    for codec in CODECS:
         drawn = torch.from_numpy(rng.normal(0, 0.02, size).astype(np.float32)).bfloat16()
         old = {"w": drawn.reshape(4, -1), "n": torch.arange(9)}
         found.append(_subject(old, _stepped(old, rng, 0.002), codec))
@@ -110,7 +111,7 @@ class History:
             patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
             patch("pulse_rl.sync.publisher.check_assets"),  # so that an index is read too, as of several files
-            patch("pulse_rl.codecs.choose.OFFERED", ("context", "gap", "raw")),
+            patch("pulse_rl.codecs.choose.OFFERED", tuple(CODECS)),
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):
             weights = _state(rng, "a b c d empty s twin")

@@ -18,6 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
+from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.weights.layout import layout
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
@@ -153,7 +154,7 @@ def test_errors_come_with_a_traceback_on_request(run: Run, monkeypatch: pytest.M
 # -- what the commands do -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["auto", "context", "gap"])
+@pytest.mark.parametrize("codec", ["auto", *OFFERED])
 def test_diff_writes_the_patch_that_the_library_makes(run: Run, files: Files, tmp_path: Path, codec: Any) -> None:
     out = tmp_path / "made"
     found = run("diff", files.old, files.new, "-o", out, "--base", 3, "--target", 4, "--codec", codec, "--json").json()

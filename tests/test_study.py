@@ -20,6 +20,7 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.checkpoint.shards import write_checkpoint
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES, field_of
 from pulse_rl.history.log import History
 from pulse_rl.kernels.cpu.study import FARTHEST
@@ -288,12 +289,12 @@ def test_values_and_ulps_are_torchs(dtype: str) -> None:
     assert following[plain].tolist() == ulps[(bits[plain] & shape.mask) >> shape.shift].tolist()
 
 
-@pytest.mark.parametrize("codec", ["context", "gap", "raw"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_history_is_studied_as_its_versions_are(
     tmp_path: Path, trainee: Trainee, codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With patches, anchors between them, a version that is an anchor only, and several segments."""
-    monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", ("context", "gap", "raw"))
+    monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", tuple(CODECS))
     rng = np.random.default_rng(0)
     trainee.weights["big"] = torch.from_numpy(rng.normal(0, 0.02, (2, SEGMENT // 2 + 5)).astype(np.float32))
     store = pulse.open_store("memory://")

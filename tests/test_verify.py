@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import pulse_rl as pulse
+from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, seal
 from pulse_rl.history.verify import VerifyReport, verify
@@ -257,7 +258,7 @@ def test_tied_copies_in_weights_that_are_compared(tmp_path: Path) -> None:
     assert "head (6 of 6)" in report.problems[0]
 
 
-@pytest.mark.parametrize("codec", ["context", "gap"])
+@pytest.mark.parametrize("codec", OFFERED)
 def test_a_patch_is_proved_against_its_base(tmp_path: Path, codec: Any) -> None:
     old, new = {"w": torch.zeros(100)}, {"w": torch.arange(100.0)}
     file = tmp_path / "patch"
