@@ -9,6 +9,7 @@ import torch
 from conftest import Trainee
 
 import pulse_rl as pulse
+from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
 
@@ -71,6 +72,20 @@ class Faulty:
         self._inner.delete(name)
 
 
+class Deaf(Faulty):
+    """A store that commits and says nothing: the response is lost, and so is the answer to the question after it."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner, seed=0, rate=0.0)
+        self.deaf = False
+
+    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+        super().put(name, data, mode=mode)
+        if self.deaf and name.startswith("manifests/"):
+            self.rate = 1.0
+            self._fail(f"get the response to the write of {name}")
+
+
 def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: w.bfloat16() if w.is_floating_point() else w for n, w in weights.items()}
 
@@ -97,7 +112,7 @@ class Follower:
         return version
 
 
-@pytest.mark.parametrize("codec", ["gap", "context"])
+@pytest.mark.parametrize("codec", OFFERED)
 @pytest.mark.parametrize("lose", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(5))
 def test_never_a_wrong_bit_and_all_recovers(trainee: Trainee, codec: Any, lose: float, seed: int) -> None:
@@ -175,3 +190,23 @@ def test_a_publisher_goes_on_from_a_commit_whose_response_was_lost(trainee: Trai
     other.publish(trainee.step(), version=3)
     with pytest.raises(pulse.StoreError, match="another publisher"):
         publisher.publish(trainee.step(), version=4)
+
+
+def test_a_commit_without_an_answer_may_have_succeeded() -> None:
+    """publish says so, resume tells, and the same number cannot be given to other weights."""
+    store = Deaf(pulse.open_store("memory://"))
+    publisher = pulse.Publisher(store, patience=0)
+    publisher.publish({"w": np.zeros(9, np.uint16)}, version=0)
+    store.deaf = True
+    with pytest.raises(pulse.StoreError) as raised:
+        publisher.publish({"w": np.ones(9, np.uint16)}, version=1)
+    assert any("resume()" in note for note in raised.value.__notes__)
+    store.deaf, store.rate = False, 0.0
+    assert publisher.version == 0
+    assert publisher.resume() == 1
+    with pytest.raises(ValueError, match="expected more than 1"):
+        publisher.publish({"w": np.ones(9, np.uint16)}, version=1)
+    publisher.publish({"w": np.full(9, 2, np.uint16)}, version=2)
+    live = {"w": np.zeros(9, np.uint16)}
+    assert pulse.Subscriber(store, patience=0).sync(live).version == 2
+    assert verify(store).ok

@@ -285,9 +285,12 @@ class History:
             self.store.put(name, data, mode="create")
         except ObjectExistsError:
             self._require_own(name, data, manifest)
-        except StoreError:
+        except StoreError as error:
             # The commit may have succeeded and only its response be lost.
-            if not self._holds(name, data):
+            held = self._holds(name, data)
+            if held is None:
+                error.add_note("the version may be committed all the same: `resume()` returns the newest one")
+            if not held:
                 raise
         pruned = False
         with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
@@ -365,11 +368,14 @@ class History:
                 name=name,
             )
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _holds(self, name: str, data: bytes) -> bool | None:
+        """Whether the store has an object of these bytes; None where it does not answer."""
         try:
             return bytes(self.store.get(name)) == data
-        except StoreError:
+        except ObjectNotFoundError:
             return False
+        except StoreError:
+            return None
 
     def _parse(self, sequence: int, data: bytes) -> Manifest:
         """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
