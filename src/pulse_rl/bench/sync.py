@@ -30,7 +30,7 @@ ALLOWANCE_NBYTES = 64_000_000  # of memory that each side may take above the mod
 class Side(msgspec.Struct, frozen=True):
     """Time and memory of one side. each_s is the median in seconds, of patches only."""
 
-    first_s: float  # seconds of the first version, which is an anchor
+    first_s: float  # seconds of the first version, which has an anchor
     each_s: float
     peak_nbytes: int  # over all versions, with the first
     promise_nbytes: int

@@ -59,8 +59,9 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     """Consecutive segments of a block that are decoded together, from their own bytes and old bits alone.
 
-    `decode` takes one reader per segment and returns their changes; every index is proved in range. It raises
-    FormatError for malformed bytes, and allocates at most what the specs announce.
+    `decode` takes one reader per segment and returns their changes: as many as the spec says, with indices that were
+    checked to increase strictly and to lie in the segment. It raises FormatError for malformed bytes, and allocates at
+    most what the specs announce.
     """
 
     segments: int  # how many
@@ -71,7 +72,7 @@ class Codec(Protocol):
     """Codes blocks of changes. Stateless: one instance serves all threads."""
 
     name: str
-    conditional: bool  # whether decoding reads the old bits
+    conditional: bool  # whether decoding reads the old bits; if not, its readers are never called
     block_nbytes: int  # decoded changes after which a block is closed
 
     def is_dense(self, spec: SegmentSpec) -> bool:

@@ -42,7 +42,7 @@ class Trial:
     codec: str
     nbytes: int
     encode_s: float
-    decode_s: float
+    decode_s: float  # proving included
 
     def seconds(self, bandwidth: float | None) -> float:
         """Seconds from changes here to changes there, over a link of that bandwidth in bits per second."""

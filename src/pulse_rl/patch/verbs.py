@@ -60,7 +60,7 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
         new: The later weights, with the same names, dtypes and shapes. Not modified.
         base: The version of `old`, written into the patch; 0 by default.
         target: The version of `new`, written into the patch; 1 by default.
-        codec: How the changes are coded: "context" or "gap"; "auto", the default, takes the smaller of the two.
+        codec: How the changes are coded: "context" or "gap"; "auto", the default, takes the smallest.
 
     Returns:
         The bytes of the patch. Written to a `.safetensors` file, they can be read by `pulse-rl inspect`.

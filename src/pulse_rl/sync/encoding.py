@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
     """A new version before it is delivered. Seconds of cast and diff are summed over threads."""
 
     digest: str
-    patch: EncodedPatch | None  # None for a version that is an anchor only
+    patch: EncodedPatch | None  # None for a version that has an anchor only
     codec_reason: str | None
     cast_s: float
     diff_s: float
@@ -52,7 +52,7 @@ class Encoder:
         patch = next(iter(candidates.values()))[1]
         density = patch.header.changes / max(1, tensors.elements)
         application, patch = candidates[self._chooser.choose(list(candidates), density, bandwidth)]
-        prove_s = sum(trial.decode_s for trial in candidates)
+        prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
         return application, Encoded(
             patch.header.target_digest, patch, self._chooser.reason, patch.read_s, patch.diff_s, prove_s
         )
@@ -84,7 +84,7 @@ class Encoder:
 
 
 def copy_whole(tensors: Layout) -> tuple[Layout, Encoded]:
-    """A copy of all bits, and their digest, for a version that is an anchor only."""
+    """A copy of all bits, and their digest, for a version that has an anchor only."""
     start = time.perf_counter()
     copy = tensors.clone()
     copied = time.perf_counter()
