@@ -13,10 +13,10 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
 from pulse_rl.history.verify import verify
-from pulse_rl.sync import baseline, delivery, encoding, reports, skips, successor
+from pulse_rl.sync import baseline, delivery, encoding, reports, skips, successor, turn
 from pulse_rl.sync import publisher as module
 
-FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, reports)}
+FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, reports, turn)}
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:

@@ -65,12 +65,12 @@ class Retention:
     expire: float = heartbeat.EXPIRE_S
 
     def __post_init__(self) -> None:
-        if self.retain < 1:
-            raise ValueError(f"retain: expected at least 1 version, found {self.retain}")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every: expected at least 1 anchor, found {self.keep_every}")
-        if not self.grace >= 0:
-            raise ValueError(f"grace: expected seconds, at least 0, found {self.grace}")
+        if not isinstance(self.retain, int) or self.retain < 1:
+            raise ValueError(f"retain: expected at least 1 version, a whole number, found {self.retain!r}")
+        if self.keep_every is not None and (not isinstance(self.keep_every, int) or self.keep_every < 1):
+            raise ValueError(f"keep_every: expected at least 1 anchor, a whole number, found {self.keep_every!r}")
+        if not isinstance(self.grace, int | float) or not self.grace >= 0:
+            raise ValueError(f"grace: expected seconds, at least 0, found {self.grace!r}")
         if not self.expire >= 0:
             raise ValueError(f"expire: expected seconds, at least 0, found {self.expire}")
 

@@ -6,21 +6,22 @@ the background, while the trainer takes its next step.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
 from blake3 import blake3
 
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.errors import PulseError, StoreError
+from pulse_rl.errors import PulseError, StoreError, VersionSkewError, one_line
 from pulse_rl.history.anchor import put_anchor
+from pulse_rl.history.ending import END
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
 from pulse_rl.history.prune import Retention, delete_planned
-from pulse_rl.history.trail import PatchLink, Trail, state_of
+from pulse_rl.history.trail import PatchLink, Trail, decode_trail, state_of
 from pulse_rl.parallel import submit
 from pulse_rl.patch import encode
 from pulse_rl.sync.baseline import Move
@@ -34,7 +35,7 @@ class Upcoming:
     """A version that the baseline holds and the store does not yet."""
 
     move: Move  # of the baseline, to this version
-    patch: encode.EncodedPatch | None  # from move.base; None for a version that is an anchor only
+    patch: encode.EncodedPatch | None  # from move.base; None for a version that has an anchor only
     assets: Mapping[str, bytes]  # small files to put with an anchor
 
     @property
@@ -59,6 +60,8 @@ class Delivery:
 
     def __init__(self, history: History, retention: Retention | None) -> None:
         self.measured_bandwidth: float | None = None  # bits per second, while the last anchor was put
+        self.committed: Manifest | None = None  # the last version that was committed, whatever came after the commit
+        self.marked = False  # whether the store may hold the mark of a run's end
         self._history = history
         self._retention = retention
         self._trail = Trail(0)  # to the newest version
@@ -70,8 +73,11 @@ class Delivery:
         self._skips.clear()
         self._unlisted = []
         self._trail = Trail(head.sequence)
+        self.marked = True
         try:
             self._trail = self._history.trail(head) or self._trail
+        except VersionSkewError:
+            raise
         except PulseError as error:
             log.warning("version %d: its trail is left behind, a new one begins here: %s", head.version, error)
 
@@ -79,30 +85,40 @@ class Delivery:
         """Put the objects, commit, then put skip patches and prune.
 
         Raises IntegrityError or StoreError if the version could not be committed. A failure after the commit is logged
-        and returned as a warning.
+        and returned as a warning; an interruption after it is raised, and `committed` says that the version stands.
         """
         start = time.perf_counter()
         token = new_token()
         try:
             manifest, trail = self._put_objects(upcoming, token)
+            self._history.seal(manifest)  # which proves that it can be read
         except BaseException:
             self._delete_objects(upcoming.manifest.sequence, token)
             raise
         self._history.commit(manifest)
-        self._trail, self._unlisted = trail, []
-        committed = time.perf_counter()
-        warnings, skip_nbytes = [], 0
         try:
-            skip_nbytes = self._put_skips(upcoming, manifest)
-        except (PulseError, OSError) as error:
+            self._trail, self._unlisted = trail, []
+            self.committed = manifest
+            return self._follow_up(upcoming, manifest, start)
+        except BaseException:  # an interruption: the skip patches may lack this version
             self._skips.clear()
-            warnings.append(f"skip patches to version {manifest.version}: {error}")
+            raise
+
+    def _follow_up(self, upcoming: Upcoming, manifest: Manifest, start: float) -> Delivered:
+        """What is done after the commit, which cannot fail any more."""
+        committed = time.perf_counter()
+        warnings: list[str] = []
+        skip_nbytes = 0
+        with _noting(warnings, f"skip patches to version {manifest.version}"):
+            skip_nbytes = self._put_skips(upcoming, manifest)
         skipped = time.perf_counter()
         if self._retention is not None:
-            try:
+            with _noting(warnings, "deleting old versions"):
                 delete_planned(self._history, self._retention.plan(self._history))
-            except PulseError as error:
-                warnings.append(f"deleting old versions: {error}")
+        if self.marked:
+            with _noting(warnings, f"deleting {END}"):  # which is void: it names an older version
+                self._history.store.delete(END)
+                self.marked = False
         for warning in warnings:
             log.warning("version %d is published, but: %s", manifest.version, warning)
         put_s, skip_s = committed - start, skipped - committed
@@ -125,6 +141,7 @@ class Delivery:
             link = PatchLink(ref, base.sequence, state_of(manifest))
             trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
             encoded = trail.encode()
+            decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
             trail_ref = _ref(trail_name(manifest.sequence, token), encoded)
             with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
                 trail_put = submit(pool, store.put, trail_ref.name, encoded)
@@ -148,13 +165,26 @@ class Delivery:
             return 0
         state, codec = state_of(manifest), CODECS[upcoming.patch.header.codec]
         total = 0
-        for base, overlay in self._skips.add(state_of(move.base), state, move.replaced, manifest.full_nbytes):
-            data = skip_patch(base, overlay, move.baseline.tensors, state, codec).data
-            ref = _ref(patch_name(state.sequence, new_token()), data)
-            self._history.store.put(ref.name, data)
-            self._unlisted.append(PatchLink(ref, base.sequence, state))
-            total += len(data)
+        try:
+            for base, overlay in self._skips.add(state_of(move.base), state, move.replaced, manifest.full_nbytes):
+                data = skip_patch(base, overlay, move.baseline.tensors, state, codec).data
+                ref = _ref(patch_name(state.sequence, new_token()), data)
+                self._history.store.put(ref.name, data)
+                self._unlisted.append(PatchLink(ref, base.sequence, state))
+                total += len(data)
+        except Exception:
+            self._skips.clear()
+            raise
         return total
+
+
+@contextmanager
+def _noting(warnings: list[str], what: str) -> Iterator[None]:
+    """Turn what fails in a block into a warning: the version stands, whatever it is."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        warnings.append(f"{what}: {one_line(error)}")
 
 
 def _ref(name: str, data: bytes) -> ObjectRef:

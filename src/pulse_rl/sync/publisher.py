@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.errors import StoreError
+from pulse_rl.errors import StoreError, VersionNotFoundError
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
@@ -51,13 +51,21 @@ from pulse_rl.history.search import FaultLog
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import need_threads
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.reports import PublishReport, publish_report
-from pulse_rl.sync.successor import check_successor, new_manifest
+from pulse_rl.sync.successor import (
+    check_key,
+    check_line,
+    check_metadata,
+    check_readable,
+    check_successor,
+    new_manifest,
+    next_version,
+)
+from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
@@ -75,28 +83,29 @@ class Publisher:
 
     A history has one publisher at a time. On a history that has versions already, the first `publish` rebuilds the
     newest of them, proves it and continues from there; where it cannot be rebuilt, `publish(…, anchor=True)` continues
-    without it. A publisher that another one has overtaken gets a StoreError and publishes nothing. Not thread-safe.
+    without it. A publisher that another one has overtaken gets a StoreError and publishes nothing. A second thread that
+    calls one of its methods meanwhile gets a RuntimeError, and a forked process a StoreError.
 
-    Memory: the published bits once (the baseline), one patch (two where "auto" tries both codecs), decoded changes of
-    up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements). What the last version and the
-    last 4, 16 and 64 overwrote lies in temporary files, each of at most half the model's bytes.
+    Memory: the published bits once (the baseline), one patch (one of each codec where "auto" tries them), decoded
+    changes of up to 32 MB for each, and scratch of up to 8 MB a thread (14 MB for 8-byte elements). What the last
+    version and the last 4, 16 and 64 overwrote lies in temporary files, each of at most half the model's bytes.
 
     Args:
         store: A Store, or the URL or path of one.
-        anchor_every: Publish a full checkpoint (an anchor) every N-th version; the first version always is one.
-        codec: "context", "gap", or "auto": whichever of the two has the version at the workers first. "auto" tries both
-            on the changes themselves and weighs bytes against work by `bandwidth`.
+        anchor_every: Publish a full checkpoint (an anchor) every N-th version; the first always has one.
+        codec: "context", "gap", or "auto": whichever has the version at the workers first. "auto" tries each on the
+            changes themselves and weighs bytes against work by `bandwidth`.
         bandwidth: Bandwidth of the slowest link between this trainer and a worker, for codec="auto": bits per second,
             or text with a unit, as "200Mbit" or "25MB". None: as measured while the last anchor was put; before the
             first, the codec with the fewest bytes is taken.
         cast: The dtype that floating-point tensors are published in: torch.bfloat16, or "bfloat16", where the trainer
             holds FP32 masters. None publishes them as they are.
         sign_with: An Ed25519 private key, or the path of its PEM file, that signs every manifest; needs the extra
-            `sign`. None: manifests are not signed.
+            `sign`. None: manifests are not signed, and a history that is signed is not continued.
         retain: Keep at least this many of the newest versions, and delete older ones. None keeps all.
         keep_every: Keep every N-th anchor permanently. None: older anchors are deleted with the other versions.
-        grace: Seconds for which a version stays after `retain` no longer keeps it, so that readers can finish; an hour
-            by default.
+        grace: A version that was among the newest `retain` less than this many seconds ago is not deleted yet, so that
+            a worker in the middle of a long download can finish it; an hour by default.
         patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
             lost, an error of the server) is tried again before it is raised. 0: at once.
 
@@ -132,6 +141,7 @@ class Publisher:
         self._cast = cast_name(cast) if cast is not None else None
         self._token = new_token()
         self._delivery = Delivery(self.history, Retention(retain, keep_every, grace) if retain is not None else None)
+        self._turn = Turn()
         # The state: see the module's docstring.
         self._committed: Manifest | None = None
         self._baseline: Baseline | None = None
@@ -166,18 +176,21 @@ class Publisher:
         """The digest of that version, 16 hex digits; None before the first."""
         return self._committed.digest if self._committed else None
 
+    @in_turn
     def resume(self) -> int | None:
         """Continue from the newest version of a history that has versions already; `publish` does so by itself.
 
         The version is rebuilt in temporary files, proved, and copied into memory as the baseline.
 
         Returns:
-            That version; None for an empty history.
+            That version, after which `publish` without a version numbers the next one; None for an empty history.
 
         Raises:
             IntegrityError: The history is damaged, so that its newest version cannot be rebuilt; then
                 `publish(…, anchor=True)` continues without it.
+            VersionSkewError: A newer pulse-rl has published to it: upgrade this one.
             StoreError: The store failed, or another publisher has committed since.
+            ValueError: The history is signed, and this publisher has no key.
         """
         self.flush()
         if self._baseline is None:
@@ -185,6 +198,9 @@ class Publisher:
         with add_recovery_hint():
             head = self.history.head()
         self._check_end(head)
+        if self._baseline is None:
+            with add_recovery_hint():
+                check_line(self.history, head)
         if head is not None and self._baseline is None:
             faults = FaultLog()
             with add_recovery_hint(), scratch() as directory:
@@ -197,52 +213,67 @@ class Publisher:
             self._baseline = Baseline(tensors, head)
         return head.version if head else None
 
+    @in_turn
     def publish(
         self,
         weights: Any,
         *,
-        version: int,
+        version: int | None = None,
         anchor: bool = False,
         background: bool = False,
         cast: str | torch.dtype | None = None,
         assets: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, str | int | float | bool | None] | None = None,
     ) -> PublishReport:
         """Publish the weights as a new version. When this returns, subscribers can have it.
 
-        After any error the history is as it was and `publish` can be called again. What fails after the commit is no
-        error; the report's `warning` says it.
+        After an error the history is as it was and `publish` can be called again. The one exception: where the store
+        fails at the commit and at the check after it too, the StoreError says that the version may be there; `resume`
+        returns the newest one. What fails after the commit is no error; the report's `warning` says it.
 
         Args:
             weights: A torch module (its parameters and persistent buffers), a state dict, or any mapping of name →
                 tensor or array. Not modified, and not to be modified during the call.
-            version: A whole number greater than every version of the history.
+            version: A whole number greater than every version of the history. None: the newest one + 1, or 0 for the
+                first.
             anchor: Publish a full checkpoint too, whatever `anchor_every` says. Where this publisher has no baseline
-                yet, it rebuilds none then, so that a damaged history can be continued: the version is an anchor only.
+                yet, it rebuilds none then, so that a damaged history can be continued: the version has an anchor only.
             background: Return as soon as the patch is made and proved; a thread puts and commits the version, and the
                 weights may be modified. What fails there is logged, and raised by the next `publish`, `resume`, `flush`
                 or `close`. One version is in flight at a time: the next one is encoded meanwhile, then waits for it.
             cast: As in `Publisher`, for this version. None: as given there.
             assets: Small files to put with an anchor (a tokenizer), name → bytes. A Transformers model's config.json is
                 added by itself.
+            metadata: What to note of the version, as {"reward": 0.7}: text, numbers, booleans and None by name, at most
+                4 KB of JSON. `inspect` and `SyncReport` have it. A float that JSON does not have, as NaN, becomes text.
 
         Returns:
             What was published, and what it took.
 
         Raises:
-            ValueError: The version is not newer, or an asset's name is not possible.
+            ValueError: The version is not newer, an asset's name is not possible, a tensor has a name that readers
+                refuse, the metadata is too large, or the history is signed and this publisher has no key.
             TypeError: The weights or an asset are of a type that cannot be published.
             BaseMismatchError: The tensors are not those of the version before.
             IntegrityError: The weights changed while they were read, or the history is damaged.
+            VersionSkewError: A newer pulse-rl has published to the history: upgrade this one.
             StoreError: The store failed, or another publisher has committed.
+            RuntimeError: Another thread is at work with this publisher.
         """
         start = time.perf_counter()
-        patch_format.check_version("version", version)
+        if version is not None:
+            patch_format.check_version("version", version)
+        noted = check_metadata(metadata)
         self.history.store.check_create()
         cast = self._cast if cast is None else cast_name(cast)
         check_assets(assets or {})
         refuse_adapters(weights)
         sequence, head = self._next_place(anchor)
         base, tensors = self._newest_baseline(), layout(weights, cast)
+        if version is None:
+            version = next_version(head, sequence)
+        if base is None:
+            check_readable(tensors)
         if head is not None:
             check_successor(head, base, tensors, version)
         else:
@@ -250,14 +281,18 @@ class Publisher:
         files = model_config(weights, cast) | dict(assets or {})
         if head is None or base is None:
             tensors, encoded = copy_whole(tensors)
-            manifest = new_manifest(sequence, version, encoded.digest, tensors, head, self._token, anchor=True)
+            manifest = new_manifest(
+                sequence, version, encoded.digest, tensors, head, self._token, anchor=True, metadata=noted
+            )
             move = Move(Baseline(tensors, manifest), None, None)
         else:
             bandwidth = self._bandwidth or self._delivery.measured_bandwidth
             application, encoded = self._encoder.encode(base, tensors, version, bandwidth)
             self.flush()  # the version before must be committed before this one builds on it
             anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
-            manifest = new_manifest(sequence, version, encoded.digest, tensors, head, self._token, anchor=anchor)
+            manifest = new_manifest(
+                sequence, version, encoded.digest, tensors, head, self._token, anchor=anchor, metadata=noted
+            )
             move = self._move(application, manifest)
         upcoming = Upcoming(move, encoded.patch, files)
         if background:
@@ -265,10 +300,11 @@ class Publisher:
         try:
             delivered = self._delivery.deliver(upcoming)
         except BaseException:
-            self._baseline = move.undo()
+            self._settle(upcoming)
             raise
         return self._conclude(upcoming, encoded, delivered, start)
 
+    @in_turn
     def flush(self) -> PublishReport | None:
         """Wait until the version in flight is committed.
 
@@ -282,14 +318,36 @@ class Publisher:
         flight = self._in_flight
         if flight is None:
             return None
-        need_threads()  # in a forked process nothing puts the version, and the wait would have no end
         error = flight.future.exception()  # waits; if that is interrupted, the version stays in flight
         self._in_flight = None
         if error is not None:
-            self._baseline = flight.upcoming.move.undo()
+            self._settle(flight.upcoming)
             raise error
         return self._conclude(flight.upcoming, flight.encoded, flight.future.result(), flight.start)
 
+    @in_turn
+    def end(self) -> None:
+        """Mark the run as ended: its newest version is the last one. `Subscriber.ended` and `pulse-rl status` show it.
+
+        A version that is published afterwards makes the mark void.
+
+        Raises:
+            VersionNotFoundError: The history holds no version.
+            IntegrityError: As `flush`.
+            StoreError: Likewise; or another publisher has committed.
+            ValueError: The history is signed, and this publisher has no key.
+        """
+        self.flush()
+        head = self.history.head()
+        self._check_end(head)
+        if head is None:
+            url = self.history.store.url
+            raise VersionNotFoundError(f"{url} holds no version yet, so none can be the last one", url=url)
+        check_key(self.history, head)
+        self._delivery.marked = True
+        self.history.mark_end(head)
+
+    @in_turn
     def close(self) -> None:
         """Wait until the version in flight is committed. The publisher can be used again afterwards.
 
@@ -323,6 +381,7 @@ class Publisher:
             self._await_pool()
             sequence, head = self.history.end()
             self._check_end(head)
+            check_key(self.history, head)
         else:
             self.resume()
             head = self._committed
@@ -362,10 +421,22 @@ class Publisher:
         assert base is not None
         return base.move(application, manifest)
 
-    def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, start: float) -> PublishReport:
+    def _settle(self, upcoming: Upcoming) -> None:
+        """Bring the state in line after a delivery that raised: the version stands, or the move is undone."""
+        committed = self._delivery.committed
+        if committed is not None and committed.sequence == upcoming.manifest.sequence:
+            self._record(upcoming, committed)
+        else:
+            self._baseline = upcoming.move.undo()
+
+    def _record(self, upcoming: Upcoming, committed: Manifest) -> None:
         """Record that a version is committed."""
-        self._committed = delivered.manifest
-        self._baseline = Baseline(upcoming.move.baseline.tensors, delivered.manifest)
+        self._committed = committed
+        self._baseline = Baseline(upcoming.move.baseline.tensors, committed)
+
+    def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, start: float) -> PublishReport:
+        """Record that a version is committed, and report it."""
+        self._record(upcoming, delivered.manifest)
         return publish_report(delivered.manifest, encoded, delivered, start)
 
     def _deliver_in_background(self, upcoming: Upcoming, encoded: Encoded, start: float) -> PublishReport:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.history.restore import Effort
 from pulse_rl.sync.delivery import Delivered
 from pulse_rl.sync.encoding import Encoded
@@ -31,7 +32,7 @@ class PublishReport:
         patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch.
         pending: Whether the version is still being put in the background. Then the fields about the store are 0, and
             `flush` returns the full report.
-        anchor_nbytes: Bytes of the full checkpoint; 0 unless this version is an anchor too.
+        anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
         skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
         sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
         reduction: full_nbytes / patch_nbytes; 1 without a patch.
@@ -43,6 +44,7 @@ class PublishReport:
         skip_s: Seconds of making and putting skip patches, after the commit.
         total_s: Seconds of the call; in the report that `flush` returns, from `publish` until then.
         warning: What failed after the commit (skip patches, pruning); the version is published all the same.
+        metadata: What was noted of the version, as it is stored; None for nothing.
     """
 
     version: int
@@ -68,6 +70,7 @@ class PublishReport:
     skip_s: float
     total_s: float
     warning: str | None
+    metadata: Mapping[str, Scalar] | None
 
 
 def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, start: float) -> PublishReport:
@@ -103,6 +106,7 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
         skip_s=delivered.skip_s if delivered else 0.0,
         total_s=time.perf_counter() - start,
         warning=delivered.warning if delivered else None,
+        metadata=manifest.metadata,
     )
 
 
@@ -128,6 +132,7 @@ class SyncReport:
         apply_s: Seconds of writing to the weights.
         prove_s: Seconds of proving, summed over threads.
         total_s: Seconds of the call.
+        metadata: What the trainer noted of the version; None for nothing.
     """
 
     version: int
@@ -146,6 +151,7 @@ class SyncReport:
     apply_s: float
     prove_s: float
     total_s: float
+    metadata: Mapping[str, Scalar] | None
 
 
 def sync_report(
@@ -169,4 +175,5 @@ def sync_report(
         apply_s=effort.apply_s,
         prove_s=effort.prove_s,
         total_s=time.perf_counter() - start,
+        metadata=target.metadata,
     )

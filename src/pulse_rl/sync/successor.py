@@ -1,11 +1,111 @@
-"""What may follow a version of a history, and the manifest of what follows."""
+"""What may follow a version of a history, and the manifest of what follows.
 
+What no reader would accept is refused here, before anything is put, by the code that readers use.
+"""
+
+import math
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
-from pulse_rl.errors import BaseMismatchError
-from pulse_rl.history.manifest import FORMAT, FORMAT_VERSION, Manifest
+import msgspec
+
+from pulse_rl.checkpoint.header import check_header, check_names
+from pulse_rl.checkpoint.shards import plan_shards
+from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PulseError, translate
+from pulse_rl.history.heartbeat import software
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    Scalar,
+    check_same_history,
+    manifest_name,
+    new_token,
+)
+from pulse_rl.patch import format as patch_format
 from pulse_rl.sync.baseline import Baseline
 from pulse_rl.weights.layout import Layout, compare_layouts
+
+MAX_METADATA_NBYTES = 4096  # of its JSON
+OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
+
+
+def next_version(head: Manifest | None, sequence: int) -> int:
+    """The version after the newest one: one more; more where manifests in between cannot be read.
+
+    sequence: of the next version. Raises ValueError where nothing tells the newest version.
+    """
+    if head is None and sequence > 0:
+        raise ValueError("version: expected a number, as no manifest that is left tells the newest version; found None")
+    return head.version + sequence - head.sequence if head is not None else 0
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | None:
+    """What a manifest can hold of metadata. Raises TypeError or ValueError.
+
+    Scalars of NumPy and torch become Python's. A float that JSON does not have, as NaN, becomes its text.
+    """
+    if not metadata:
+        return None
+    found: dict[str, Scalar] = {}
+    for name, value in metadata.items():
+        if not isinstance(value, str | int | float | bool | None) and hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise TypeError(f"metadata: expected names with text, numbers, booleans or None, found {name!r}: {value!r}")
+        found[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    try:
+        encoded = msgspec.json.encode(found)
+        read_back = msgspec.json.decode(encoded, type=dict[str, Scalar])
+    except (UnicodeEncodeError, msgspec.MsgspecError, OverflowError) as error:
+        raise ValueError(f"metadata: expected what JSON can hold, found otherwise: {error}") from None
+    if len(encoded) > MAX_METADATA_NBYTES or read_back != found:
+        raise ValueError(f"metadata: expected at most {MAX_METADATA_NBYTES} bytes of JSON, found {len(encoded)}")
+    return found
+
+
+def check_readable(tensors: Layout) -> None:
+    """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
+    check_names([*tensors, *tensors.tied])
+    with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
+        patch_format.check_table(tensors, tensors.tied)
+        for shard in plan_shards(tensors)[0]:
+            check_header([(name, tensors[name].dtype, tensors[name].shape) for name in shard.tensors])
+
+
+def check_key(history: History, head: Manifest | None) -> None:
+    """Raise ValueError if the history is signed and there is no key: workers would refuse what is added to it."""
+    if head is not None and not history.signs and history.is_signed(head.sequence):
+        raise ValueError(
+            f"sign_with: expected the private key of {history.store.url}, whose version {head.version} is signed, "
+            "found None: workers with the public key would refuse what is added"
+        )
+
+
+def check_line(history: History, head: Manifest | None) -> None:
+    """Compare the newest version with what is before it, where a publisher begins to continue from it.
+
+    Raises IntegrityError if the newest manifests are lost or this one is of another history, ValueError as `check_key`.
+    """
+    check_key(history, head)
+    first = history.first()
+    if first > (head.sequence if head else 0):
+        raise IntegrityError(
+            f"{history.store.url} has lost its newest manifests: expected {manifest_name(first)}, where its last "
+            "pruning let it begin, and those after it; found "
+            f"{manifest_name(head.sequence) if head else 'none'} as the last",
+            name=manifest_name(first),
+        )
+    if head is not None and head.sequence > 0:
+        before = None
+        with suppress(PulseError):  # it may be pruned, or damaged
+            before = history.read(head.sequence - 1)
+        if before is not None:
+            check_same_history(head, before)
 
 
 def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, version: int) -> None:
@@ -14,7 +114,10 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, vers
     base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared.
     """
     if version <= head.version:
-        raise ValueError(f"version: expected more than {head.version}, the newest one, found {version}")
+        raise ValueError(
+            f"version: expected more than {head.version}, the newest one, found {version}; without version=… it is the "
+            "next number, and resume() returns the newest"
+        )
     what = f"version {head.version} and version {version}"
     if base is not None:
         compare_layouts(base.tensors.all_names(), tensors.all_names(), what)
@@ -32,14 +135,22 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, vers
 
 
 def new_manifest(
-    sequence: int, version: int, digest: str, tensors: Layout, head: Manifest | None, publisher: str, *, anchor: bool
+    sequence: int,
+    version: int,
+    digest: str,
+    tensors: Layout,
+    head: Manifest | None,
+    publisher: str,
+    *,
+    anchor: bool,
+    metadata: dict[str, Scalar] | None,
 ) -> Manifest:
     """All of a new version's manifest but its objects.
 
     head: the version before; None for the first. publisher: the token of the one that publishes. anchor: whether the
-    version is an anchor, as the first always is.
+    version has an anchor, as the first always has. metadata: checked. Raises ValueError if no reader would accept it.
     """
-    return Manifest(
+    manifest = Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         sequence=sequence,
@@ -55,4 +166,14 @@ def new_manifest(
         trail=None,
         publisher=publisher,
         created=time.time(),
+        history=new_token() if head is None else head.history,
+        software=software(),
+        metadata=metadata,
     )
+    nbytes = len(msgspec.json.encode(manifest)) + OBJECTS_NBYTES
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise ValueError(
+            f"tensor names: expected a manifest of at most {MAX_MANIFEST_NBYTES} bytes, found {nbytes}: "
+            f"{len(tensors.tied)} tied tensors are too many"
+        )
+    return manifest
