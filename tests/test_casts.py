@@ -96,7 +96,11 @@ def test_only_floats_of_another_dtype_are_cast() -> None:
 def test_arrays_are_published_as_tensors_of_the_same_numbers_are() -> None:
     """Version by version, from one view of two names too; a worker in BF16 follows."""
     random = np.random.default_rng(0)
-    arrays = {"a": random.normal(size=(300, 70)).astype(np.float32), "b": random.normal(size=5), "n": np.arange(3)}
+    arrays: dict[str, Any] = {
+        "a": random.normal(size=(300, 70)).astype(np.float32),
+        "b": random.normal(size=5),
+        "n": np.arange(3),
+    }
     arrays["tied"] = arrays["a"]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     store = pulse.open_store("memory://")

@@ -131,3 +131,87 @@ def test_states_that_would_lose_something_are_refused(ranks: Ranks) -> None:
         assert "else" in other
         assert rounded.startswith("theta")
         assert "float32" in rounded
+
+
+def refuse_malformed(group: Any, rank: int, size: int) -> dict[str, tuple[str, str]]:
+    """Each state is refused before anything is changed, by a TypeError or a ValueError: what → (error, message)."""
+    model = Model()
+    optimizer = adam(model)
+    with pulse.PulseLoCo(model, optimizer, sync_every=2, process_group=group) as trained:
+        for step in range(2):
+            inner_step(model, optimizer, rank, step)
+    good_state = trained.state_dict()
+    one = {name: tensor.clone() for name, tensor in good_state["theta"].items()}
+    model = Model()
+    loco = pulse.PulseLoCo(model, adam(model), sync_every=2, process_group=group)
+    before = bits(trainable(model)), loco.digest, bits(loco.state_dict()["residual"]["0"])
+    states: dict[str, Any] = {"none": None, "list": [good_state], "empty": {}, "path": "checkpoint.pt"}
+    for key in ("round", "inner_steps", "workers", "theta", "momentum", "residual"):
+        states[f"no {key}"] = {name: value for name, value in good_state.items() if name != key}
+        states[f"{key} None"] = good_state | {key: None}
+    for key in ("round", "inner_steps", "workers"):
+        for value in (-1, 1.5, "2", True, float("nan"), torch.tensor([1, 2]), 2**63, torch.tensor(1.0)):
+            states[f"{key} {value!r}"] = good_state | {key: value}
+    states["workers 0"] = good_state | {"workers": 0}
+    states["workers without end"] = good_state | {"workers": 10**15}
+    states["theta of numbers"] = good_state | {"theta": dict.fromkeys(one, 1.0)}
+    states["theta of arrays"] = good_state | {"theta": {name: tensor.numpy() for name, tensor in one.items()}}
+    states["theta on meta"] = good_state | {"theta": {name: tensor.to("meta") for name, tensor in one.items()}}
+    states["sparse momentum"] = good_state | {"momentum": one | {"b": one["b"].to_sparse()}}
+    states["residual of numbers"] = good_state | {"residual": {"0": 3}}
+    states["residual by number"] = good_state | {"residual": {0: one}}
+    states["residual reshaped"] = good_state | {"residual": {"0": one | {"b": one["b"][:-1]}}}
+    states["no number of names"] = good_state | {"momentum": {3: one["b"]}}
+    states["DiLoCo's"] = good_state | {"kind": "DiLoCo"}
+    messages = {}
+    for what, state in states.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            loco.load_state_dict(state)
+        messages[what] = type(caught.value).__name__, str(caught.value)
+        assert (bits(trainable(model)), loco.digest, bits(loco.state_dict()["residual"]["0"])) == before, what
+        assert (loco.round, loco.inner_steps) == (0, 0), what
+    loco.load_state_dict(good_state | {"round": torch.tensor(1), "note": "is not ours"})
+    assert (loco.digest, loco.round) == (trained.digest, 1)
+    return messages
+
+
+def test_malformed_states_are_refused_whole(ranks: Ranks) -> None:
+    (messages,) = good(ranks(refuse_malformed, 1))
+    assert messages["path"] == ("TypeError", "state: expected what state_dict gave, a dict, found str")
+    assert messages["no momentum"] == (
+        "ValueError",
+        "state: expected what state_dict gave, found one without momentum",
+    )
+    assert messages["round 1.5"] == ("ValueError", "round: expected a whole number from 0, found 1.5")
+    assert messages["theta None"] == ("TypeError", "theta: expected a dict, found NoneType")
+    assert messages["theta of arrays"][1] == "theta: expected dense tensors, found 'a': ndarray"
+    assert messages["residual of numbers"] == ("TypeError", "residual of rank 0: expected name → tensor, found int")
+    assert "found none of 1, 2, 3" in messages["workers without end"][1]
+    assert "of a PulseLoCo, found that of a DiLoCo" in messages["DiLoCo's"][1]
+
+
+def refuse_the_other_kind(group: Any, rank: int, size: int, folder: str) -> None:
+    """By its kind, as torch.distributed.checkpoint drops residuals that the dict to load into has no place for."""
+
+    def made(kind: str) -> Any:
+        model = Model()
+        return getattr(pulse, kind)(model, adam(model), sync_every=2, process_group=group)
+
+    pulse_loco, diloco = made("PulseLoCo"), made("DiLoCo")
+    state_dict_saver.save(pulse_loco.state_dict(), checkpoint_id=folder, process_group=group)
+    loaded = diloco.state_dict()
+    state_dict_loader.load(loaded, checkpoint_id=folder, process_group=group)
+    assert not loaded["residual"]
+    with pytest.raises(ValueError, match="expected the state of a DiLoCo, found that of a PulseLoCo"):
+        diloco.load_state_dict(loaded)
+    with pytest.raises(ValueError, match="expected the state of a PulseLoCo, found that of a DiLoCo"):
+        pulse_loco.load_state_dict(diloco.state_dict())
+    older = {name: value for name, value in pulse_loco.state_dict().items() if name != "kind"}
+    with pytest.raises(ValueError, match="without residuals, as DiLoCo keeps none, found those of ranks 0"):
+        diloco.load_state_dict(older)
+    pulse_loco.load_state_dict(older)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_of_the_other_kind_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    good(ranks(refuse_the_other_kind, 1, str(tmp_path)))

@@ -96,6 +96,8 @@ def test_wrapped_models_are_published_under_their_own_names(how: str, tied: bool
         assert subscriber.sync(worker, version=0).digest == expected
         assert subscriber.sync(worker).route == "patches"
         assert subscriber.verify(worker) == digest
+        again = subscriber.sync(names.unwrap(worker))  # the same memory: nothing is recognised anew
+        assert (again.route, again.recovered) == ("none", None)
         assert pulse.digest(names.unwrap(worker)) == digest
 
 

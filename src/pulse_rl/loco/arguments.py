@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from pulse_rl.weights.names import named_parameters
+
 
 def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, elastic: bool) -> None:
     """Raises ValueError for a number out of range. elastic: whether trainers come and go."""
@@ -32,7 +34,7 @@ def check_choices(*choices: tuple[str, str, Sequence[str]]) -> None:
 
 def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
     """The trainable parameters, by name. Raises ValueError unless the inner optimizer has them all and no others."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     stepped = {id(p) for settings in inner_optimizer.param_groups for p in settings["params"]}
     missing = [name for name, p in parameters.items() if id(p) not in stepped]
     if not parameters:

@@ -1,5 +1,6 @@
 """The state of a trainer as a dict that torch.save and torch.distributed.checkpoint both take.
 
+    kind                            "PulseLoCo" or "DiLoCo"; where it is absent, the tensors alone tell them apart
     round, inner_steps, workers     whole numbers
     theta, momentum                 name → float32 tensor of the parameter's shape, the same on all ranks
     residual                        str(rank) → name → likewise: in each rank's dict only its own
@@ -10,13 +11,21 @@ in, so nothing is lost and nothing counts twice. Within a round the ranks' param
 a checkpoint goes to another number of ranks only if no inner step was taken since the last round.
 """
 
+import operator
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from pulse_rl.errors import printable
 from pulse_rl.loco.group import Place
 from pulse_rl.loco.masters import Masters
+
+_COUNTS = ("round", "inner_steps", "workers")
+_TABLES = ("theta", "momentum", "residual")
+_MOST = (1 << 63) - 1  # what the ranks compare numbers in
 
 
 class Counters(Protocol):
@@ -37,6 +46,7 @@ def state_dict(counters: Counters, masters: Masters, place: Place, workers: int 
         for rank in _inherited(place, workers or place.size)
     }
     return {
+        "kind": _kind(masters),
         "round": counters.round,
         "inner_steps": counters.inner_steps,
         "workers": workers or place.size,
@@ -48,41 +58,102 @@ def state_dict(counters: Counters, masters: Masters, place: Place, workers: int 
 
 def load_state_dict(counters: Counters, masters: Masters, place: Place, state: dict[str, Any]) -> None:
     """Load a state. All of it is checked before anything is changed."""
-    workers = state["workers"]
-    if workers != place.size and state["inner_steps"]:
+    tables = _tables(state)
+    done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
+    if workers < 1:
+        raise ValueError(f"workers: expected at least 1 trainer, found {workers}")
+    if (kind := state.get("kind", _kind(masters))) != _kind(masters):
+        raise ValueError(f"expected the state of a {_kind(masters)}, found that of a {kind}, which keeps other tensors")
+    if not masters.residual and tables["residual"]:
+        raise ValueError(
+            f"expected a state without residuals, as DiLoCo keeps none, found those of ranks "
+            f"{', '.join(map(str, tables['residual']))}: changes would be lost; load it into PulseLoCo"
+        )
+    if workers != place.size and inner_steps:
         raise ValueError(
             f"expected a checkpoint made right after a round to go from {workers} trainers to {place.size}, found one "
-            f"{state['inner_steps']} inner steps later, when the ranks' parameters differ"
+            f"{inner_steps} inner steps later, when the ranks' parameters differ"
         )
-    inherited = [str(rank) for rank in _inherited(place, workers)] if masters.residual else []
-    if missing := [rank for rank in inherited if rank not in state["residual"]]:
-        raise ValueError(
-            f"rank {place.rank}: expected the residuals of ranks {', '.join(inherited)} of the checkpoint's {workers}, "
-            f"found none of {', '.join(missing)}: load into state_dict(workers={workers}), or changes would be lost"
-        )
-    for what, tensors in [("theta", state["theta"]), ("momentum", state["momentum"])] + [
-        (f"residual of rank {rank}", state["residual"][rank]) for rank in inherited
-    ]:
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        expected = {name: (shape, torch.float32) for name, shape in masters.shapes.items()}
-        if found != expected:
-            odd = sorted(n for n in found | expected if found.get(n) != expected.get(n))
-            raise ValueError(
-                f"{what}: expected the model's trainable parameters in float32, found others: {', '.join(odd[:8])} are "
-                "missing, unexpected, of another shape or of another dtype"
-            )
+    theta = _checked(masters, "theta", tables["theta"])
+    momentum = _checked(masters, "momentum", tables["momentum"])
+    residuals = [
+        _checked(masters, f"residual of rank {rank}", residual)
+        for rank, residual in _residuals(masters, place, workers, tables["residual"])
+    ]
+
     for name in masters.shapes:
-        masters.theta[name][:] = _flat(state["theta"][name])
-        masters.momentum[name][:] = _flat(state["momentum"][name])
+        masters.theta[name][:] = _flat(theta[name])
+        masters.momentum[name][:] = _flat(momentum[name])
         if masters.residual:
             total = np.zeros_like(masters.residual[name])
-            for rank in inherited:
-                total += _flat(state["residual"][rank][name])
+            for residual in residuals:
+                total += _flat(residual[name])
             masters.residual[name][:] = total if workers == place.size else total * np.float32(place.size / workers)
     masters.whole = True
-    counters.round, counters.inner_steps = int(state["round"]), int(state["inner_steps"])
+    counters.round, counters.inner_steps = done, inner_steps
     if not counters.inner_steps:
         masters.copy_to_live()
+
+
+def _kind(masters: Masters) -> str:
+    return "PulseLoCo" if masters.residual else "DiLoCo"
+
+
+def _tables(state: object) -> dict[str, Mapping[Any, Any]]:
+    """θ, momentum and residuals of a state. Raises TypeError or ValueError if something lacks or is no mapping."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected what state_dict gave, a dict, found {type(state).__name__}")
+    if missing := [name for name in (*_COUNTS, *_TABLES) if name not in state]:
+        raise ValueError(f"state: expected what state_dict gave, found one without {', '.join(missing)}")
+    for name in _TABLES:
+        if not isinstance(state[name], Mapping):
+            raise TypeError(f"{name}: expected a dict, found {type(state[name]).__name__}")
+    return {name: state[name] for name in _TABLES}
+
+
+def _whole_number(state: Mapping[str, Any], name: str) -> int:
+    try:
+        number = operator.index(state[name])
+    except (TypeError, RuntimeError):  # torch raises the second for a tensor that holds no single whole number
+        number = -1
+    if isinstance(state[name], bool) or not 0 <= number <= _MOST:
+        raise ValueError(f"{name}: expected a whole number from 0, found {printable(repr(state[name])[:80])}")
+    return number
+
+
+def _residuals(
+    masters: Masters, place: Place, workers: int, residuals: Mapping[Any, Any]
+) -> Iterator[tuple[str, object]]:
+    """The residuals that this rank takes over. Raises ValueError for those that are missing."""
+    if not masters.residual:
+        return
+    inherited = _inherited(place, workers)
+    if missing := list(islice((str(rank) for rank in inherited if str(rank) not in residuals), 8)):
+        raise ValueError(
+            f"rank {place.rank}: expected the residuals of {len(inherited)} of the checkpoint's {workers} ranks, found "
+            f"none of {', '.join(missing)}: load into state_dict(workers={workers}), or changes would be lost"
+        )
+    for rank in inherited:
+        yield str(rank), residuals[str(rank)]
+
+
+def _checked(masters: Masters, what: str, tensors: object) -> Mapping[str, torch.Tensor]:
+    """Tensors of the model's trainable parameters. Raises TypeError or ValueError, naming those that are others."""
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{what}: expected name → tensor, found {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        plain = isinstance(tensor, torch.Tensor) and type(tensor).__name__ != "DTensor"
+        if not plain or tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise TypeError(f"{what}: expected dense tensors, found {name!r}: {type(tensor).__name__}")
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    expected = {name: (shape, torch.float32) for name, shape in masters.shapes.items()}
+    if found != expected:
+        odd = sorted(str(n) for n in found | expected if found.get(n) != expected.get(n))
+        raise ValueError(
+            f"{what}: expected the model's trainable parameters in float32, found others: {', '.join(odd[:8])} are "
+            "missing, unexpected, of another shape or of another dtype"
+        )
+    return tensors
 
 
 def _inherited(place: Place, workers: int) -> range:

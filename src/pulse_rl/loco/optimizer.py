@@ -16,7 +16,8 @@ class PulseLoCo(LocalSteps):
     """Trainers that exchange only what the next forward pass can see, and keep the rest for later rounds.
 
     A context manager: within it, every `sync_every`-th step of the inner optimizer ends in a round, after which all
-    ranks hold the same parameters, bit for bit. All ranks take the same number of inner steps.
+    ranks hold the same parameters, bit for bit. All ranks take the same number of inner steps. A step of another
+    optimizer on the model's parameters, which no round would count, raises RuntimeError.
 
     Takes 12 bytes of host memory a parameter (16 with overlap), and the sends and means of one round.
 
@@ -37,7 +38,7 @@ class PulseLoCo(LocalSteps):
         gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". What rounds to the
             same bits there is not sent yet.
         value_dtype: "float32" sends values whole; "bfloat16" rounds them, and the rounding error stays in the residual.
-        exchange: "gather" (every rank gets every payload), "split" (each rank adds up a range, then all get the sums)
+        exchange: "gather" (every rank gets every payload), "split" (each rank adds up a range, then all get the means)
             or "auto", which takes the one with fewer bytes to receive. The result is the same.
 
     Attributes:

@@ -61,8 +61,10 @@ from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.membership import Membership, members_of
 from pulse_rl.loco.report import LocoReport
+from pulse_rl.loco.steps import InnerSteps
 from pulse_rl.parallel import ordered_map, submit
 from pulse_rl.weights import digests
+from pulse_rl.weights.names import named_parameters
 
 
 class State(Enum):
@@ -129,7 +131,7 @@ class LocalSteps:
         self._members = members_of(process_group)
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
         self._state = State.IDLE
-        self._hook: Any = None  # in the context: what removes the inner optimizer's hook
+        self._steps: InnerSteps | None = None  # in the context
         self._background: _Background | None = None  # EXCHANGING
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
@@ -156,11 +158,24 @@ class LocalSteps:
             IntegrityError: The ranks' parameters, momenta, counters or options differ; `ranks` names those that do.
             ValueError: The parameters are not those of the state that was loaded.
             ExchangeError: An earlier round failed, or the others cannot be reached.
-            RuntimeError: The context is entered already.
+            RuntimeError: This context is entered already, or another one on parameters of the same model.
+            TypeError: The inner optimizer only wraps one, and calls no hooks.
         """
         self._refuse_failed()
         if self._state is not State.IDLE:
             raise RuntimeError("this context is entered already")
+        steps = InnerSteps(self._model, self._inner, self._stepped)
+        try:
+            self._join()
+        except BaseException:
+            steps.stop()
+            raise
+        self._steps = steps
+        self._state = State.STEPPING
+        return self
+
+    def _join(self) -> None:
+        """Make sure that all ranks hold the same, or take over the others' state. A collective."""
         self._rebind()
         if self.inner_steps == 0:
             if self._loaded and not self._masters.equals_live():
@@ -172,18 +187,15 @@ class LocalSteps:
         options = blake3(repr((type(self).__name__, self.sync_every, self._options(), self._masters.shapes)).encode())
         with _round_named(self.round + 1):
             self._members.join(self, self._masters, options.hexdigest(8), self._compare)
-        self._hook = self._inner.register_step_post_hook(self._stepped)
-        self._state = State.STEPPING
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Stop counting. Inner steps since the last round stay where they are: in the live parameters.
 
         A round that is exchanged in the background is ended first, which is a collective.
         """
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._steps is not None:
+            self._steps.stop()
+            self._steps = None
         if self._state is State.STEPPING:
             self._state = State.IDLE
         elif self._state is State.EXCHANGING:
@@ -229,10 +241,12 @@ class LocalSteps:
             state: What `state_dict` gave, of as many ranks or loaded into `state_dict(workers=…)`.
 
         Raises:
-            ValueError: The state is of another model, or lacks a residual that this rank has to take over.
+            TypeError: The state, or something in it, is no dict or no dense tensor.
+            ValueError: The state lacks something, is of another model, of the other of PulseLoCo and DiLoCo, or lacks a
+                residual that this rank has to take over. Nothing is changed then.
             RuntimeError: The context is entered.
         """
-        if self._hook is not None:
+        if self._steps is not None:
             raise RuntimeError("load_state_dict: call it before the context is entered")
         self._rebind()
         checkpoint.load_state_dict(self, self._masters, self._members.place, state)
@@ -257,7 +271,7 @@ class LocalSteps:
 
     def _sync(self) -> LocoReport:
         clock = time.perf_counter()
-        if self._members.elastic and self._hook is None:
+        if self._members.elastic and self._steps is None:
             raise RuntimeError("sync: call it within the context, where the other trainers are known")
         if self._background is None:
             self._rebind()
@@ -279,13 +293,13 @@ class LocalSteps:
         timings.spent("outer")
         self._members.settle(lambda: self._prove(total))
         timings.spent("exchange")
-        self._state = State.IDLE if self._hook is None else State.STEPPING
+        self._state = State.IDLE if self._steps is None else State.STEPPING
         timings.stalled += time.perf_counter() - clock
         report = outcome.report(self.round, self._masters.elements, digests.to_hex(total))
         self.reports.append(report)
         return report
 
-    def _stepped(self, *_: object) -> None:
+    def _stepped(self) -> None:
         """After each inner step."""
         self.inner_steps += 1
         if self._background is not None:
@@ -329,7 +343,7 @@ class LocalSteps:
     def _rebind(self) -> None:
         """Find the live parameters again. One that is frozen for a while is shared all the same."""
         shared = self._masters.shapes
-        self._masters.rebind({n: p for n, p in self._model.named_parameters() if p.requires_grad or n in shared})
+        self._masters.rebind({n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared})
 
     def _collect(self, timings: Timings) -> Outcome:
         """Exchange the next round; changes nothing."""

@@ -37,9 +37,9 @@ def cast_array(values: NDArray[Any], cast: str) -> UIntArray:
     """
     itemsize = DTYPES[cast][1]
     with np.errstate(all="ignore"):  # an overflow becomes infinite, as in torch
-        wide = np.ascontiguousarray(values, np.float64 if cast == "float64" else np.float32)
+        wide: NDArray[Any] = np.ascontiguousarray(values, np.float64 if cast == "float64" else np.float32)
     if cast not in loco.FORMATS:
         return wide.view(UINTS[itemsize])
     bits = np.empty(len(wide), UINTS[itemsize])
-    loco.cast(wide, loco.FORMATS[cast], bits)
+    loco.cast(wide.view(np.float32), loco.FORMATS[cast], bits)
     return bits

@@ -1,0 +1,86 @@
+"""The steps of a context's inner optimizer: counted, and no others taken.
+
+A round ends after so many steps of the optimizer that the context was made with. Steps of another one on the same
+parameters would be counted by nobody and end no round, so they are refused, as is a second context on the same
+parameters, whose rounds would end in the same steps. An optimizer that wraps the context's, or is wrapped by it, takes
+the same step with it and is let through.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_entered: list["InnerSteps"] = []  # of the contexts that are entered, in this process
+
+
+class InnerSteps:
+    """Calls `stepped` after each step of an optimizer, until `stop`.
+
+    model: the model whose parameters it steps.
+    Raises RuntimeError if another context on parameters of this model is entered; TypeError if the optimizer calls no
+    hooks.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, stepped: Callable[[], object]) -> None:
+        self._model, self._optimizer, self._stepped = model, optimizer, stepped
+        self._steps = 0
+        self._stepping = False
+        self._others: dict[int, int] = {}  # of each other optimizer in a step: our steps when it began
+        if any(_parameters(other._model) & _parameters(model) for other in _entered):
+            raise RuntimeError(
+                "another context on parameters of this model is entered already: the same inner steps would end the "
+                "rounds of both; leave that one first"
+            )
+        try:
+            self._handles: list[Any] = [
+                optimizer.register_step_pre_hook(self._begin),
+                optimizer.register_step_post_hook(self._end),
+            ]
+        except AttributeError:  # Accelerate's, whose constructor is not torch's
+            raise TypeError(
+                f"inner_optimizer: expected a torch optimizer that calls hooks, found {type(optimizer).__name__}, "
+                "which wraps one: give the one it wraps (Accelerate: optimizer.optimizer)"
+            ) from None
+        self._handles += [
+            register_optimizer_step_pre_hook(self._before_any),
+            register_optimizer_step_post_hook(self._after_any),
+        ]
+        _entered.append(self)
+
+    def stop(self) -> None:
+        """Count no more. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        if self in _entered:
+            _entered.remove(self)
+
+    def _begin(self, *_: object) -> None:
+        self._stepping = True
+
+    def _end(self, *_: object) -> None:
+        self._stepping = False
+        self._steps += 1
+        self._stepped()
+
+    def _before_any(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is not self._optimizer:
+            self._others[id(optimizer)] = self._steps
+
+    def _after_any(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is self._optimizer:
+            return
+        before = self._others.pop(id(optimizer), self._steps)
+        if self._stepping or self._steps > before:
+            return
+        if _parameters(self._model) & {id(p) for group in optimizer.param_groups for p in group["params"]}:
+            raise RuntimeError(
+                f"expected only the inner optimizer to step parameters of this model within the context, found a step "
+                f"of another {type(optimizer).__name__}, which no round would count: leave the context and make one "
+                "with that optimizer"
+            )
+
+
+def _parameters(model: torch.nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters()}
