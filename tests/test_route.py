@@ -37,7 +37,7 @@ def link(base: int, target: int, nbytes: int) -> PatchLink:
 def all_chains(links: list[PatchLink], start: int, goal: int) -> list[list[PatchLink]]:
     if start == goal:
         return [[]]
-    return [[a, *rest] for a in links if a.base == start for rest in all_chains(links, a.to.sequence, goal)]
+    return [[a, *rest] for a in links if a.base_sequence == start for rest in all_chains(links, a.to.sequence, goal)]
 
 
 EDGES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.integers(0, 100_000)), max_size=14)
@@ -117,11 +117,11 @@ def test_skip_patches_lead_where_a_diff_leads(run: Run) -> None:
         trail = history.trail(history.read(sequence))
         assert trail is not None
         for skip in trail.links():
-            spans[skip.to.sequence - skip.base] += 1
-            live, after = run.sleeper(skip.base), run.states[skip.to.sequence]
+            spans[skip.to.sequence - skip.base_sequence] += 1
+            live, after = run.sleeper(skip.base_sequence), run.states[skip.to.sequence]
             info = pulse.apply(live, fetch(history.store, skip.ref))
             assert (live["w"] == after).all()
-            assert info.changes == np.count_nonzero(run.states[skip.base] != after)
+            assert info.changes == np.count_nonzero(run.states[skip.base_sequence] != after)
     assert set(spans) == {1, 4, 16, 64}
     report = verify(run.store)
     assert report.ok
@@ -149,10 +149,10 @@ def named(run: Run, kind: str) -> str:
     trail = pulse.History(run.store).trail(pulse.History(run.store).read(130))
     assert trail is not None
     links = {
-        "skips to one version": [s for s in trail.links() if s.to.sequence == 112 and s.base < 111],
-        "a span": [s for s in trail.links() if s.to.sequence - s.base == 16],
-        "all skips": [s for s in trail.links() if s.to.sequence - s.base > 1],
-        "single patches": [s for s in trail.links() if s.base + 1 == s.to.sequence in (80, 96, 112, 127)],
+        "skips to one version": [s for s in trail.links() if s.to.sequence == 112 and s.base_sequence < 111],
+        "a span": [s for s in trail.links() if s.to.sequence - s.base_sequence == 16],
+        "all skips": [s for s in trail.links() if s.to.sequence - s.base_sequence > 1],
+        "single patches": [s for s in trail.links() if s.base_sequence + 1 == s.to.sequence in (80, 96, 112, 127)],
     }
     return "|".join(s.ref.name for s in links[kind]) if kind in links else kind
 
@@ -281,7 +281,7 @@ def test_a_span_whose_overlay_grows_too_large_is_left_out() -> None:
         states.append(bits.copy())
     trail = publisher.history.trail(publisher.history.read(40))
     assert trail is not None
-    skips = [(s.base, s.to.sequence) for s in trail.links() if s.to.sequence - s.base > 1]
+    skips = [(s.base_sequence, s.to.sequence) for s in trail.links() if s.to.sequence - s.base_sequence > 1]
     assert skips == [(0, 4), (12, 16), (16, 20), (20, 24), (24, 28), (16, 32), (28, 32), (32, 36)]
     live = {"w": states[9].copy()}
     assert pulse.Subscriber(store).sync(live).version == 40

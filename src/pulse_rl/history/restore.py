@@ -81,7 +81,7 @@ def add_recovery_hint() -> Iterator[None]:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary directory for the files of a version. Raises StoreError where this machine has no room for them."""
+    """A temporary directory for the files of a version. Raises StoreError where the disk is full."""
     try:
         with tempfile.TemporaryDirectory(prefix="pulse-rl-") as directory:
             yield Path(directory)
@@ -94,7 +94,7 @@ def scratch() -> Iterator[Path]:
         ) from error
 
 
-def unpack(data: bytes | bytearray | memoryview, link: PatchLink, held: State) -> Patch:
+def unpack_promised(data: bytes | bytearray | memoryview, link: PatchLink, held: State) -> Patch:
     """Parse the patch of a link from a held version.
 
     Raises PatchFormatError, and IntegrityError unless the patch has the base and the target of the link.
@@ -156,7 +156,7 @@ def follow(
             if (data := next(fetched, None)) is None:
                 break
             try:
-                patch = unpack(data, link, held)
+                patch = unpack_promised(data, link, held)
                 if patch.tied != target.tied:  # tied tensors count once in a digest, so they must stay the same
                     raise IntegrityError(
                         f"{link.ref.name}: the history ties {target.tied}, the patch {patch.tied}", name=link.ref.name

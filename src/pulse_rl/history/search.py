@@ -70,7 +70,7 @@ def find_links(
         if own is None:
             break  # only an anchor: no patch leads here
         links[own.ref.name] = own
-        if own.base > held:
+        if own.base_sequence > held:
             # A manifest's own patch overrides what the trail of a later version lists.
             links = _listed(history, manifest, faults) | links
         reach = costs(links.values(), target.sequence, faults.names)
@@ -88,7 +88,7 @@ def find_links(
         except PulseError as error:
             faults.add(manifest_name(following), error)
             break
-    return [link for link in links.values() if link.base >= held and link.ref.name not in faults.names]
+    return [link for link in links.values() if link.base_sequence >= held and link.ref.name not in faults.names]
 
 
 def _listed(history: History, manifest: Manifest, faults: FaultLog) -> dict[str, PatchLink]:

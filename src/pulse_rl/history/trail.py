@@ -2,7 +2,7 @@
 
 Besides the patch from each version to the next there are skip patches, over 4, 16 and 64 versions. Both ends of a
 skip patch are sequence numbers that its span divides. So any version can be reached from any older one by at most
-three patches of each span up to the longest, and at most three of each span down again.
+three patches of each span but the longest on the way up, as many on the way down, and patches of the longest between.
 
 A trail is one small object that lists the patches between the last versions, and the longer ones further back. A
 subscriber that has slept reads it instead of every manifest in between. `search` reads trails from a store; here they
@@ -46,16 +46,16 @@ class PatchLink(NamedTuple):
 
     Attributes:
         ref: The patch.
-        base: The sequence number of the version that it starts from.
+        base_sequence: The sequence number of the version that it starts from.
         to: The version that it leads to.
     """
 
     ref: ObjectRef
-    base: int
+    base_sequence: int
     to: State
 
 
-class _Patch(msgspec.Struct, frozen=True, array_like=True):
+class _StoredLink(msgspec.Struct, frozen=True, array_like=True):
     """A link as a trail stores it."""
 
     base: Count  # sequence numbers
@@ -82,7 +82,7 @@ class Trail(msgspec.Struct, frozen=True):
     """
 
     sequence: Count
-    patches: tuple[_Patch, ...] = ()
+    patches: tuple[_StoredLink, ...] = ()
 
     def links(self) -> list[PatchLink]:
         """List the patches.
@@ -110,8 +110,16 @@ class Trail(msgspec.Struct, frozen=True):
             A trail with these patches and those of this one that are still within reach.
         """
         new = (
-            _Patch(a.base, a.to.sequence, a.to.version, a.to.digest, _token(a.ref.name), a.ref.nbytes, a.ref.blake3)
-            for a in links
+            _StoredLink(
+                link.base_sequence,
+                link.to.sequence,
+                link.to.version,
+                link.to.digest,
+                _token(link.ref.name),
+                link.ref.nbytes,
+                link.ref.blake3,
+            )
+            for link in links
         )
         within = (p for p in (*self.patches, *new) if p.base >= sequence - REACH[p.target - p.base])
         return Trail(sequence, tuple(within))
@@ -200,9 +208,10 @@ def _shortest(
     nbytes: dict[int, int] = {goal: 0}
     first_link: dict[int, PatchLink] = {}
     # All links lead forward. From the goal backwards, the cost of a link's end is final when the link is looked at.
-    for link in sorted(links, key=lambda link: (-link.to.sequence, -link.base)):
+    for link in sorted(links, key=lambda link: (-link.to.sequence, -link.base_sequence)):
         if link.to.sequence in nbytes and link.ref.name not in avoid:
             total = nbytes[link.to.sequence] + _cost(link)
-            if link.base not in nbytes or total < nbytes[link.base]:
-                nbytes[link.base], first_link[link.base] = total, link
+            base = link.base_sequence
+            if base not in nbytes or total < nbytes[base]:
+                nbytes[base], first_link[base] = total, link
     return nbytes, first_link

@@ -23,8 +23,8 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.log import FIRST, History
-from pulse_rl.history.manifest import Manifest, manifest_name, object_sequence
-from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
+from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
+from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
 from pulse_rl.history.trail import PatchLink, link_of, state_of
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
@@ -141,8 +141,8 @@ class Walk:
             for link in trail.links() if trail else []:
                 if link.to.sequence in existing and link.to.sequence >= self._first:
                     self._named.add(link.ref.name)
-                    if link.to.sequence - link.base > 1:
-                        skips.setdefault(link.base, {})[link.ref.name] = link
+                    if link.to.sequence - link.base_sequence > 1:
+                        skips.setdefault(link.base_sequence, {})[link.ref.name] = link
         return skips
 
     # The copy
@@ -158,10 +158,10 @@ class Walk:
         try:
             data = fetch(self._history.store, link.ref)
             self.effort.nbytes += len(data)
-            if copy is None or copy.held.sequence != link.base:
+            if copy is None or copy.held.sequence != link.base_sequence:
                 decode_all(patch_format.unpack(data))
             else:
-                prove(unpack(data, link, state_of(copy.held)), copy.tensors, Effort()).write()
+                prove(unpack_promised(data, link, state_of(copy.held)), copy.tensors, Effort()).write()
                 copy.held = manifest
         except FAULTS as error:
             self._report(manifest, one_line(error))
@@ -174,7 +174,7 @@ class Walk:
         for link in self._skips.get(copy.held.sequence, {}).values():
             if link.to == state_of(manifest):
                 with suppress(*FAULTS):  # reported where it begins
-                    patch = unpack(fetch(self._history.store, link.ref), link, state_of(copy.held))
+                    patch = unpack_promised(fetch(self._history.store, link.ref), link, state_of(copy.held))
                     prove(patch, copy.tensors, Effort()).write()
                     copy.held = manifest
                     return True
@@ -185,7 +185,7 @@ class Walk:
         try:
             data = fetch(self._history.store, link.ref)
             self.effort.nbytes += len(data)
-            patch = unpack(data, link, state_of(manifest))
+            patch = unpack_promised(data, link, state_of(manifest))
             if self._copy is not None and self._holds(manifest):
                 prove(patch, self._copy.tensors, Effort())
             else:
@@ -246,6 +246,10 @@ class Walk:
             if not manifest.anchor:
                 self._report(manifest, "it is the oldest one and has no anchor to start from")
             return
+        try:
+            check_same_history(manifest, last)
+        except IntegrityError as error:
+            self._report(manifest, one_line(error))
         contiguous = manifest.sequence == last.sequence + 1
         if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
             expected, found = last.anchor_sequence, manifest.anchor_sequence

@@ -1,4 +1,4 @@
-"""The exchange of one round, until all of it is at all members. Nothing of a trainer's state is changed here."""
+"""The exchange of one round, until every member has received everything. No trainer's state is changed here."""
 
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def collect(members: Members, masters: Masters, contribution: Contribution, round: int, timings: Timings) -> Outcome:
-    """Exchange a round; where trainers come and go, again with those that are left, until all of it is at all.
+    """Exchange a round, until every member has received everything; if one is lost, the rest repeat it.
 
     Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
     FloatingPointError for a pseudo-gradient or mean with an infinity or NaN.

@@ -3,9 +3,9 @@
 **gather**: every rank gets every payload and adds them up itself, so (W − 1) · P come in, where P is a payload.
 **split**: every rank gets what all send of one range of segments, adds that up, and all gather the means, so
 (W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula split is better when
-W > 1 + U / P. `choose` takes k_r sends of rank r, of n elements, for independent: U = n · (1 − Π(1 − k_r / n)). Both
-methods add in rank order from +0 in float32 and divide by W once, so they agree to the bit. Only the segment that is
-being added up exists densely; what a round holds are sends and means, both sparse.
+W > 1 + U / P. `choose` assumes that the ranks' sends are independent: of n elements rank r sends k_r, so
+U = n · (1 − Π(1 − k_r / n)). Both methods add in rank order from +0 in float32 and divide by W once, so they agree to
+the bit. Only the segment that is being added up exists densely; what a round holds are sends and means, both sparse.
 
 Decoding and adding up can fail on one rank alone: so each such phase ends in one small report from every rank, and when
 one cannot go on, none does (`fail_together`).
@@ -173,7 +173,7 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 def dense(group: Group, values: F32, timings: Timings) -> F32:
     """The mean of float32 values (k,) over all ranks, in rank order: the dense baseline's exchange.
 
-    Each rank adds up a range and all gather the sums, as a ring all-reduce does and with its bytes, but in an order
+    Each rank adds up a range and all gather the means, as a ring all-reduce does and with its bytes, but in an order
     that does not depend on who adds.
     """
     width = -(-len(values) // group.size)
@@ -222,7 +222,8 @@ def fail_together(group: Group) -> Iterator[None]:
     if mine is not None:
         raise mine
     failures = {rank: _decode_failure(rank, report) for rank, report in enumerate(reports) if report}
-    for rank, found in failures.items():
+    if failures:
+        rank, found = next(iter(failures.items()))
         at_fault = tuple(sorted({fault for each in failures.values() for fault in each.at_fault}))
         raise rank_failed(rank, found.error, at_fault=at_fault)
 

@@ -76,7 +76,7 @@ def encode(sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype
 def open_payload(
     payload: memoryview, spans: Sequence[Span], gate: str, value_dtype: str = "float32"
 ) -> list[Callable[[], Sends]]:
-    """Check a payload of these segments; returns one function a segment that decodes it, every index proved in range.
+    """Check a payload of these segments; returns one function a segment that decodes it and checks its indices.
 
     Raises FormatError for bytes that no `encode` wrote; so do the functions that it returns.
     """

@@ -240,7 +240,7 @@ def unpack(data: bytes | bytearray | memoryview, source: str | None = None) -> P
 def _read_header(view: memoryview, source: str | None) -> tuple[PatchHeader, dict[str, memoryview]]:
     """The header, and the streams by name. The hash is proved before the header's values are looked at.
 
-    Every version of the format has this hash, so a patch of a newer format is told from a damaged one.
+    Every version of the format has this hash, so a patch of a newer format is not taken for a damaged one.
     """
     metadata, entries, offset = safetensors_header.parse(view)
     if metadata.get("format") != FORMAT:
@@ -255,7 +255,10 @@ def _read_header(view: memoryview, source: str | None) -> tuple[PatchHeader, dic
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
-        raise PatchFormatError(f"codec: expected one of {', '.join(CODECS)}, found {header.codec!r}")
+        raise PatchFormatError(
+            f"codec: expected one of {', '.join(CODECS)}, found {header.codec!r}: upgrade pulse-rl to read one "
+            "that was added later"
+        )
     if header.segment != SEGMENT:
         raise PatchFormatError(f"segment: expected {SEGMENT} elements, found {header.segment}")
     if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in STREAMS]:

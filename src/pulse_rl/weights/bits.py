@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.errors import one_line
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
 
@@ -58,7 +59,7 @@ class Bits(Protocol):
         """The elements at start + indices, shape (k,), a copy."""
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        """Overwrite the elements at start + indices with values (k,). The caller has proved the indices in range."""
+        """Overwrite the elements at start + indices with values (k,). The caller has checked that they are in range."""
 
     def write(self, start: int, values: UIntArray) -> None:
         """Overwrite the elements [start, start + len(values))."""
@@ -347,7 +348,21 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
         if isinstance(tensor, Bits):
             return tensor
         raise TypeError(f"expected a torch tensor or a NumPy array, found {type(tensor).__name__}")
-    if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError("expected a tensor that holds data, found a lazy module's: run a forward pass first")
+    try:
+        return _torch_bits(tensor, cast)
+    except RuntimeError as error:  # a tensor whose elements only its own class knows: nested, fake, functional
+        raise TypeError(
+            f"expected a tensor that holds data, found {type(tensor).__name__}: {one_line(error, 200)}"
+        ) from None
+
+
+def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
+    """`as_bits` of a torch tensor."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_nested or type(tensor).__name__ == "DTensor":
         raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")

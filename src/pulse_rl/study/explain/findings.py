@@ -188,7 +188,7 @@ def recurrence_of(totals: Totals) -> Recurrence:
         again=again / changed if changed else None,
         back=back / changed if changed else None,
         expected_again=expected / changed if changed else None,
-        steps=timeline.run_steps,
-        times=tuple(sum((counted.times for counted in every), np.zeros(timeline.run_steps + 1, np.int64)).tolist()),
+        steps=timeline.chain_steps,
+        times=tuple(sum((counted.times for counted in every), np.zeros(timeline.chain_steps + 1, np.int64)).tolist()),
         returned=sum(counted.returned for counted in every),
     )

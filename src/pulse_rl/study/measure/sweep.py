@@ -29,8 +29,8 @@ class Counted:
 
     steps: list[Tally]  # as Timeline.steps
     differing: Counts  # elements with other bits, (pairs,), as Timeline.pairs
-    times: Counts  # elements by how often they changed in the longest run, (its steps + 1,)
-    returned: int  # elements that changed in that run and have their first bits again at its end
+    times: Counts  # elements by how often they changed in the longest chain of steps, (its length + 1,)
+    returned: int  # elements that changed in that chain and have their first bits again at its end
 
     def __add__(self, other: "Counted") -> "Counted":
         return Counted(
@@ -43,7 +43,7 @@ class Counted:
 
 def nothing_counted(timeline: Timeline, dtype: str) -> Counted:
     """The counts of no elements."""
-    times = np.zeros(timeline.run_steps + 1, np.int64)
+    times = np.zeros(timeline.chain_steps + 1, np.int64)
     return Counted([empty_tally(dtype)] * len(timeline.steps), np.zeros(len(timeline.pairs), np.int64), times, 0)
 
 
@@ -55,11 +55,11 @@ def count_tensors(
     progress: called with the number of elements counted, and of all elements.
     """
     widest = max((tensor.itemsize for tensor in source.tensors.values()), default=1)
-    room = BoundedSemaphore(max(1, HELD_NBYTES // (timeline.held * SEGMENT * widest)))
+    slots = BoundedSemaphore(max(1, HELD_NBYTES // (timeline.held * SEGMENT * widest)))
     work = [(name, start, stop) for name, tensor in source.tensors.items() for start, stop in segments(tensor.size)]
 
     def count(item: tuple[str, int, int]) -> Counted:
-        with room:
+        with slots:
             return count_segment(timeline, source.tensors[item[0]].dtype, source.walk(*item))
 
     counted = ordered_map(count, work)
@@ -78,7 +78,7 @@ def count_segment(timeline: Timeline, dtype: str, versions: Iterable[UIntArray])
     sweep = _Sweep(timeline, dtype)
     for place, bits in enumerate(versions):
         sweep.advance(place, bits)
-    return Counted(sweep.steps, np.array(sweep.differing, np.int64), sweep.run.times, sweep.run.returned)
+    return Counted(sweep.steps, np.array(sweep.differing, np.int64), sweep.chain.times, sweep.chain.returned)
 
 
 class _Sweep:
@@ -87,7 +87,7 @@ class _Sweep:
     def __init__(self, timeline: Timeline, dtype: str) -> None:
         self.steps: list[Tally] = []
         self.differing: list[int] = []
-        self.run = _Run(timeline)
+        self.chain = _Chain(timeline)
         self._timeline, self._dtype, self._kind = timeline, dtype, field_of(dtype)
         self._held: dict[int, UIntArray] = {}  # versions that later ones are compared with
         self._elements: dict[int, Counts] = {}  # by version that a step led to: its elements by exponent, (E,)
@@ -95,13 +95,13 @@ class _Sweep:
     def advance(self, place: int, bits: UIntArray) -> None:
         """The next version: compare it with earlier ones as the timeline says, then drop those no longer needed."""
         self._held[place] = bits
-        self.run.begin(place, bits)
+        self.chain.begin(place, bits)
         for k, base in self._timeline.bases[place].items():
             if k == 1:
                 self._count_step(base, place)
             else:
                 self.differing.append(count_differing(self._held[base], bits))
-        self.run.end(place, bits)
+        self.chain.end(place, bits)
         self._held = {base: old for base, old in self._held.items() if self._timeline.last_use[base] > place}
 
     def _count_step(self, base: int, target: int) -> None:
@@ -110,26 +110,26 @@ class _Sweep:
         elements = self._elements.pop(base, None)
         if elements is None:
             elements = moves.count_exponents(old, self._kind, 1)
-        counted, indices, self._elements[target] = tally(
+        step, indices, self._elements[target] = tally(
             self._dtype, elements, None if former is None else self._held[former], old, new
         )
-        self.steps.append(counted)
+        self.steps.append(step)
         self.differing.append(len(indices))
-        self.run.count(target, indices)
+        self.chain.count(target, indices)
 
 
-class _Run:
-    """How often each element changes in the timeline's longest run of steps."""
+class _Chain:
+    """How often each element changes in the timeline's longest chain of steps."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.times: Counts = np.zeros(timeline.run_steps + 1, np.int64)
+        self.times: Counts = np.zeros(timeline.chain_steps + 1, np.int64)
         self.returned = 0
-        self._first, self._last = timeline.run
-        self._opening: UIntArray = np.empty(0)  # the bits of the run's first version
+        self._first, self._last = timeline.chain
+        self._opening: UIntArray = np.empty(0)  # the bits of the chain's first version
         self._changes: NDArray[np.uint32] = np.empty(0, np.uint32)  # of each element since then
 
     def begin(self, place: int, bits: UIntArray) -> None:
-        """At the run's first version nothing has changed yet."""
+        """At the chain's first version nothing has changed yet."""
         if place == self._first:
             self._opening, self._changes = bits, np.zeros(len(bits), np.uint32)
             self.times[0] = len(bits)
@@ -143,6 +143,6 @@ class _Run:
             self._changes[indices] = before + 1
 
     def end(self, place: int, bits: UIntArray) -> None:
-        """At the run's last version: of the elements that changed, count those with their first bits."""
+        """At the chain's last version: of the elements that changed, count those with their first bits."""
         if place == self._last:
             self.returned = int(self.times[1:].sum()) - count_differing(self._opening, bits)

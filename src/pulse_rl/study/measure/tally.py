@@ -98,23 +98,23 @@ def tally(
     indices, values = find_changes(old, new)
     replaced = np.empty(len(indices), old.dtype)
     cpu.gather(old, indices, replaced)
-    moved = moves.find_moves(replaced, values, kind)
-    keys, counts = study.histogram(moved, kind.exponents)
+    found = moves.find_moves(replaced, values, kind)
+    keys, counts = study.histogram(found, kind.exponents)
     again, back = study.recurring(former, old, indices, values) if former is not None else (0, 0)
     after = elements
     flipped, lengths_by = np.zeros(kind.exponents, np.int64), np.zeros(kind.exponents)
     if kind.floating and len(indices):
         uint = old.dtype.type
         landed = (values & uint(kind.mask)) >> uint(kind.shift)
-        left = np.bincount(moved.exponents, minlength=kind.exponents)
+        left = np.bincount(found.exponents, minlength=kind.exponents)
         after = elements - left
         after += np.bincount(landed, minlength=kind.exponents)
         flips = (replaced ^ values) & uint(kind.sign) != 0
-        flipped += np.bincount(moved.exponents[flips], minlength=kind.exponents)
+        flipped += np.bincount(found.exponents[flips], minlength=kind.exponents)
         with np.errstate(invalid="ignore", over="ignore"):
             lengths = np.abs(decode(dtype, values) - decode(dtype, replaced))
         lengths[~np.isfinite(lengths)] = 0
-        lengths_by += np.bincount(moved.exponents, lengths, kind.exponents)
+        lengths_by += np.bincount(found.exponents, lengths, kind.exponents)
     return Tally(elements, keys, counts, flipped, lengths_by, again, back), indices, after
 
 

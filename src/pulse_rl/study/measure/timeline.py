@@ -29,22 +29,22 @@ class Timeline:
         for target, bases in enumerate(self.bases):
             for base in bases.values():
                 self.last_use[base] = target
-        self.run, self.run_steps = _longest_run(self.steps)  # first and last version; number of steps
+        self.chain, self.chain_steps = _longest_chain(self.steps)  # first and last version; number of steps
 
     @property
     def held(self) -> int:
-        """The most versions that are held at once: those still needed for comparisons, and the run's first."""
+        """The most versions that are held at once: those still needed for comparisons, and the chain's first."""
         delta = [1] * len(self.last_use) + [0]  # at each version: one is added, those last used at the one before go
         for last in self.last_use:
             delta[last + 1] -= 1
         return 1 + max(accumulate(delta))
 
 
-def _longest_run(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], int]:
+def _longest_chain(steps: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], int]:
     """The longest chain of steps, each starting where the one before ends: its first and last version, its length."""
-    runs: dict[int, tuple[int, int]] = {}  # by last version: number of steps, first version
+    chains: dict[int, tuple[int, int]] = {}  # by last version: number of steps, first version
     for base, target in steps:
-        length, first = runs.get(base, (0, base))
-        runs[target] = (length + 1, first)
-    last = max(runs, key=lambda end: runs[end][0])
-    return (runs[last][1], last), runs[last][0]
+        length, first = chains.get(base, (0, base))
+        chains[target] = (length + 1, first)
+    last = max(chains, key=lambda end: chains[end][0])
+    return (chains[last][1], last), chains[last][0]

@@ -17,7 +17,7 @@ from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Effort, load_anchor, prove, unpack
+from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
 from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.format import Patch, Segment
@@ -67,10 +67,10 @@ class Stored:
         for done, manifest in enumerate(manifests):
             progress(done, len(manifests))
             link = link_of(manifest)
-            if link is not None and found and link.base == found[-1].sequence:
+            if link is not None and found and link.base_sequence == found[-1].sequence:
                 path = directory / f"{manifest.sequence}.patch"
                 path.write_bytes(fetch(history.store, link.ref))
-                self._states.append(_Patched(unpack(map_file(path), link, state_of(found[-1]))))
+                self._states.append(_Patched(unpack_promised(map_file(path), link, state_of(found[-1]))))
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
