@@ -5,6 +5,7 @@ number of processors that this process may use.
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,8 +22,8 @@ def threads() -> int:
     setting = os.environ.get("PULSE_THREADS")
     if setting is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not setting.isdigit() or int(setting) < 1:
-        raise ValueError(f"PULSE_THREADS: expected a positive whole number, found {setting!r}")
+    if re.fullmatch(r"0*[1-9][0-9]{0,3}", setting, re.ASCII) is None:
+        raise ValueError(f"PULSE_THREADS: expected a positive whole number below 10,000, found {setting[:40]!r}")
     return int(setting)
 
 

@@ -152,7 +152,7 @@ def plan(
     counts = {"params": params, "workers": workers, "trainers": trainers, "sync_every": sync_every}
     for name, count in counts.items():
         if not 1 <= count <= LARGEST_COUNT:
-            raise ValueError(f"{name}: expected 1 to {LARGEST_COUNT:.0e}, found {count:,}")
+            raise ValueError(f"{name}: expected 1 to {LARGEST_COUNT:.0e}, found {min(count, 1e300):.3g}")
     for name, amount in (("bandwidth", bandwidth), ("compute_s", compute_s)):
         if not 0 < amount < math.inf:
             raise ValueError(f"{name}: expected more than 0, found {amount:g}")

@@ -12,6 +12,7 @@ from pulse_rl.history.log import History
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
+from pulse_rl.store.urls import as_path, is_url
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
@@ -26,9 +27,10 @@ def kind_of(target: str) -> tuple[Kind, str]:
     there, or a directory without any of these, and CheckpointFormatError for a file that is neither patch nor
     checkpoint.
     """
-    if "://" in target:
+    if "://" in target or (is_url(target) and not Path(target).exists()):
         return "store", target
-    path = Path(target)
+    path = as_path(target)
+    target = str(path)
     if path.is_dir():
         if (path / "manifests").is_dir():
             return "store", target

@@ -25,6 +25,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemorySto
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.store.failures import may_pass, one_line
+from pulse_rl.store.urls import as_path, is_url, refusal
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 takes 100 MB where the disk is slow
@@ -197,8 +198,8 @@ class DirectoryStore(ObjectStore):
     """A store in a directory, which is created at the first write and not before."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(None, path.absolute().as_uri())
-        self.path = path
+        self.path = path.absolute()  # a later chdir does not move the store
+        super().__init__(None, self.path.as_uri())
 
     def _open(self, *, write: bool) -> Any:
         need_threads()
@@ -321,7 +322,7 @@ def open_store(url: str | Path) -> Store:
 
     Args:
         url: One of:
-            a path, or `file:///runs/a`: a directory;
+            a path (`~` is the home directory), or `file:///runs/a`: a directory;
             `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: a bucket;
             `https://host/path` or `http://host/path`: the files of a store behind any web server, read-only;
             `memory://`: a new, empty store in this process.
@@ -341,19 +342,16 @@ def open_store(url: str | Path) -> Store:
     text = str(url)
     if not text:
         raise ValueError("store: expected a URL or a path, found an empty string")
-    if "://" not in text:
-        return _open_directory(Path(url))
+    if not is_url(text):
+        return _open_directory(as_path(text))
     parts = urlsplit(text)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
         return _open_directory(Path(unquote(parts.path)))
     if parts.scheme == "memory" and not parts.netloc and parts.path in ("", "/"):
         return ObjectStore(MemoryStore(), "memory://")
     if parts.scheme in (*CLOUDS, "http", "https") and parts.hostname and not (parts.query or parts.fragment):
         return _open_remote(parts)
-    raise ValueError(
-        "store: expected file:///path, a path, memory://, s3://bucket/prefix, gs://bucket/prefix, "
-        f"az://container/prefix or https://host/path, found {text!r}"
-    )
+    raise refusal(text)
 
 
 def _open_remote(parts: SplitResult) -> Store:

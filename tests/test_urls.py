@@ -1,0 +1,64 @@
+"""What a user's text for a store means. A slip in a URL must not publish into the working directory."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.history.targets import kind_of
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("s3:/bucket/run", "did you mean s3://bucket/run?"),
+        ("s3:bucket/run", "did you mean s3://bucket/run?"),
+        ("https:/host/run", "did you mean https://host/run?"),
+        ("gs:/bucket", "did you mean gs://bucket?"),
+        ("s3a://bucket/run", "found 's3a://bucket/run'"),
+        ("s3:///bucket", "found 's3:///bucket'"),
+        ("file:shared/run", "write ./file:shared/run"),
+        ("file://shared/run", "found 'file://shared/run'"),
+        ("step:3", "write ./step:3"),
+        (Path("s3://bucket/run"), "did you mean s3://bucket/run?"),
+        ("~nobody-of-that-name/run", "no such home directory"),
+    ],
+)
+def test_a_url_with_a_slip_is_refused(
+    text: str | Path, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected") as caught:
+        pulse.Publisher(text)
+    assert hint in str(caught.value)
+    if "no-such" not in str(text) and "~" not in str(text):
+        with pytest.raises(ValueError, match="expected"):
+            pulse.status(text)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_that_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    for text, place in {
+        "~/run": "home/run",
+        "./step:3": "step:3",
+        f"file:{tmp_path}/shared": "shared",
+        f"FILE://localhost{tmp_path}/other": "other",
+    }.items():
+        pulse.Publisher(text).publish({"a": np.zeros(3, np.float32)}, version=0)
+        assert (tmp_path / place / "manifests").is_dir()
+    assert kind_of("~/run") == ("store", str(tmp_path / "home" / "run"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "other", "shared", "step:3"]
+
+
+def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    publisher = pulse.Publisher("run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    publisher.publish({"a": np.zeros(3, np.float32)}, version=0)
+    assert (tmp_path / "run" / "manifests").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
