@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pulse_rl as pulse
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
@@ -50,6 +51,39 @@ def test_any_bits_are_weights() -> None:
 def test_other_objects_are_not_weights(other: Any) -> None:
     with pytest.raises(TypeError, match="expected a torch tensor or a NumPy array"):
         as_bits(other)
+
+
+class WithoutStorage(torch.Tensor):
+    """As quantised tensors are made: torch knows its shape, and nothing else."""
+
+    @staticmethod
+    def __new__(cls) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any) -> Any:
+        raise NotImplementedError("one\nof these")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cast", [None, "bfloat16"])
+def test_tensors_that_hold_no_data_are_named_in_one_line(cast: str | None) -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    without: dict[str, Any] = {
+        "fake": fake,
+        "wrapper": WithoutStorage(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "lazy": torch.nn.LazyLinear(3).weight,
+        "meta": torch.ones(3, device="meta"),
+        "sparse": torch.ones(3).to_sparse(),
+    }
+    for name, tensor in without.items():
+        with pytest.raises(TypeError, match=f"tensor '{name}': expected a") as caught:
+            layout({"w": torch.ones(3), name: tensor}, cast)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="tensor '0.weight': .* lazy module's: run a forward pass first"):
+        pulse.digest(torch.nn.Sequential(torch.nn.LazyLinear(3)))
 
 
 def test_a_clone_has_the_same_bits_and_ties_in_other_memory() -> None:

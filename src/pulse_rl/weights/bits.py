@@ -368,6 +368,8 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
         raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")
     if tensor.device.type == "meta":
         raise TypeError("expected a tensor that holds data, found one on the meta device")
+    if tensor.numel() and not tensor.data_ptr():  # other kinds without data raise RuntimeError here
+        raise TypeError(f"expected a tensor that holds data, found {type(tensor).__name__} without memory")
     if cast is not None and tensor.is_floating_point():
         target = getattr(torch, cast, None)
         if not isinstance(target, torch.dtype):
