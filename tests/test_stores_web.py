@@ -3,15 +3,20 @@
 There is no listing, so the newest version is found by probing: compared with a listing of the same files.
 """
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import servers
 from conftest import Trainee
+from proxy import Proxy
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
+from pulse_rl.history import newest
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.verify import verify
 
@@ -79,6 +84,62 @@ def test_a_subscriber_follows_over_http(served: tuple[Path, str], trainee: Train
     assert late.sync(fresh).digest == publisher.digest == pulse.digest(fresh)
     assert verify(url).ok
     assert verify(url).digest == publisher.digest
+
+
+@pytest.mark.parametrize("what", ["begun anew", "begun anew and longer", "rolled back", "deleted"])
+def test_a_history_that_goes_back_behind_a_server(served: tuple[Path, str], trainee: Trainee, what: str) -> None:
+    """A subscriber that has seen it says so at its next sync, and at every later one; its weights stay."""
+    directory, url = served
+    publisher = pulse.Publisher(directory, cast="bfloat16")
+    for version in range(6):
+        publisher.publish(trainee.step(), version=version)
+    live, subscriber = trainee.empty(), pulse.Subscriber(url)
+    subscriber.sync(live)
+    before = pulse.digest(live)
+    assert subscriber.sync(live).route == "none"
+    if what == "rolled back":
+        for sequence in (4, 5):
+            (directory / f"manifests/{sequence:012d}.json").unlink()
+    else:
+        shutil.rmtree(directory)
+        directory.mkdir()
+    if what.startswith("begun anew"):
+        anew = pulse.Publisher(directory, cast="bfloat16")
+        for version in range(9 if "longer" in what else 6):
+            anew.publish(trainee.step(), version=version)
+    for _ in range(2):
+        with pytest.raises(pulse.IntegrityError, match="has gone back|belongs to another history|of another history"):
+            subscriber.sync(live)
+        assert (subscriber.version, pulse.digest(live)) == (5, before)
+
+
+def test_a_look_at_rest_is_few_small_requests(
+    tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next manifest, which is missing, and the newest one, which is not sent; over the web also first.json."""
+    servers.use_s3(monkeypatch, 0)
+    bucket = servers.s3_bucket()
+    for upstream, url in ((servers.moto(), f"s3://{bucket}/run"), (servers.web(tmp_path), "http")):
+        with contextlib.closing(Proxy(upstream)) as proxy:
+            servers.use_s3(monkeypatch, proxy.port)
+            publisher = pulse.Publisher(url if url != "http" else tmp_path / "run")
+            for version in range(2):
+                publisher.publish(trainee.step(), version=version)
+            subscriber = pulse.Subscriber(url if url != "http" else f"http://127.0.0.1:{proxy.port}/run")
+            monkeypatch.setattr(newest, "TAG_AFTER_S", 0.0)
+            for _ in range(3):
+                assert subscriber.latest() == 1
+            requests, draw = list[str](), proxy.draw
+
+            def counted(method: str, path: str, requests: list[str] = requests, draw: Any = draw) -> Any:
+                requests.append(path)
+                return draw(method, path)
+
+            monkeypatch.setattr(proxy, "draw", counted)
+            for _ in range(10):
+                assert subscriber.latest() == 1
+            assert len(requests) == (30 if url == "http" else 20)
+            assert sum(path.endswith("manifests/000000000002.json") for path in requests) == 10
 
 
 def test_no_history_and_no_server(served: tuple[Path, str]) -> None:

@@ -1,8 +1,8 @@
-"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by two small requests.
+"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by two or three small requests.
 
 At rest means that nothing is newer than what was known. Then the next manifest is missing, and the newest known one is
-still the same object, which a store says without sending it again (If-None-Match). Both together cost less than a
-listing. That the newest known one is read again also shows a history that was deleted, rolled back or begun anew.
+still the same object, which a store says without sending it again (If-None-Match). Where a
+pruning may have left a gap after it, `first.json` is read too. Together that costs less than a listing. That the newest known one is read again also shows a history that was deleted, rolled back or begun anew.
 Every minute a store that can list is listed all the same, in case that a manifest in between was lost.
 """
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from pulse_rl.history.log import History
 
 LIST_EVERY_S = 60.0
+# The tag of a file behind a web server can be its size and the second in which it was written. So only a tag that was
+# read this much later than its manifest was first seen tells that manifest from every later one.
+TAG_AFTER_S = 2.0
 MAX_PROBED = 1 << 22  # versions of a history that cannot be listed; a server that answers to every name has more
 
 
@@ -48,6 +51,7 @@ class Finder:
         self._listed: ObjectInfo | None = None  # the newest manifest, as last listed
         self._listed_at = -math.inf  # monotonic
         self._newest: int | None = None  # its sequence number, by whatever way
+        self._seen = (-1, 0.0)  # a manifest that was read again, and when that was first so, monotonic
         self._tag: tuple[int, str | None] = (-1, None)  # the store's tag of a manifest that was read again
 
     def newest(self, polling: bool) -> int | None:
@@ -56,7 +60,7 @@ class Finder:
         polling: whether a store that can list is asked by two small requests first.
         """
         if self._newest is not None and self._asks_at_rest(polling) and not self.exists(self._newest + 1):
-            if self._is_still(self._newest):
+            if self._is_still(self._newest) and not self._is_before_a_gap(self._newest):
                 return self._newest
             self._history.forget()
         try:
@@ -72,6 +76,16 @@ class Finder:
             return True
         listed_lately = time.monotonic() - self._listed_at < LIST_EVERY_S
         return polling and listed_lately and isinstance(unwrapped(self._history.store), ObjectStore)
+
+    def _is_before_a_gap(self, sequence: int) -> bool:
+        """Whether newer versions may exist although the next one does not: where a pruning has left this one.
+
+        It leaves anchors for good, and others where it was interrupted. Where manifests are listed, that shows.
+        """
+        try:
+            return self._unlisted and self._history.first() > sequence
+        except IntegrityError:
+            return True  # not known: the longer way decides
 
     def exists(self, sequence: int) -> bool:
         """Whether there is a manifest of a sequence number, damaged or not."""
@@ -101,7 +115,10 @@ class Finder:
         except (ObjectNotFoundError, IntegrityError, VersionSkewError):
             return False
         if same:
-            self._tag = (sequence, tag)
+            if self._seen[0] != sequence:
+                self._seen = (sequence, time.monotonic())
+            settled = time.monotonic() - self._seen[1] >= TAG_AFTER_S
+            self._tag = (sequence, tag if settled else None)
         return same
 
     def _newest_listed(self) -> int | None:

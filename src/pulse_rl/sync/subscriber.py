@@ -136,6 +136,16 @@ class Subscriber:
         head = self.history.head(polling=True)
         return head.version if head else None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended: its trainer called `Publisher.end` after the newest version. Asks the store.
+
+        Raises:
+            StoreError: The store failed.
+            IntegrityError: The newest manifest is damaged, or is not signed by the public key.
+        """
+        return self.history.ended()
+
     def wait(self, version: int, timeout: float) -> int:
         """Wait until the history holds this version or a newer one. Does not sync.
 
@@ -182,6 +192,7 @@ class Subscriber:
             IntegrityError: The history is damaged, and no other route leads to the version; or its newest version is
                 older than the one held.
             StoreError: The store failed.
+            VersionSkewError: The version is of a newer format than this release knows: upgrade it.
             ValueError: A tensor cannot be written.
         """
         start = time.perf_counter()
@@ -335,9 +346,15 @@ class Subscriber:
         url = self.history.store.url
         with add_recovery_hint():
             head = self.history.head()
+        highest = self._highest
+        if head is None and highest is not None:
+            raise IntegrityError(
+                f"{url} has gone back: this Subscriber has held version {highest.version}, and it holds no version any "
+                "more; if that is intended, follow what comes next with a new Subscriber",
+                expected=highest.digest,
+            )
         if head is None:
             raise VersionNotFoundError(f"{url} holds no version yet", url=url)
-        highest = self._highest
         if highest is not None and highest != state_of(head) and highest.sequence >= head.sequence:
             raise IntegrityError(
                 f"{url} has gone back: this Subscriber has held version {highest.version} (digest {highest.digest}), "
