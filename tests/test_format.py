@@ -437,4 +437,4 @@ def test_golden_trail() -> None:
     assert zstandard.decompress(trail.encode()) == written
     (step,) = trail.links()
     assert step.ref.name == "patches/000000000001-00112233aabbccdd.safetensors"
-    assert (step.base, step.to) == (0, (1, 20, "0123456789abcdef"))
+    assert (step.base_sequence, step.to) == (0, (1, 20, "0123456789abcdef"))

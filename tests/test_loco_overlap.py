@@ -143,7 +143,7 @@ def test_a_parameter_that_has_not_moved_becomes_theta_with_its_sign() -> None:
         live[4] += 1e3
     theta = torch.tensor([-0.0, -0.0, -0.0, 0.7, -1e-9])
     held.theta["w"][:] = theta.numpy()
-    (view,) = held.slices
+    (view,) = held.segments
     assert held.live(view).tobytes() == frozen.numpy().tobytes()
     held.commit(view, None, np.zeros(5, np.float32), 0.7, 0.9)
     held.thaw()

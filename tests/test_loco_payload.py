@@ -13,7 +13,7 @@ from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError
 from pulse_rl.loco import exchange, payload
 from pulse_rl.loco.gate import GATES, Sends, cast, find_sends
-from pulse_rl.loco.payload import VALUE_DTYPES, Span, rounded
+from pulse_rl.loco.payload import VALUE_DTYPES, SharedSegment, rounded
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 
@@ -21,15 +21,15 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 def trained(shapes: list[tuple[int, ...]], step: float, seed: int, gate: str = "bfloat16") -> tuple[Any, Any]:
     """Segments of normally distributed weights, and what is sent of them after each has moved by about `step`."""
     random = np.random.default_rng(seed)
-    spans, sends = [], []
+    segments, sends = [], []
     for shape in shapes:
         shared = random.normal(0, 0.03, int(np.prod(shape))).astype(np.float32)
         live = shared + (step * random.normal(0, 1, len(shared)) * np.exp(random.normal(0, 0.5, len(shared)))).astype(
             np.float32
         )
-        spans.append(Span(shape, 0, len(shared), cast(shared, gate).copy()))
+        segments.append(SharedSegment(shape, 0, len(shared), cast(shared, gate).copy()))
         sends.append(find_sends(shared, live, np.zeros_like(shared), gate))
-    return spans, sends
+    return segments, sends
 
 
 def same(found: list[Sends], expected: list[Sends]) -> bool:
@@ -48,19 +48,19 @@ def same(found: list[Sends], expected: list[Sends]) -> bool:
     st.sampled_from(VALUE_DTYPES),
 )
 def test_what_is_encoded_is_decoded(shapes: Any, step: float, seed: int, gate: str, value_dtype: str) -> None:
-    spans, sends = trained(shapes, step, seed, gate)
+    segments, sends = trained(shapes, step, seed, gate)
     sends = [one._replace(values=rounded(one.values, value_dtype)) for one in sends]
-    data = payload.encode(sends, spans, gate, value_dtype)
-    assert len(data) <= payload.limit(spans)
-    assert same([d() for d in payload.open_payload(memoryview(data), spans, gate, value_dtype)], sends)
+    data = payload.encode(sends, segments, gate, value_dtype)
+    assert len(data) <= payload.limit(segments)
+    assert same([d() for d in payload.open_payload(memoryview(data), segments, gate, value_dtype)], sends)
 
 
 def test_a_sum_of_zero_exponent_and_sign_survives() -> None:
-    spans, _ = trained([(6,)], 0, 0)
+    segments, _ = trained([(6,)], 0, 0)
     values = np.array([-0.0, 1e-45, -1e-40, 3e38, -1.5], np.float32)
     sends = [Sends(np.array([0, 1, 2, 3, 5], np.uint32), values)]
-    data = payload.encode(sends, spans, "bfloat16")
-    assert same([d() for d in payload.open_payload(memoryview(data), spans, "bfloat16")], sends)
+    data = payload.encode(sends, segments, "bfloat16")
+    assert same([d() for d in payload.open_payload(memoryview(data), segments, "bfloat16")], sends)
 
 
 GOLDEN = """
@@ -70,20 +70,20 @@ GOLDEN = """
 """
 
 
-def golden() -> tuple[list[Span], list[Sends]]:
+def golden() -> tuple[list[SharedSegment], list[Sends]]:
     a = np.array([0.5, -0.25, 1, -1, 0.125, 0, 3, -2], np.float32)
     b = np.array([0, 1, 2], np.float32)
     values = np.array([0xBB000000, 0x3C000000, 0x3CC08312, 0xBA83126F], np.uint32).view(np.float32)
     sends = [Sends(np.array([1, 2, 6], np.uint32), values[:3]), Sends(np.array([2], np.uint32), values[3:])]
-    return [Span(shape, 0, len(x), cast(x, "bfloat16").copy()) for shape, x in (((2, 4), a), ((3,), b))], sends
+    return [SharedSegment(shape, 0, len(x), cast(x, "bfloat16").copy()) for shape, x in (((2, 4), a), ((3,), b))], sends
 
 
 def test_golden_bytes() -> None:
     """Read as they are for ever; written as they are but for the zstd frame, which differs between versions of zstd."""
-    spans, sends = golden()
+    segments, sends = golden()
     pinned = bytes.fromhex(GOLDEN)
-    assert same([d() for d in payload.open_payload(memoryview(pinned), spans, "bfloat16")], sends)
-    written = payload.encode(sends, spans, "bfloat16")
+    assert same([d() for d in payload.open_payload(memoryview(pinned), segments, "bfloat16")], sends)
+    written = payload.encode(sends, segments, "bfloat16")
     frame = slice(32 + 50, 32 + 50 + 13)  # after the hash, two lengths, two counts and 50 bytes of positions
     assert pinned[16:24] == bytes.fromhex("32000000 0d000000")
     assert pinned[frame.stop :] == bytes.fromhex("000080 000000 128340 6f1283")
@@ -92,7 +92,7 @@ def test_golden_bytes() -> None:
     assert written[16:20] + written[24 : frame.start] == pinned[16:20] + pinned[24 : frame.start]
     assert written[-12:] == pinned[-12:]
     narrow = [one._replace(values=rounded(one.values, "bfloat16")) for one in sends]
-    assert payload.encode(narrow, spans, "bfloat16", "bfloat16")[-4:] == bytes.fromhex("80004183")
+    assert payload.encode(narrow, segments, "bfloat16", "bfloat16")[-4:] == bytes.fromhex("80004183")
 
 
 def test_the_document_shows_the_golden_bytes() -> None:
@@ -102,16 +102,16 @@ def test_the_document_shows_the_golden_bytes() -> None:
 @pytest.mark.parametrize(("step", "density"), [(5e-8, 0.002), (3e-7, 0.01), (2e-6, 0.04)])
 def test_size_against_the_conditional_entropy(step: float, density: float) -> None:
     """At most 1.03 · (32 bits + H(position | exponent of θ)) a sent element, at three densities; measured: 0.9."""
-    spans, sends = trained([(2048, 512)] * 2, step, 1)
+    segments, sends = trained([(2048, 512)] * 2, step, 1)
     elements, sent = np.zeros(256), np.zeros(256)
-    for span, one in zip(spans, sends, strict=True):
-        exponents = span.bits >> 7 & 0xFF
+    for segment, one in zip(segments, sends, strict=True):
+        exponents = segment.bits >> 7 & 0xFF
         elements += np.bincount(exponents, minlength=256)
         sent += np.bincount(exponents[one.indices], minlength=256)
     share = np.clip(sent / np.maximum(elements, 1), 1e-12, 1 - 1e-12)
     entropy = float((elements * -(share * np.log2(share) + (1 - share) * np.log2(1 - share))).sum() / sent.sum())
     assert density / 2 < sent.sum() / elements.sum() < density * 2
-    bits = 8 * len(payload.encode(sends, spans, "bfloat16")) / sent.sum()
+    bits = 8 * len(payload.encode(sends, segments, "bfloat16")) / sent.sum()
     assert bits <= 1.03 * (32 + entropy)
     assert bits <= 0.92 * (32 + entropy)
 
@@ -122,24 +122,24 @@ def sealed(body: bytes) -> memoryview:
 
 def test_a_damaged_payload_is_refused() -> None:
     """A bit in any byte, a cut anywhere, a byte appended."""
-    spans, sends = trained([(40, 64), (300,)], 1e-4, 3)
-    data = payload.encode(sends, spans, "bfloat16")
+    segments, sends = trained([(40, 64), (300,)], 1e-4, 3)
+    data = payload.encode(sends, segments, "bfloat16")
     for at in range(len(data)):
         bad = bytearray(data)
         bad[at] ^= 1 << at % 8
         with pytest.raises(FormatError):
-            payload.open_payload(memoryview(bad), spans, "bfloat16")
+            payload.open_payload(memoryview(bad), segments, "bfloat16")
     for cut in (*range(0, len(data), 97), len(data) - 1):
         with pytest.raises(FormatError):
-            payload.open_payload(memoryview(data)[:cut], spans, "bfloat16")
+            payload.open_payload(memoryview(data)[:cut], segments, "bfloat16")
     with pytest.raises(FormatError):
-        payload.open_payload(memoryview(data + b"x"), spans, "bfloat16")
+        payload.open_payload(memoryview(data + b"x"), segments, "bfloat16")
 
 
 def test_a_hashed_but_wrong_payload_is_refused_or_in_range() -> None:
     """A sender that hashes nonsense: FormatError and no other, and never an index out of range."""
-    spans, sends = trained([(40, 64), (300,)], 1e-4, 3)
-    data = payload.encode(sends, spans, "bfloat16")
+    segments, sends = trained([(40, 64), (300,)], 1e-4, 3)
+    data = payload.encode(sends, segments, "bfloat16")
     refused = 0
     random = np.random.default_rng(0)
     for _ in range(1500):
@@ -147,13 +147,13 @@ def test_a_hashed_but_wrong_payload_is_refused_or_in_range() -> None:
         for _ in range(random.integers(1, 4)):
             body[random.integers(0, len(body))] = random.integers(0, 256)
         try:
-            found = [decode() for decode in payload.open_payload(sealed(bytes(body)), spans, "bfloat16")]
+            found = [decode() for decode in payload.open_payload(sealed(bytes(body)), segments, "bfloat16")]
         except FormatError:
             refused += 1
             continue
-        for one, span in zip(found, spans, strict=True):
+        for one, segment in zip(found, segments, strict=True):
             assert (np.diff(one.indices.astype(np.int64)) > 0).all()
-            assert not len(one.indices) or one.indices[-1] < span.size
+            assert not len(one.indices) or one.indices[-1] < segment.size
             assert np.isfinite(one.values).all()
     assert refused > 100
 
@@ -168,7 +168,7 @@ def test_the_method_with_fewer_bytes_is_chosen() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])
 def test_every_segment_has_one_owner(ranks: int) -> None:
     sizes = [100, 1, 1, 50, 100, 30, 8]
-    spans = [Span((n,), 0, n, np.zeros(n, np.uint16)) for n in sizes]
-    ranges = exchange.owned(spans, ranks)
+    segments = [SharedSegment((n,), 0, n, np.zeros(n, np.uint16)) for n in sizes]
+    ranges = exchange.owned(segments, ranks)
     assert len(ranges) == ranks
     assert [i for r in ranges for i in r] == list(range(len(sizes)))

@@ -149,9 +149,9 @@ def test_rounds_follow_parameters_that_move(ranks: Ranks, overlap: int) -> None:
 
 
 def interrupt(group: Any, rank: int, size: int, overlap: int) -> None:
-    """Ctrl-C while the second slice is committed: the round is whole afterwards, and no other one begins."""
+    """Ctrl-C while the second segment is committed: the round is whole afterwards, and no other one begins."""
     found = []
-    for at in (0, 2):  # the slice; 0: no interruption
+    for at in (0, 2):  # the segment; 0: no interruption
         model, commit, calls = Model(), masters.Masters.commit, itertools.count(1)
 
         def interrupted(*arguments: Any, at: int = at, calls: Any = calls, commit: Any = commit) -> int:

@@ -17,10 +17,10 @@ class Outcome(NamedTuple):
     """What the exchange of a round gave."""
 
     workers: int  # whose mean it is
-    sends: list[Sends]  # of this rank, by slice; empty where all elements are sent
+    sends: list[Sends]  # of this rank, by segment; empty where all elements are sent
     sent: int  # elements of this rank
     methods: list[str]  # of each fragment
-    means: list[Mean]  # of each slice
+    means: list[Mean]  # of each segment
     timings: Timings
 
     def report(self, round: int, elements: int, digest: str) -> LocoReport:
@@ -55,7 +55,7 @@ def collect(members: Members, masters: Masters, contribution: Contribution, roun
         raise
     timings.spent("gate")
     if isinstance(found, NonFinite):
-        sends, verdict = [], Verdict.non_finite(found.slice, len(masters.fragments))
+        sends, verdict = [], Verdict.non_finite(found.segment, len(masters.fragments))
     else:
         sends, verdict = found, Verdict.ready(contribution.counts(found))
     while True:
@@ -91,7 +91,7 @@ def _ready_counts(
         if verdict.readiness is Readiness.NON_FINITE:
             message = (
                 f"rank {rank}, round {round}: expected finite numbers in the pseudo-gradient of "
-                f"{masters.slices[verdict.slice].name!r}, found an infinity or NaN"
+                f"{masters.segments[verdict.segment].name!r}, found an infinity or NaN"
             )
             if members.elastic and rank != members.group.rank:
                 raise ExchangeError(message, ranks=(rank,))

@@ -11,22 +11,22 @@ from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
 from pulse_rl.loco.gate import Gate, Sends, cast, find_sends
 from pulse_rl.loco.group import Group
-from pulse_rl.loco.masters import FlatSlice, Masters
-from pulse_rl.loco.payload import Span, ValueDtype, rounded
+from pulse_rl.loco.masters import Masters, MasterSegment
+from pulse_rl.loco.payload import SharedSegment, ValueDtype, rounded
 from pulse_rl.parallel import ordered_map
 
 
 class NonFinite(NamedTuple):
     """A pseudo-gradient holds an infinity or NaN."""
 
-    slice: int  # the number of the first slice that does
+    segment: int  # the number of the first segment that does
 
 
 class Contribution(Protocol):
     """How one trainer takes part in the exchange of a round."""
 
     def find(self) -> list[Sends] | NonFinite:
-        """What to send of each slice; an empty list means all of it."""
+        """What to send of each segment; an empty list means all of it."""
 
     def counts(self, sends: list[Sends]) -> list[int]:
         """How many elements of each fragment are sent."""
@@ -34,7 +34,7 @@ class Contribution(Protocol):
     def exchange(
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
-        """Exchange a fragment; returns the method and the mean of each of its slices. counts: of each rank."""
+        """Exchange a fragment; returns the method and the mean of each of its segments. counts: of each rank."""
 
 
 class SparseContribution:
@@ -47,13 +47,13 @@ class SparseContribution:
         self._method = method
 
     def find(self) -> list[Sends] | NonFinite:
-        def find(view: FlatSlice) -> Sends | None:
-            assert view.residual is not None
-            sends = find_sends(view.shared, self._masters.live(view), view.residual, self._gate)
+        def find(segment: MasterSegment) -> Sends | None:
+            assert segment.residual is not None
+            sends = find_sends(segment.shared, self._masters.live(segment), segment.residual, self._gate)
             return sends and sends._replace(values=rounded(sends.values, self._value_dtype))
 
         sends: list[Sends] = []
-        for found in ordered_map(find, self._masters.slices):
+        for found in ordered_map(find, self._masters.segments):
             if found is None:
                 return NonFinite(len(sends))
             sends.append(found)
@@ -65,15 +65,16 @@ class SparseContribution:
     def exchange(
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
-        views = [self._masters.slices[number] for number in fragment]
-        spans = list(ordered_map(self._span, views))
-        mine = Fragment([sends[number] for number in fragment], spans, self._gate, self._value_dtype)
-        method = exchange.choose(counts, sum(v.size for v in views)) if self._method == "auto" else self._method
+        segments = [self._masters.segments[number] for number in fragment]
+        shared = list(ordered_map(self._shared, segments))
+        mine = Fragment([sends[number] for number in fragment], shared, self._gate, self._value_dtype)
+        elements = sum(segment.size for segment in segments)
+        method = exchange.choose(counts, elements) if self._method == "auto" else self._method
         run = exchange.split if method == "split" else exchange.gather
         return method, run(group, mine, timings)
 
-    def _span(self, view: FlatSlice) -> Span:
-        return Span(view.shape, view.start, view.stop, cast(view.shared, self._gate).copy())
+    def _shared(self, segment: MasterSegment) -> SharedSegment:
+        return SharedSegment(segment.shape, segment.start, segment.stop, cast(segment.shared, self._gate).copy())
 
 
 class DenseContribution:
@@ -83,25 +84,27 @@ class DenseContribution:
         self._masters = masters
 
     def find(self) -> list[Sends] | NonFinite:
-        for number, view in enumerate(self._masters.slices):
-            scratch = cpu.buffer("mean", view.size, np.float32)
-            if not loco.difference(view.shared, self._masters.live(view), scratch):
+        for number, segment in enumerate(self._masters.segments):
+            scratch = cpu.buffer("mean", segment.size, np.float32)
+            if not loco.difference(segment.shared, self._masters.live(segment), scratch):
                 return NonFinite(number)
         return []
 
     def counts(self, sends: list[Sends]) -> list[int]:
-        return [sum(self._masters.slices[number].size for number in fragment) for fragment in self._masters.fragments]
+        return [sum(self._masters.segments[number].size for number in fragment) for fragment in self._masters.fragments]
 
     def exchange(
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
-        views = [self._masters.slices[number] for number in fragment]
-        ends = np.cumsum([view.size for view in views]).tolist()
+        segments = [self._masters.segments[number] for number in fragment]
+        ends = np.cumsum([segment.size for segment in segments]).tolist()
         gradient = np.empty(ends[-1], np.float32)
-        for view, end in zip(views, ends, strict=True):
-            loco.difference(view.shared, self._masters.live(view), gradient[end - view.size : end])
+        for segment, end in zip(segments, ends, strict=True):
+            loco.difference(segment.shared, self._masters.live(segment), gradient[end - segment.size : end])
         timings.spent("encode")
         mean = exchange.dense(group, gradient, timings)
         timings.sent_nbytes += gradient.nbytes
-        timings.received_nbytes += 2 * gradient.nbytes * (group.size - 1) // group.size  # ranges, then their sums
-        return "dense", [Mean(None, mean[end - view.size : end]) for view, end in zip(views, ends, strict=True)]
+        timings.received_nbytes += 2 * gradient.nbytes * (group.size - 1) // group.size  # ranges, then their means
+        return "dense", [
+            Mean(None, mean[end - segment.size : end]) for segment, end in zip(segments, ends, strict=True)
+        ]

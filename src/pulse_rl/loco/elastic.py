@@ -213,7 +213,7 @@ class ElasticMembers:
         """Give newcomers the counters, θ and the momentum. A newcomer's residual becomes empty."""
         trainer, masters = self._trainer, self._masters
         counters = np.array([trainer.round, trainer.inner_steps], np.int64)
-        state = [counters, *(array for view in masters.slices for array in (view.shared, view.momentum))]
+        state = [counters, *(array for segment in masters.segments for array in (segment.shared, segment.momentum))]
         for giver, taker in decision.transfers():
             if group.rank == giver:
                 self._transfer(group, state, taker, dist.isend)

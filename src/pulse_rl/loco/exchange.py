@@ -28,7 +28,7 @@ from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.group import Group, rank_failed
-from pulse_rl.loco.payload import Span
+from pulse_rl.loco.payload import SharedSegment
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import find_changes
 
@@ -65,17 +65,17 @@ class Fragment(NamedTuple):
     """What one rank exchanges at once: its sends of a run of segments, and how they are encoded."""
 
     sends: Sequence[Sends]  # of each segment
-    spans: Sequence[Span]  # the segments
+    segments: Sequence[SharedSegment]
     gate: str
     value_dtype: str
 
     def only(self, numbers: range) -> "Fragment":
         """These segments alone."""
-        return self._replace(sends=[self.sends[i] for i in numbers], spans=[self.spans[i] for i in numbers])
+        return self._replace(sends=[self.sends[i] for i in numbers], segments=[self.segments[i] for i in numbers])
 
     def encode(self) -> bytes:
         """The sends as a payload; no bytes where there are no segments."""
-        return payload.encode(self.sends, self.spans, self.gate, self.value_dtype) if self.spans else b""
+        return payload.encode(self.sends, self.segments, self.gate, self.value_dtype) if self.segments else b""
 
 
 class Timings:
@@ -121,7 +121,7 @@ def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     with report_failure(group, lengths=1):
         mine = fragment.encode()
     timings.spent("encode")
-    payloads = group.gather(mine, payload.limit(fragment.spans))
+    payloads = group.gather(mine, payload.limit(fragment.segments))
     timings.spent("exchange")
     timings.sent_nbytes += len(mine)
     timings.received_nbytes += sum(map(len, payloads)) - len(mine)
@@ -134,8 +134,8 @@ def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 
 def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     """Every rank adds up one range of segments, then all gather the means."""
-    limit = payload.limit(fragment.spans)
-    ranges = owned(fragment.spans, group.size)
+    limit = payload.limit(fragment.segments)
+    ranges = owned(fragment.segments, group.size)
     own = fragment.only(ranges[group.rank])
 
     # 1. Each rank sends, of each range, its payload to the range's owner.
@@ -228,10 +228,11 @@ def fail_together(group: Group) -> Iterator[None]:
         raise rank_failed(rank, found.error, at_fault=at_fault)
 
 
-def owned(spans: Sequence[Span], ranks: int) -> list[range]:
+def owned(segments: Sequence[SharedSegment], ranks: int) -> list[range]:
     """The segments that each rank adds up: runs of about equally many elements, some empty if segments are few."""
-    middles = np.cumsum([span.size for span in spans]) - np.array([span.size for span in spans]) / 2
-    owners = (middles * ranks / sum(span.size for span in spans)).astype(np.int64)
+    sizes = np.array([segment.size for segment in segments])
+    middles = np.cumsum(sizes) - sizes / 2
+    owners = (middles * ranks / sizes.sum()).astype(np.int64)
     cuts = np.searchsorted(owners, np.arange(ranks + 1)).tolist()
     return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
@@ -247,17 +248,17 @@ def sent_by(rank: int) -> AbstractContextManager[None]:
 
 def _add_up(group: Group, payloads: Sequence[memoryview], mine: Fragment) -> list[Mean]:
     """The mean of these segments over all ranks, added in rank order; this rank's own sends need no decoding."""
-    if not mine.spans:
+    if not mine.segments:
         return []
     decoders = []
     for rank, data in enumerate(payloads):
         with sent_by(rank):
             decoders.append(
-                [] if rank == group.rank else payload.open_payload(data, mine.spans, mine.gate, mine.value_dtype)
+                [] if rank == group.rank else payload.open_payload(data, mine.segments, mine.gate, mine.value_dtype)
             )
 
     def add(number: int) -> Mean:
-        size = mine.spans[number].size
+        size = mine.segments[number].size
         total: F32 = cpu.buffer("total", size, np.float32)[:size]
         total.fill(0)
         for rank, decode in enumerate(decoders):
@@ -273,15 +274,15 @@ def _add_up(group: Group, payloads: Sequence[memoryview], mine: Fragment) -> lis
             return Mean(None, total.copy())
         return Mean(changes.indices, changes.values.view(np.float32))
 
-    return list(ordered_map(add, range(len(mine.spans))))
+    return list(ordered_map(add, range(len(mine.segments))))
 
 
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     """The means of the range that another rank added up."""
-    if not part.spans:
+    if not part.segments:
         return []
     with sent_by(rank):
-        decoders = payload.open_payload(data, part.spans, part.gate)
+        decoders = payload.open_payload(data, part.segments, part.gate)
         return list(ordered_map(lambda decode: Mean(*decode()), decoders))
 
 

@@ -1,9 +1,9 @@
 """What a trainer holds: θ as all trainers share it, the outer momentum, its own residual, and the live parameters.
 
 All of it is float32, by tensor and in host memory; the live parameters may be on any device and are read and
-written one slice at a time. While a round is exchanged in the background, a copy of the live parameters as they were
-when it began is held too. Tensors are in canonical order (by name); a slice is at most 2^20 elements of one tensor,
-and one segment of a payload; fragments are runs of slices that are exchanged together, so that what a round holds is
+written one segment at a time. While a round is exchanged in the background, a copy of the live parameters as they were
+when it began is held too. Tensors are in canonical order (by name); a segment is at most 2^20 elements of one tensor,
+here and in a payload; fragments are runs of segments that are exchanged together, so that what a round holds is
 bounded.
 """
 
@@ -26,8 +26,8 @@ from pulse_rl.weights.segments import segments
 FRAGMENT = 1 << 25  # elements: 128 MB of float32
 
 
-class FlatSlice(NamedTuple):
-    """The elements [start, stop) of one flattened parameter; the arrays are views of the masters, (stop − start,)."""
+class MasterSegment(NamedTuple):
+    """The elements [start, stop) of one flattened parameter; arrays are views of the masters, (stop − start,)."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
@@ -59,8 +59,8 @@ class Masters:
         self.residual = (
             {name: np.zeros(bits.size, np.float32) for name, bits in self._live.items()} if with_residual else {}
         )
-        self.slices = [
-            FlatSlice(
+        self.segments = [
+            MasterSegment(
                 name,
                 bits.shape,
                 start,
@@ -72,7 +72,7 @@ class Masters:
             for name, bits in self._live.items()
             for start, stop in segments(bits.size)
         ]
-        self.fragments = _fragments([view.size for view in self.slices])
+        self.fragments = _fragments([segment.size for segment in self.segments])
         self._seeds = {name: digests.seed(name, "F32", shape) for name, shape in self.shapes.items()}
         self.empty_digest = sum(mix(self._seeds[name]) for name, bits in self._live.items() if not bits.size)
         self._frozen: dict[str, F32] = {}
@@ -95,75 +95,79 @@ class Masters:
 
     def copy_from_live(self) -> None:
         """Set θ to the live parameters."""
-        for view in self.slices:
-            view.shared[:] = self.live(view)
+        for segment in self.segments:
+            segment.shared[:] = self.live(segment)
 
     def copy_to_live(self) -> None:
         """Set the live parameters to θ."""
-        for view in self.slices:
-            self._write(view)
+        for segment in self.segments:
+            self._write(segment)
 
     def equals_live(self) -> bool:
         """Whether θ has the live parameters' bits."""
-        return all(np.array_equal(view.shared.view(np.uint32), self.live(view).view(np.uint32)) for view in self.slices)
+        return all(
+            np.array_equal(segment.shared.view(np.uint32), self.live(segment).view(np.uint32))
+            for segment in self.segments
+        )
 
     def freeze(self) -> None:
         """Copy the live parameters, 4 bytes each: `live` reads the copy until `thaw`, while they move on."""
         frozen = {name: np.empty(bits.size, np.float32) for name, bits in self._live.items()}
-        for view in self.slices:
-            frozen[view.name][view.start : view.stop] = self._read(view)
+        for segment in self.segments:
+            frozen[segment.name][segment.start : segment.stop] = self._read(segment)
         self._frozen = frozen
 
     def thaw(self) -> None:
         """Drop the copy that `freeze` made."""
         self._frozen = {}
 
-    def live(self, view: FlatSlice) -> F32:
-        """The live parameters of a slice, or frozen ones; not to be written to."""
-        return self._frozen_part(view) if self._frozen else self._read(view)
+    def live(self, segment: MasterSegment) -> F32:
+        """The live parameters of a segment, or frozen ones; not to be written to."""
+        return self._frozen_part(segment) if self._frozen else self._read(segment)
 
-    def commit(self, view: FlatSlice, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
-        """Take the outer step on a slice: residual, momentum, θ and the live parameters; returns θ's digest there.
+    def commit(self, segment: MasterSegment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
+        """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
 
         sends: what this trainer sent, to be subtracted from the residual. gradient: the mean over all trainers, (n,).
         The live parameters become θ, and frozen ones θ − (frozen − live), which keeps the steps taken since `freeze`.
         """
-        if view.residual is not None and sends is not None:
-            loco.keep(view.shared, self.live(view), view.residual, sends.indices, sends.values)
-        loco.outer(view.shared, view.momentum, gradient, lr, mu)
-        self._write(view)
-        return self._digest(view, view.shared)
+        if segment.residual is not None and sends is not None:
+            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
+        loco.outer(segment.shared, segment.momentum, gradient, lr, mu)
+        self._write(segment)
+        return self._digest(segment, segment.shared)
 
     def digest(self) -> int:
         """The digest of θ: as `pulse.digest` of the trainable parameters."""
-        return (self.empty_digest + sum(self._digest(view, view.shared) for view in self.slices)) & digests.MASK
+        total = sum(self._digest(segment, segment.shared) for segment in self.segments)
+        return (self.empty_digest + total) & digests.MASK
 
     def momentum_digest(self) -> int:
         """Likewise of the momentum."""
-        return sum(self._digest(view, view.momentum) for view in self.slices) & digests.MASK
+        return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
 
-    def _digest(self, view: FlatSlice, values: F32) -> int:
-        return cpu.digest_range(self._seeds[view.name], view.start, values.view(np.uint32))
+    def _digest(self, segment: MasterSegment, values: F32) -> int:
+        return cpu.digest_range(self._seeds[segment.name], segment.start, values.view(np.uint32))
 
-    def _read(self, view: FlatSlice) -> F32:
-        values: F32 = self._live[view.name].read(view.start, view.stop).view(np.float32)
+    def _read(self, segment: MasterSegment) -> F32:
+        values: F32 = self._live[segment.name].read(segment.start, segment.stop).view(np.float32)
         return values
 
-    def _frozen_part(self, view: FlatSlice) -> F32:
-        return self._frozen[view.name][view.start : view.stop]
+    def _frozen_part(self, segment: MasterSegment) -> F32:
+        return self._frozen[segment.name][segment.start : segment.stop]
 
-    def _write(self, view: FlatSlice) -> None:
-        values = view.shared
+    def _write(self, segment: MasterSegment) -> None:
+        values = segment.shared
         if self._frozen:
             # In this order a parameter that has not moved gets θ's own bits: −0 − (+0) is −0, but −0 + (+0) is +0.
-            values = self._frozen_part(view)
-            np.subtract(values, self._read(view), out=values)
-            np.subtract(view.shared, values, out=values)
-        self._live[view.name].write(view.start, values.view(np.uint32))
+            values = self._frozen_part(segment)
+            np.subtract(values, self._read(segment), out=values)
+            np.subtract(segment.shared, values, out=values)
+        self._live[segment.name].write(segment.start, values.view(np.uint32))
 
 
 def _fragments(sizes: list[int]) -> list[range]:
-    """Runs of slices, by number, of at most FRAGMENT elements; a slice that is larger is a run by itself."""
+    """Runs of segments, by number, of at most FRAGMENT elements; a segment that is larger is a run by itself."""
     fragments: list[range] = []
     first, held = 0, 0
     for number, size in enumerate(sizes):

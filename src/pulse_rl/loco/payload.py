@@ -43,8 +43,8 @@ HASH, LENGTHS = 16, struct.Struct("<II")
 _CODEC = ContextCodec(price=128)
 
 
-class Span(NamedTuple):
-    """A range of one tensor, as sender and receiver know it: one segment of a payload."""
+class SharedSegment(NamedTuple):
+    """A segment as sender and receiver both know it."""
 
     shape: tuple[int, ...]  # of the whole tensor
     start: int  # flat index of the first element
@@ -56,14 +56,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-def limit(spans: Sequence[Span]) -> int:
+def limit(segments: Sequence[SharedSegment]) -> int:
     """An upper bound of a payload's bytes: all elements sent, plus the codec's models and the framing."""
-    return sum(span.size for span in spans) * 7 + (4 + 64) * len(spans) + (1 << 17)
+    return sum(segment.size for segment in segments) * 7 + (4 + 64) * len(segments) + (1 << 17)
 
 
-def encode(sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype: str = "float32") -> bytes:
+def encode(sends: Sequence[Sends], segments: Sequence[SharedSegment], gate: str, value_dtype: str = "float32") -> bytes:
     """One payload of these segments. The same sends give the same bytes, whatever the number of threads."""
-    parts = [_part(one, span, gate) for one, span in zip(sends, spans, strict=True)]
+    parts = [_part(one, segment, gate) for one, segment in zip(sends, segments, strict=True)]
     positions = _CODEC.encode(parts)
     exponents, rest = _split(np.concatenate([one.values for one in sends]), value_dtype)
     frame = zstandard.ZstdCompressor(1).compress(exponents.tobytes())
@@ -74,30 +74,30 @@ def encode(sends: Sequence[Sends], spans: Sequence[Span], gate: str, value_dtype
 
 
 def open_payload(
-    payload: memoryview, spans: Sequence[Span], gate: str, value_dtype: str = "float32"
+    payload: memoryview, segments: Sequence[SharedSegment], gate: str, value_dtype: str = "float32"
 ) -> list[Callable[[], Sends]]:
     """Check a payload of these segments; returns one function a segment that decodes it and checks its indices.
 
     Raises FormatError for bytes that no `encode` wrote; so do the functions that it returns.
     """
-    header = HASH + LENGTHS.size + 4 * len(spans)
-    if not header <= len(payload) <= limit(spans):
-        raise FormatError(f"payload: expected {header} to {limit(spans)} bytes, found {len(payload)}")
+    header = HASH + LENGTHS.size + 4 * len(segments)
+    if not header <= len(payload) <= limit(segments):
+        raise FormatError(f"payload: expected {header} to {limit(segments)} bytes, found {len(payload)}")
     if blake3(payload[HASH:]).digest(HASH) != bytes(payload[:HASH]):
         raise FormatError(f"payload: its {len(payload)} bytes do not match their hash")
     positions_nbytes, frame_nbytes = LENGTHS.unpack_from(payload, HASH)
     counts = np.frombuffer(payload[HASH + LENGTHS.size : header], "<u4").astype(np.int64)
-    for count, span in zip(counts.tolist(), spans, strict=True):
-        if count > span.size:
-            raise FormatError(f"payload: expected at most {span.size} sends of a segment, found {count}")
+    for count, segment in zip(counts.tolist(), segments, strict=True):
+        if count > segment.size:
+            raise FormatError(f"payload: expected at most {segment.size} sends of a segment, found {count}")
     total = int(counts.sum())
     width = (_MANTISSAS[value_dtype] + 1) // 8
     expected = header + positions_nbytes + frame_nbytes + width * total
     if expected != len(payload):
         raise FormatError(f"payload: expected {expected} bytes, found {len(payload)}")
     specs = [
-        segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, count)
-        for span, count in zip(spans, counts.tolist(), strict=True)
+        segment_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, count)
+        for segment, count in zip(segments, counts.tolist(), strict=True)
     ]
     frame = header + positions_nbytes
     pieces = _CODEC.open(payload[header:frame], specs)
@@ -107,8 +107,8 @@ def open_payload(
     values = _join(exponents, np.frombuffer(payload[frame + frame_nbytes :], np.uint8), value_dtype)
     ends = np.cumsum(counts).tolist()
     return [
-        partial(_decode, piece, values[end - spec.changed : end], span)
-        for piece, spec, end, span in zip(pieces, specs, ends, spans, strict=True)
+        partial(_decode, piece, values[end - spec.changed : end], segment)
+        for piece, spec, end, segment in zip(pieces, specs, ends, segments, strict=True)
     ]
 
 
@@ -120,17 +120,17 @@ def rounded(values: F32, value_dtype: str) -> F32:
     return widened
 
 
-def _part(sends: Sends, span: Span, gate: str) -> Part:
-    spec = segment_spec(DTYPES[gate][0], span.shape, span.start, span.stop, len(sends.indices))
+def _part(sends: Sends, segment: SharedSegment, gate: str) -> Part:
+    spec = segment_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, len(sends.indices))
     count = len(sends.indices)
     up = moves.apply_moves(
-        span.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field_of(spec.dtype)
+        segment.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field_of(spec.dtype)
     )
-    return Part(spec, Changes(sends.indices, up), lambda: span.bits)
+    return Part(spec, Changes(sends.indices, up), lambda: segment.bits)
 
 
-def _decode(piece: Piece, values: F32, span: Span) -> Sends:
-    (changes,) = piece.decode([lambda: span.bits])
+def _decode(piece: Piece, values: F32, segment: SharedSegment) -> Sends:
+    (changes,) = piece.decode([lambda: segment.bits])
     return Sends(changes.indices, values)
 
 

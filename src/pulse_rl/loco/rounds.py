@@ -354,9 +354,9 @@ class LocalSteps:
         masters, sends = self._masters, outcome.sends
 
         def commit(number: int) -> int:
-            view = masters.slices[number]
-            gradient = outcome.means[number].dense(view.size)
-            return masters.commit(view, sends[number] if sends else None, gradient, self.outer_lr, self.outer_momentum)
+            segment = masters.segments[number]
+            mean, sent = outcome.means[number].dense(segment.size), sends[number] if sends else None
+            return masters.commit(segment, sent, mean, self.outer_lr, self.outer_momentum)
 
         total = (masters.empty_digest + sum(ordered_map(commit, range(len(outcome.means))))) & digests.MASK
         masters.thaw()

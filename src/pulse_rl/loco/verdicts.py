@@ -1,6 +1,6 @@
 """What each rank reports before a round is exchanged: how much it sends of each fragment, or why it cannot take part.
 
-On the network a verdict is a row of whole numbers: readiness, slice, counts. Here is the only place that knows.
+On the network a verdict is a row of whole numbers: readiness, segment, counts. Here is the only place that knows.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
     """What one rank reports."""
 
     readiness: Readiness
-    slice: int  # NON_FINITE: the number of the first slice that is; else 0
+    segment: int  # NON_FINITE: the number of the first segment that is; else 0
     counts: Sequence[int]  # elements that it sends of each fragment; zeros unless READY
 
     @classmethod
@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
         return cls(Readiness.READY, 0, counts)
 
     @classmethod
-    def non_finite(cls, slice: int, fragments: int) -> "Verdict":
-        return cls(Readiness.NON_FINITE, slice, [0] * fragments)
+    def non_finite(cls, segment: int, fragments: int) -> "Verdict":
+        return cls(Readiness.NON_FINITE, segment, [0] * fragments)
 
     @classmethod
     def failed(cls, fragments: int) -> "Verdict":
@@ -40,5 +40,5 @@ class Verdict(NamedTuple):
 
 def gather_verdicts(group: Group, mine: Verdict) -> list[Verdict]:
     """The verdicts of all ranks, in rank order. A collective."""
-    table = group.gather_numbers([mine.readiness, mine.slice, *mine.counts]).tolist()
+    table = group.gather_numbers([mine.readiness, mine.segment, *mine.counts]).tolist()
     return [Verdict(Readiness(readiness), number, counts) for readiness, number, *counts in table]
