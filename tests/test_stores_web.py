@@ -113,6 +113,18 @@ def test_a_history_that_goes_back_behind_a_server(served: tuple[Path, str], trai
         assert (subscriber.version, pulse.digest(live)) == (5, before)
 
 
+def test_an_anchor_that_is_kept_for_good_is_not_taken_for_the_newest(tmp_path: Path, trainee: Trainee) -> None:
+    """A subscriber sleeps at an anchor while what follows it is published and pruned: there is a gap after it then."""
+    publisher = pulse.Publisher(tmp_path / "run", anchor_every=2, retain=1, keep_every=1, grace=0, cast="bfloat16")
+    publisher.publish(trainee.step(), version=0)
+    live, subscriber = trainee.empty(), pulse.Subscriber(f"http://127.0.0.1:{servers.web(tmp_path)}/run")
+    assert subscriber.sync(live).version == subscriber.sync(live).version == 0
+    for version in range(1, 5):
+        publisher.publish(trainee.step(), version=version)
+    assert History(tmp_path / "run").sequences() == [0, 2, 4]
+    assert subscriber.latest() == subscriber.sync(live).version == 4
+
+
 def test_a_look_at_rest_is_few_small_requests(
     tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
