@@ -138,13 +138,14 @@ def test_a_store_that_goes_away_in_the_middle(
         few = S3Store.from_url(url, retry_config={"max_retries": 3})  # the default takes seconds each time
         store = CloudStore(few, url)
         line_store = Cutting(store, line, prefix, after)
-        publisher = pulse.Publisher(store, anchor_every=1, cast="bfloat16")
+        publisher = pulse.Publisher(store, anchor_every=1, cast="bfloat16", patience=0)
         publisher.publish(trainee.step(), version=0)
         publisher.history.store = line_store
-        live, subscriber = trainee.empty(), pulse.Subscriber(store)
+        live, subscriber = trainee.empty(), pulse.Subscriber(store, patience=0)
         assert subscriber.sync(live).version == 0
-        with pytest.raises(pulse.StoreError, match=f"cannot write {prefix}[^\n]*$") as raised:
+        with pytest.raises(pulse.StoreError, match=f"cannot write {prefix}") as raised:
             publisher.publish(trainee.step(), version=1)
+        assert "\n" not in str(raised.value)
         assert raised.value.url == url
         assert (raised.value.name or "").startswith(prefix)
         with pytest.raises(pulse.StoreError) as raised:
@@ -203,7 +204,7 @@ def test_no_bucket_and_no_server(trainee: Trainee, monkeypatch: pytest.MonkeyPat
             verb()
     servers.use_s3(monkeypatch, servers.free_port())
     with pytest.raises(pulse.StoreError, match=r"error sending request$"):
-        pulse.Subscriber("s3://bucket/a").latest()
+        pulse.Subscriber("s3://bucket/a", patience=0).latest()
 
 
 def _publish(url: str, trainee: Trainee) -> None:

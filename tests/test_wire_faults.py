@@ -48,11 +48,13 @@ class Run:
         return CloudStore(S3Store.from_url(self.url, client_options=options, retry_config=FEW), self.url)
 
     def opened(self, **options: Any) -> pulse.Publisher:
-        return pulse.Publisher(self.store(), **{"anchor_every": 1, "codec": "gap", "cast": "bfloat16", **options})
+        return pulse.Publisher(
+            self.store(), **{"anchor_every": 1, "codec": "gap", "cast": "bfloat16", "patience": 0, **options}
+        )
 
     def join(self) -> None:
         """A new worker, with nothing in its weights."""
-        self.subscriber, self.live = pulse.Subscriber(self.store()), self.trainee.empty()
+        self.subscriber, self.live = pulse.Subscriber(self.store(), patience=0), self.trainee.empty()
         self.nothing = pulse.digest(self.live)
 
     def publish(self, **options: Any) -> str | None:
@@ -230,7 +232,7 @@ def test_a_share_of_all_requests(run: Run) -> None:
 def test_a_server_that_never_responds(run: Run) -> None:
     """Requests are accepted and never answered: an error after the client's timeout."""
     assert [run.publish(), run.sync(), run.publish()] == [None, None, None]
-    run.subscriber.history = pulse.History(run.store(read_timeout="300 ms"))
+    run.subscriber.history = pulse.History(run.store(read_timeout="300 ms"), patience=0)
     run.proxy.faults = [Fault("hold", "GET", "manifests/")]
     failed = run.sync()
     assert failed is not None
