@@ -103,6 +103,19 @@ def test_every_step_is_a_version_and_a_worker_gets_its_bits(tmp_path: Path, back
     assert all(torch.equal(tensor, follower.states[-1][name]) for name, tensor in worker.named_parameters())
 
 
+def test_what_is_published_can_be_chosen(tmp_path: Path) -> None:
+    """As the adapters alone of a model of PEFT."""
+    follower, store = Follower(), pulse.open_store("memory://")
+    run = trainer(tmp_path, follower, max_steps=1)
+    name = "model.norm.weight"
+    with pulse.Publisher(store, cast="bfloat16") as publisher:
+        run.add_callback(PublishCallback(publisher, weights=lambda model: {name: model.get_parameter(name)}))
+        run.train()
+    worker = {name: torch.zeros(16, dtype=torch.bfloat16)}
+    assert pulse.Subscriber(store).sync(worker).version == 1
+    assert torch.equal(worker[name], follower.states[-1][name])
+
+
 def test_a_run_resumed_from_an_older_checkpoint_continues_after_the_newest_version(tmp_path: Path) -> None:
     store = pulse.open_store("memory://")
     for resumed in (False, True):
@@ -172,4 +185,7 @@ def test_without_transformers_it_says_what_to_install() -> None:
         "except pulse_rl.MissingExtraError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == ("transformers is needed for this and is not installed: pip install 'pulse-rl[run]'")
+    assert done.stdout.strip() == (
+        "transformers is needed for this and is not installed: pip install 'pulse-rl[run]', or '.[run]' in a clone "
+        "of its repository"
+    )

@@ -9,6 +9,7 @@ Importing this raises MissingExtraError where Transformers is not installed.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from pulse_rl.errors import require
@@ -30,17 +31,27 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
         publisher: The publisher. When training ends, its last version is committed; it is not closed.
         every: Publish after every N-th optimizer step. Default: 1.
         background: Publish while training goes on, as `Publisher.publish` explains. Default: True.
+        weights: What to publish of the model: a function of it that returns a module or a mapping. With PEFT, whose
+            models are refused, `peft.get_peft_model_state_dict` publishes the adapters. Default: the model.
 
     Raises:
         ValueError: `every` is below 1.
     """
 
-    def __init__(self, publisher: Publisher, *, every: int = 1, background: bool = True) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        every: int = 1,
+        background: bool = True,
+        weights: Callable[[Any], Any] | None = None,
+    ) -> None:
         if every < 1:
             raise ValueError(f"every: expected at least 1 step, found {every}")
         self._publisher = publisher
         self._every = every
         self._background = background
+        self._weights = weights
         self._offset = 0  # a version minus its step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
@@ -60,19 +71,20 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
             self._publisher.flush()
 
     def _publish(self, model: Any, state: Any) -> None:
-        self._publisher.publish(model, version=state.global_step + self._offset, background=self._background)
+        weights = self._weights(model) if self._weights else model
+        self._publisher.publish(weights, version=state.global_step + self._offset, background=self._background)
 
 
 class SparsityCallback(_transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     """Measures the sparsity of the optimizer steps, in the first of several processes.
 
-    The numbers, `Sparsity.scalars()` of the last look, go to the trainer's log at its own `logging_steps`, and so to
+    The numbers, `Sparsity.scalars()` of the last measurement, go to the trainer's log at its `logging_steps`, and so to
     every tracker in `report_to`. When training begins, it raises what `SparsityMonitor` raises; later nothing.
 
     Args:
         trainer: The trainer whose log takes the numbers.
         every: Look after every N-th optimizer step, as in `SparsityMonitor`. Default: 1.
-        path: A JSONL file for every look, as in `SparsityMonitor`. Default: none.
+        path: A JSONL file for every measurement, as in `SparsityMonitor`. Default: none.
     """
 
     def __init__(self, trainer: Any, *, every: int = 1, path: str | os.PathLike[str] | None = None) -> None:
