@@ -180,12 +180,15 @@ def verify(
     if as_json:
         output.emit(report)
     else:
-        lines = {"target": report.target, "kind": report.kind, "read": nbytes(report.nbytes)}
+        lines = {"path": report.target, "kind": report.kind, "read": nbytes(report.nbytes)}
         if report.digest:
             lines["digest"] = report.digest
         if report.kind == "store":
             lines["good"] = _versions(report.good_versions)
             lines["bad"] = _versions(report.bad_versions)
+        if report.signed is not None:
+            checked = "every manifest by the key given" if public_key else "not checked: give --public-key"
+            lines["signed"] = f"yes, {checked}" if report.signed else "no"
         if report.leftovers:
             lines["leftovers"] = f"{len(report.leftovers)} objects that no manifest names; harmless"
         if report.weights_version is not None:
@@ -262,10 +265,13 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
             f"{nbytes(sum(patches))} in total, median {nbytes(middle)}, "
             f"{info.full_nbytes / middle:,.1f} times smaller than the model"
         )
+    if info.signed:
+        lines["signed"] = "yes"
+    noted = any(version.metadata for version in info.versions)
     output.facts(lines)
     output.write("\n")
     output.table(
-        ["version", "digest", "changes", "density", "patch", "reduction", "codec", "anchor"],
+        ["version", "digest", "changes", "density", "patch", "reduction", "codec", "anchor"] + ["metadata"] * noted,
         [
             (
                 v.version,
@@ -273,9 +279,10 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
                 f"{v.changes:,}",
                 f"{v.density:.4%}",
                 nbytes(v.patch_nbytes) if v.patch_nbytes else "–",
-                f"{v.reduction:,.1f}" if v.patch_nbytes else "–",
+                f"{v.reduction:,.1f} ×" if v.patch_nbytes else "–",
                 v.codec or "–",
                 nbytes(v.anchor_nbytes) if v.anchor_nbytes else "–",
+                *[", ".join(f"{name} {value}" for name, value in (v.metadata or {}).items()) or "–"] * noted,
             )
             for v in info.versions
         ],

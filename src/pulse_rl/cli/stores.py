@@ -102,7 +102,7 @@ def prune(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Keep what was still needed this long before the newest version: readers may be using it.",
+            help="Keep what was among the newest --retain versions less than this long ago: readers may be using it.",
         ),
     ] = 3600.0,
     expire: Annotated[
@@ -243,7 +243,7 @@ def _print_status(info: Status) -> None:
         if recent.skips.count:
             lines["skip patches"] = f"{_objects(recent.skips)}, among the last {recent.versions} versions"
     since = info.sequence - info.anchor_sequence
-    lines["anchors"] = "the newest version is one" if since == 0 else f"the newest {since} versions ago"
+    lines["anchors"] = "the newest version has one" if since == 0 else f"the newest {since} versions ago"
     if info.listing is None:
         lines["in the store"] = "unknown, like its subscribers: the store cannot be listed"
     else:
@@ -257,7 +257,7 @@ def _print_status(info: Status) -> None:
             f"{folder} {_objects(total)}"
             for folder, total in {
                 "manifests": listing.manifests,
-                "patches": listing.patches,
+                "patches and skip patches": listing.patches,
                 "files of anchors": listing.anchors,
                 "trails": listing.trails,
             }.items()
@@ -269,6 +269,9 @@ def _print_status(info: Status) -> None:
     if info.expired:
         lines["expired"] = f"{info.expired} subscribers, silent for too long to be shown"
     lines["verdict"] = info.verdict
+    lines["signed"] = "yes" if info.signed else "no"
+    if info.ended:
+        lines["ended"] = f"yes, version {info.newest} is the last one"
     output.facts(lines)
     for problem in info.problems:
         output.write(f"problem: {printable(problem)}\n")

@@ -7,7 +7,7 @@ import msgspec
 
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, TensorSpec
 
@@ -36,6 +36,8 @@ class VersionInfo(msgspec.Struct, frozen=True):
     density: float  # changes / elements
     reduction: float  # full_nbytes / patch_nbytes; 1 without a patch
     codec: str | None  # None without a patch
+    software: str | None  # what wrote the version, as "pulse-rl 0.1.0"
+    metadata: dict[str, Scalar] | None  # what the trainer noted of it
 
 
 class StoreInfo(msgspec.Struct, frozen=True):
@@ -46,6 +48,8 @@ class StoreInfo(msgspec.Struct, frozen=True):
     newest: int
     elements: int  # of the newest version
     full_nbytes: int  # of the newest version
+    history: str | None  # the id of the history, 16 hex digits; None where it was begun before there were ids
+    signed: bool  # whether the newest version is signed, by whatever key
 
 
 def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
@@ -70,6 +74,8 @@ def store_info(history: History) -> StoreInfo:
         newest=manifests[-1].version,
         elements=manifests[-1].elements,
         full_nbytes=manifests[-1].full_nbytes,
+        history=manifests[-1].history,
+        signed=history.is_signed(manifests[-1].sequence),
     )
 
 
@@ -87,4 +93,6 @@ def _version_info(manifest: Manifest) -> VersionInfo:
         density=patch.changes / manifest.elements if patch and manifest.elements else 0.0,
         reduction=manifest.full_nbytes / patch.nbytes if patch and patch.nbytes else 1.0,
         codec=patch.codec if patch else None,
+        software=manifest.software,
+        metadata=manifest.metadata,
     )

@@ -1,11 +1,11 @@
 """Pruning: which versions of a history are kept, and the deletion of the others while readers are at work.
 
 Kept are the newest versions, the anchor that the oldest of them starts from, and everything after that anchor; and
-permanently every N-th anchor. Nothing is deleted that was a current version less than a grace period ago: what a
-reader began to read then it can finish. Time is the store's own: the times at which it says that manifests were
-written, and "now" is when the newest one was, so the clocks of publishers and readers do not matter. Where the
-store's clock is set back, a grace period lasts longer; where it is set ahead, one ends early, but the newest versions
-stay.
+permanently every N-th anchor. A version that was among the newest less than a grace period ago is not deleted yet: a
+worker in the middle of a long download can finish it. Time is the store's own: the times at which it says that
+manifests were written, and "now" is when the newest one was, so the clocks of publishers and readers do not matter.
+Where the store's clock is set back, a grace period lasts longer; where it is set ahead, one ends early, but the newest
+versions stay.
 
 The beginning of a history only moves ahead. Whatever is before it and is not kept permanently was left by an
 interrupted pruning, and the next one deletes it.
@@ -54,9 +54,9 @@ class Pruning(msgspec.Struct, frozen=True):
 class Retention:
     """Which versions are kept. Raises ValueError for a setting that makes no sense.
 
-    retain: how many of the newest versions. keep_every: keep every N-th anchor permanently; None for none. grace:
-    seconds for which a version stays after it was a current one. expire: seconds after which the heartbeat of a silent
-    subscriber goes.
+    retain: how many of the newest versions. keep_every: keep every N-th anchor permanently; None for none. grace: a
+    version that was among the newest `retain` less than this many seconds ago is not deleted yet. expire: seconds after
+    which the heartbeat of a silent subscriber goes.
     """
 
     retain: int
@@ -87,16 +87,16 @@ class Retention:
         }
         sequences = sorted(manifests)
         before = history.first()
-        line = [sequence for sequence in sequences if sequence >= before]
-        if sequences and not line:
+        unpruned = [sequence for sequence in sequences if sequence >= before]
+        if sequences and not unpruned:
             raise IntegrityError(
                 f"{FIRST} in {store.url} says that the history begins with {manifest_name(before)}, beyond its newest "
                 f"one, {manifest_name(sequences[-1])}: nothing is deleted; delete {FIRST} if that is wrong",
                 name=FIRST,
             )
         first, reason = before, None
-        if line:
-            first, reason = self._begin(history, line, [manifests[sequence].modified for sequence in line])
+        if unpruned:
+            first, reason = self._begin(history, unpruned, [manifests[sequence].modified for sequence in unpruned])
         if not leftovers and first <= before:
             return Pruning(store.url, first, before, tuple(sequences), (), (), (), (), 0, None, reason)
 
@@ -133,31 +133,31 @@ class Retention:
         now = max([time.time(), *(info.modified for info in (*beats, *others))])
         return [info for info in beats if now - info.modified > self.expire]
 
-    def _begin(self, history: History, line: Sequence[int], written: Sequence[float]) -> tuple[int, str | None]:
+    def _begin(self, history: History, unpruned: Sequence[int], written: Sequence[float]) -> tuple[int, str | None]:
         """The sequence number from which on everything stays, and why no version goes if so.
 
-        line: the sequence numbers of the versions since the last pruning. written: when their manifests were.
+        unpruned: the sequence numbers of the versions since the last pruning. written: when their manifests were.
         """
-        # 1. The settled versions were there a grace period ago: the newest `retain` of them stay, and all later ones.
-        settled = _settled(written, self.grace)
-        if len(line) <= self.retain:
-            return line[0], None
-        if settled <= self.retain:
-            return line[0], (
-                f"only {settled} of {len(line)} versions are older than the grace period of {self.grace:g} s, counted "
+        # 1. Of the versions that were there a grace period ago the newest `retain` stay, and all later ones.
+        old = _count_old(written, self.grace)
+        if len(unpruned) <= self.retain:
+            return unpruned[0], None
+        if old <= self.retain:
+            return unpruned[0], (
+                f"only {old} of {len(unpruned)} versions are older than the grace period of {self.grace:g} s, counted "
                 "back from the newest version; on a run that has ended use a grace period of 0"
             )
         # 2. The oldest of those is the oldest version to keep.
-        oldest = history.read(line[settled - self.retain])
-        if oldest.anchor_sequence <= line[0]:
-            return line[0], (
+        oldest = history.read(unpruned[old - self.retain])
+        if oldest.anchor_sequence <= unpruned[0]:
+            return unpruned[0], (
                 f"version {oldest.version}, the oldest to keep, can only be reached from the oldest anchor: a version "
                 "goes when a later one to keep has an anchor (Publisher(anchor_every=…), publish(…, anchor=True))"
             )
         # 3. It needs an anchor. One with a missing or truncated file leads nowhere: then the one before is needed.
         files = {info.name: info.nbytes for info in history.store.list("anchors")}
         for anchor in find_anchors(history, oldest, FaultLog()):
-            if anchor.sequence >= line[0] and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
+            if anchor.sequence >= unpruned[0] and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
                 return anchor.sequence, None
         raise IntegrityError(
             f"nothing is deleted from {history.store.url}: no anchor that is complete leads to version "
@@ -185,7 +185,7 @@ class Retention:
         return permanent
 
 
-def _settled(written: Sequence[float], grace: float) -> int:
+def _count_old(written: Sequence[float], grace: float) -> int:
     """How many versions were there a grace period before the newest one was written.
 
     written: when the manifests were written, in order, by a clock that may have been set back or ahead in between.

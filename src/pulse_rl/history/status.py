@@ -154,6 +154,8 @@ class Status(msgspec.Struct, frozen=True):
         recent: The patches between the last versions; None where the trail cannot be read.
         subscribers: What each subscriber last reported, by id; None where the store cannot be listed.
         expired: How many heartbeats were left out, as their subscribers were silent for longer than `expire`.
+        signed: Whether the newest version is signed, by whatever key.
+        ended: Whether the trainer has ended the run with this version (`Publisher.end`).
         problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
         verdict: "damaged" where there are problems, otherwise the worst verdict of a subscriber.
     """
@@ -173,6 +175,8 @@ class Status(msgspec.Struct, frozen=True):
     recent: Recent | None
     subscribers: tuple[SubscriberInfo, ...] | None
     expired: int
+    signed: bool
+    ended: bool
     problems: tuple[str, ...]
     verdict: Verdict
 
@@ -205,6 +209,7 @@ def status(
         ValueError: If target is a patch or a checkpoint.
         VersionNotFoundError: If the store holds no versions.
         IntegrityError: If none of the newest manifests can be read.
+        VersionSkewError: If a newer pulse-rl has written the newest one: upgrade this one.
         StoreError: If the store cannot be read.
     """
     history = open_history(target, public_key, patience=0)
@@ -254,6 +259,8 @@ def status(
         recent=recent,
         subscribers=subscribers,
         expired=expired,
+        signed=history.is_signed(newest.sequence),
+        ended=_ended(history),
         problems=tuple(problems),
         verdict="damaged" if problems else _worst(subscribers or ()),
     )
@@ -309,6 +316,13 @@ def _newest(history: History, sequences: list[int], problems: list[str]) -> Mani
         except (IntegrityError, VersionNotFoundError) as error:
             problems.append(one_line(error))
     raise IntegrityError(f"none of the newest manifests in {history.store.url} can be read: {problems[-1]}")
+
+
+def _ended(history: History) -> bool:
+    try:
+        return history.ended()
+    except PulseError:  # the newest manifest is damaged, which is a problem by itself
+        return False
 
 
 def _total(objects: Iterable[ObjectInfo]) -> Objects:

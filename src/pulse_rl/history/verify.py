@@ -45,6 +45,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
         leftovers: Objects of a store that nothing refers to (yet). They are harmless.
         weights_version: The version that the given weights hold, every bit compared; None if they hold none, or none
             were given.
+        signed: Whether the newest good version of a store is signed, by whatever key; None for anything else.
     """
 
     ok: bool
@@ -57,6 +58,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     bad_versions: tuple[int, ...] = ()
     leftovers: tuple[str, ...] = ()
     weights_version: int | None = None
+    signed: bool | None = None
 
 
 def verify(
@@ -152,4 +154,5 @@ def _verify_history(
         bad_versions=tuple(manifest.version for manifest in found.bad),
         leftovers=found.leftovers,
         weights_version=found.weights_version,
+        signed=history.is_signed(found.good[-1].sequence) if found.good else None,
     )

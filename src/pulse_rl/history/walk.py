@@ -75,6 +75,8 @@ class Walk:
             self.problems.append(f"manifests {before + 1} to {sequence - 1} are missing")
         try:
             manifest = self._history.read(sequence)
+            if self._last is not None:
+                check_same_history(manifest, self._last)
         except FAULTS as error:
             self.problems.append(one_line(error))
             self._unreadable.add(sequence)
@@ -246,10 +248,6 @@ class Walk:
             if not manifest.anchor:
                 self._report(manifest, "it is the oldest one and has no anchor to start from")
             return
-        try:
-            check_same_history(manifest, last)
-        except IntegrityError as error:
-            self._report(manifest, one_line(error))
         contiguous = manifest.sequence == last.sequence + 1
         if contiguous and not manifest.anchor and manifest.anchor_sequence != last.anchor_sequence:
             expected, found = last.anchor_sequence, manifest.anchor_sequence

@@ -130,8 +130,8 @@ class Publisher:
         grace: float = GRACE_S,
         patience: float = PATIENCE_S,
     ) -> None:
-        if anchor_every < 1:
-            raise ValueError(f"anchor_every: expected at least 1, found {anchor_every}")
+        if not isinstance(anchor_every, int) or anchor_every < 1:
+            raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
         if retain is None and keep_every is not None:
             raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
         self.bandwidth = bandwidth
