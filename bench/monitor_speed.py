@@ -1,7 +1,7 @@
 """What SparsityMonitor costs a training loop: python bench/monitor_speed.py [STEPS]
 
 Supervised AdamW steps of SmolLM2-135M (those of sft.py) on 64 answers each, the number of completions per step of
-`pulse-rl train`, with float32 masters, on one thread. The first look of a process compiles and is not counted.
+`pulse-rl train`, with float32 masters, on one thread. The first measurement of a process compiles and is not counted.
 """
 
 import statistics
@@ -24,7 +24,7 @@ def main(steps: int) -> None:
     parameters = list(loaded.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-6, betas=(0.9, 0.999), weight_decay=0, fused=True)
     monitor = SparsityMonitor(loaded.model)
-    looks, others = [], []
+    measured, others = [], []
     for step in range(steps + 1):
         begun = time.perf_counter()
         loss(loaded, [task.problem(step * BATCH + k) for k in range(BATCH)]).backward()  # type: ignore[no-untyped-call]
@@ -34,12 +34,13 @@ def main(steps: int) -> None:
         stepped = time.perf_counter()
         found = monitor.step()
         assert found is not None
-        looks.append(time.perf_counter() - stepped)
+        measured.append(time.perf_counter() - stepped)
         others.append(stepped - begun)
         print(
-            f"step {step}: {others[-1]:.2f} s, look {looks[-1] * 1e3:.0f} ms, density {found.density:.3%}", flush=True
+            f"step {step}: {others[-1]:.2f} s, measurement {measured[-1] * 1e3:.0f} ms, density {found.density:.3%}",
+            flush=True,
         )
-    parts = [look / other for look, other in zip(looks[1:], others[1:], strict=True)]
+    parts = [mine / other for mine, other in zip(measured[1:], others[1:], strict=True)]
     print(f"median {statistics.median(parts):.2%} of a step, {min(parts):.2%} to {max(parts):.2%}")
 
 

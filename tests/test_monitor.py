@@ -153,7 +153,7 @@ def test_groups_with_the_same_names_are_all_counted() -> None:
 
 
 def test_every_third_step_counts_the_changes_of_three(tmp_path: Path) -> None:
-    """Against the bits of three steps before; the file has a whole line for each look as soon as it is made."""
+    """Against the bits of three steps before; the file has a whole line for each measurement as soon as it is made."""
     model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     path = tmp_path / "deeper" / "sparsity.jsonl"
@@ -161,15 +161,15 @@ def test_every_third_step_counts_the_changes_of_three(tmp_path: Path) -> None:
     before = bits(model)
     for number in range(1, 8):
         train_step(model, optimizer, number)
-        looked = monitor.step()
-        assert (looked is not None) == (number % 3 == 0)
+        measured = monitor.step()
+        assert (measured is not None) == (number % 3 == 0)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert [line["step"] for line in lines] == [3, 6][: number // 3]
-        if looked is not None:
+        if measured is not None:
             after = bits(model)
-            assert looked.changed == sum(int(differing(before[name], after[name]).sum()) for name in before)
-            assert lines[-1]["changed"] == looked.changed
-            assert lines[-1]["by_kind"]["mlp"]["density"] == looked.by_kind["mlp"].density
+            assert measured.changed == sum(int(differing(before[name], after[name]).sum()) for name in before)
+            assert lines[-1]["changed"] == measured.changed
+            assert lines[-1]["by_kind"]["mlp"]["density"] == measured.by_kind["mlp"].density
             before = after
     SparsityMonitor(model, step=7, path=path).step()  # a run that continues appends to its file
     last = [json.loads(line) for line in path.read_text().splitlines()][-1]
@@ -198,7 +198,7 @@ def test_a_parameter_with_new_memory_is_still_counted() -> None:
 
 
 def test_a_step_may_be_numbered_by_numpy(tmp_path: Path) -> None:
-    """Another number is refused before the look, so that no change is lost."""
+    """Another number is refused before the measurement, so that no change is lost."""
     model = torch.nn.Linear(2, 2)
     monitor = SparsityMonitor(model, path=tmp_path / "sparsity.jsonl")
     with torch.no_grad():
@@ -312,7 +312,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_tracker_that_raises_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is called again at each look, and the file has them all."""
+    """It is called again at each measurement, and the file has them all."""
     calls: list[int] = []
 
     def track(scalars: dict[str, float], step: int) -> None:
@@ -330,7 +330,7 @@ def test_a_tracker_that_raises_is_one_warning(tmp_path: Path, caplog: pytest.Log
     assert len((tmp_path / "sparsity.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_look_that_is_cut_off_leaves_no_wrong_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_is_cut_off_leaves_no_wrong_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interruption is raised; the baseline, half of it moved, is taken anew at the next step."""
     model = Tiny()
     monitor = SparsityMonitor(model)

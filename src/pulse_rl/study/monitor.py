@@ -7,14 +7,14 @@
         monitor.step()
 
 Floating-point weights are compared in BF16, cast as a publisher with cast="bfloat16" casts them, so the density is that
-of the patch that would be sent. The monitor holds the BF16 bits of the last look, the baseline: 2 bytes per element.
-A look casts and compares the weights segment by segment, and writes only the changes to the baseline.
+of the patch that would be sent. The monitor holds the BF16 bits of the last measurement, the baseline: 2 bytes per
+element. A measurement casts and compares the weights segment by segment, and writes only the changes to the baseline.
 
 Measuring never ends a training. What goes wrong after the monitor was made is a logged warning, one for each cause:
 
     what fails                              what follows
-    the file, or `log`                      the measuring goes on, and each later look tries again
-    a look, as when tensors were replaced   the bits of that step become the baseline, and no count is made up
+    the file, or `log`                      the measuring goes on, and each later measurement tries again
+    counting, as when tensors are replaced  the bits of that step become the baseline, and no count is made up
     that too, or no weights are left        the monitor stops: `step` returns None, and its hook is removed
 """
 
@@ -53,7 +53,7 @@ class Kind(msgspec.Struct, frozen=True):
 
     Attributes:
         elements: The number of elements.
-        changed: Elements whose BF16 bits differ from those of the look before.
+        changed: Elements whose BF16 bits differ from those of the measurement before.
         density: changed / elements.
     """
 
@@ -63,19 +63,19 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Sparsity(msgspec.Struct, frozen=True):
-    """The changes between two looks at the weights; one line of the file.
+    """The changes between two measurements; one line of the file.
 
     Attributes:
-        step: The step of this look.
-        since: The step of the look before.
+        step: The step of this measurement.
+        since: The step of the measurement before.
         elements: The number of elements; tied weights count once.
-        changed: Elements whose BF16 bits differ from those of the look before.
+        changed: Elements whose BF16 bits differ from those of the measurement before.
         density: changed / elements.
-        mean_distance: The mean distance of the changes, in places of the order of BF16 values; near zero a change can
-            pass hundreds of places. 0 if nothing changed.
+        mean_distance: The mean distance of the changes, in steps between neighbouring BF16 values; near zero a
+            change can be hundreds of steps. 0 if nothing changed.
         neighbours: The fraction of the changes whose distance is 1. 0 if nothing changed.
         by_kind: The same by kind of layer: attention, mlp, expert, embedding, norm, head or other.
-        seconds: The time that the look took.
+        seconds: The time that the measurement took.
     """
 
     step: int
@@ -117,12 +117,12 @@ class _Counts(NamedTuple):
 class SparsityMonitor:
     """Measures the density of changed BF16 bits between optimizer steps, and never ends the training.
 
-    The baseline is taken at construction, so parameters must be on their device by then. From a GPU, each look copies
-    the BF16 bits to the host, segment by segment: 2 bytes per element. Sharded parameters are not supported.
+    The baseline is taken at construction, so parameters must be on their device by then. From a GPU, each measurement
+    copies the BF16 bits to the host, segment by segment: 2 bytes per element. Sharded parameters are not supported.
 
     What goes wrong after it was made is a logged warning, once for each cause. A file or a `log` that failed is tried
-    again at the next look. After a look that failed, as when a parameter group was added, the count goes on from the
-    bits of that step; where those cannot be read, the monitor stops.
+    again at the next measurement. After a measurement that failed, as when a parameter group was added, the count goes
+    on from the bits of that step; where those cannot be read, the monitor stops.
 
     To follow an optimizer's steps with a model's names, give the model and register
     `optimizer.register_step_post_hook(lambda *_: monitor.step())`.
@@ -132,11 +132,11 @@ class SparsityMonitor:
             optimizer: its parameters are compared after each of its steps, without a call; kinds of layers are known
             only if it was made from named parameters, `AdamW(model.named_parameters())`.
         step: The number of steps already taken, for a run that continues. Default: 0.
-        every: Look after every N-th step; a density is then that of N steps together. Default: 1.
-        path: A JSONL file to which each look appends a line, a `Sparsity`. Default: none.
-        log: Called after each look with `Sparsity.scalars()` and the step. `wandb.log` and `trackio.log` fit as they
-            are; for TensorBoard, `lambda values, step: [writer.add_scalar(*item, step) for item in values.items()]`.
-            Default: not called.
+        every: Measure after every N-th step; a density is then that of N steps together. Default: 1.
+        path: A JSONL file to which each measurement appends a line, a `Sparsity`. Default: none.
+        log: Called after each measurement with `Sparsity.scalars()` and the step. `wandb.log` and `trackio.log` fit as
+            they are. Default: not called. For TensorBoard:
+            `lambda values, step: [writer.add_scalar(*item, step) for item in values.items()]`.
 
     Raises:
         TypeError: The target is neither, is an optimizer that only wraps one, or has tensors that cannot be compared.
@@ -163,7 +163,7 @@ class SparsityMonitor:
         self._log = log
         self._step = self._since = step
         self._baseline = _weights(target).clone()
-        self._moving = False  # the baseline is of no step: a look is writing to it, or was cut off
+        self._moving = False  # the baseline is of no step: a measurement is writing to it, or was cut off
         self._warned: set[tuple[str, str]] = set()
         self._file_failed = False
         if not self._baseline.elements:
@@ -184,13 +184,13 @@ class SparsityMonitor:
                 ) from None
 
     def step(self, number: int | None = None) -> Sparsity | None:
-        """Record an optimizer step, and look if it is one of every `every` steps.
+        """Record an optimizer step, and measure if it is one of every `every` steps.
 
         Args:
             number: The step, a whole number. Default: the one after the last.
 
         Returns:
-            What the look found; None without a look, after one that failed, and after the monitor has stopped.
+            What was found; None without a measurement, after one that failed, and after the monitor has stopped.
 
         Raises:
             TypeError: The number is not a whole one.
@@ -198,7 +198,7 @@ class SparsityMonitor:
         self._step = self._step + 1 if number is None else operator.index(number)  # JSON takes no NumPy numbers
         if self._target is None or self._step % self._every:
             return None
-        found = self._try_look()
+        found = self._try_measure()
         self._since = self._step
         if found is None:
             return None
@@ -225,18 +225,18 @@ class SparsityMonitor:
         self._hook = self._target = self._log = None
         self._baseline = Layout()
 
-    def _try_look(self) -> Sparsity | None:
-        """A look; None if it fails. Then the baseline is taken anew, or the monitor stops."""
+    def _try_measure(self) -> Sparsity | None:
+        """A measurement; None if it fails. Then the baseline is taken anew, or the monitor stops."""
         try:
             live = _weights(self._target)  # each time: a parameter may have other memory by now
             if not self._moving:
-                compare_layouts(self._baseline, live, "the tensors of this step and of the last look")
+                compare_layouts(self._baseline, live, "the tensors of this step and of the last measurement")
                 self._moving = True
-                found = self._look(live)
+                found = self._measure(live)
                 self._moving = False
                 return found
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the weights, the training goes on
-            self._warn("look", f"no count; the next one starts from step {self._step}", error)
+            self._warn("measurement", f"no count; the next one starts from step {self._step}", error)
         try:
             self._baseline = Layout()  # before the new one takes as much memory
             self._baseline = _weights(self._target).clone()
@@ -249,9 +249,9 @@ class SparsityMonitor:
         return None
 
     def _warn(self, where: str, what: str, error: Exception) -> None:
-        """Log a warning, once for each cause: by its text for a look, whose causes differ, otherwise by its type."""
+        """Log a warning, once for each cause: by its text for a measurement, otherwise by its type."""
         line = one_line(error)
-        cause = (where, line if where == "look" else type(error).__name__)
+        cause = (where, line if where == "measurement" else type(error).__name__)
         if cause not in self._warned:
             self._warned.add(cause)
             log.warning("SparsityMonitor, step %d: %s: %s", self._step, what, line)
@@ -262,7 +262,7 @@ class SparsityMonitor:
             file.write(b"\n" * torn + line)
         self._file_failed = False
 
-    def _look(self, live: Layout) -> Sparsity:
+    def _measure(self, live: Layout) -> Sparsity:
         started = time.perf_counter()
 
         def count(item: tuple[str, int, int]) -> _Counts:
