@@ -33,7 +33,7 @@ test-all: setup
 azurite: setup
 	npm install --silent --no-fund --no-audit --prefix .venv/azurite $(AZURITE)
 
-# Hostile patches for five minutes; an input that breaks something is left as crash-… in this directory.
+# Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/pip install --quiet $(FUZZER)
 	$(BIN)/python tests/fuzz_context.py -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
