@@ -2,7 +2,7 @@
 
 U(B) = Tc / (Tc + S / B): a trainer computes for Tc seconds between two versions, and everybody waits while S bits are
 sent over a link of B bit/s. Left: the setting of arXiv 2602.03839, with the two points that its authors give. Right:
-ours, with sizes as `bench/link` measured them; the points beside the curves have the measured time, from publish to
+ours, with sizes as `bench/link` measured them; the points next to the curves have the measured time, from publish to
 proved, in place of S / B.
 """
 

@@ -147,14 +147,14 @@ def test_an_error_as_one_line(error: Exception, line: str) -> None:
 
 
 def test_only_foreign_errors_are_translated() -> None:
-    with pytest.raises(pulse.StoreError, match="^it said: no$"), errors.translate(KeyError, OSError, to=_said):
+    with pytest.raises(pulse.StoreError, match="^wrapped: no$"), errors.translate(KeyError, OSError, to=_wrapped):
         raise OSError("no")
-    with pytest.raises(ValueError, match="^no$"), errors.translate(KeyError, OSError, to=_said):
+    with pytest.raises(ValueError, match="^no$"), errors.translate(KeyError, OSError, to=_wrapped):
         raise ValueError("no")
 
 
-def _said(text: str) -> Exception:
-    return pulse.StoreError(f"it said: {text}")
+def _wrapped(text: str) -> Exception:
+    return pulse.StoreError(f"wrapped: {text}")
 
 
 # What an import costs

@@ -10,7 +10,7 @@ import pulse_rl
 
 PACKAGE = Path(pulse_rl.__file__).parent
 
-# From the ground up: a room imports rooms of rows above it in this list, and modules of its own.
+# From the ground up: a room imports only rooms of earlier rows of this list, and its own modules.
 ROOMS = [
     {"errors", "dtypes", "units", "disk"},
     {"parallel", "kernels", "documents"},

@@ -28,8 +28,8 @@ def numbers(source: str) -> Any:
         if source == "float32":
             return single.view(np.float32)
         wide = single.view(np.float32).astype(np.float64)
-        beside = np.nextafter(wide, np.inf), np.nextafter(wide, -np.inf)  # rounded twice: first to the half
-        return np.concatenate([wide, *beside, random.integers(0, 1 << 64, 1 << 16, np.uint64).view(np.float64)])
+        neighbours = np.nextafter(wide, np.inf), np.nextafter(wide, -np.inf)  # rounded twice: first to the half
+        return np.concatenate([wide, *neighbours, random.integers(0, 1 << 64, 1 << 16, np.uint64).view(np.float64)])
 
 
 def torch_bits(values: Any, cast: str) -> Any:

@@ -73,11 +73,11 @@ def nested(group: Any, rank: int, size: int) -> None:
         with pytest.raises(RuntimeError, match="another context on parameters of this model is entered already"):
             inner.__enter__()
         second = adam(other)
-        with pulse.PulseLoCo(other, second, **own) as beside:  # of another model
+        with pulse.PulseLoCo(other, second, **own) as another:  # of another model
             for step in range(2):
                 inner_step(model, optimizer, rank, step)
                 inner_step(other, second, rank, step)
-    assert (outer.round, beside.round, inner.round) == (1, 1, 0)
+    assert (outer.round, another.round, inner.round) == (1, 1, 0)
     with inner:  # now that the outer one is left
         for step in range(2):
             inner_step(model, optimizer, rank, step)

@@ -184,7 +184,7 @@ def test_a_pruning_that_deletes_nothing_says_why(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("foreign", ["bytes", "loop", "up", "dangling", "dots"])
 def test_foreign_objects_stop_nobody(tmp_path: Path, foreign: str) -> None:
-    """Beside the manifests: a name that is no text, links that lead nowhere or in a circle."""
+    """Among the manifests: a name that is no text, links that lead nowhere or in a circle."""
     run = Run(tmp_path / "run", anchor_every=2, retain=2, grace=0)
     run.publish()
     folder = tmp_path / "run" / "manifests"

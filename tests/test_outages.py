@@ -1,4 +1,4 @@
-"""Stores that are gone for a while: publish, sync and wait go on, for as long as they are told to and no longer."""
+"""Stores that are gone for a while: publish, sync and wait go on, for as long as `patience` says and no longer."""
 
 import contextlib
 import threading

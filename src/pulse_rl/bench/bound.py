@@ -51,6 +51,6 @@ def _tally(old: Bits, new: Bits) -> Tally:
 
 
 def _bound(tallies: Sequence[Tally]) -> Bound:
-    """The bound if each of these has tables of its own."""
+    """The bound if each of these has separate tables."""
     found = [information(one) for one in tallies]
     return Bound(sum(positions for _, positions, _ in found), sum(moves for _, _, moves in found))

@@ -1,4 +1,4 @@
-"""The small files beside a model (config.json, a tokenizer), handed to a worker on another machine from the store."""
+"""The small files that come with a model (config.json, a tokenizer), given to workers from the store."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_assets(
         if not refs:
             raise ObjectNotFoundError(
                 f"the anchor of version {anchor.version} in {url} holds no assets: publish(…, assets={{name: bytes}}) "
-                "puts them beside an anchor; a Transformers model's config.json is added by itself",
+                "puts them with an anchor; a Transformers model's config.json is added by itself",
                 url=url,
             )
         return _write(Path(directory), contents)

@@ -4,9 +4,9 @@ The last member of the JSON object is `blake3`, the hash of all bytes before it;
 follows, the Ed25519 signature of all bytes before it. So the received bytes themselves are checked, before any of
 them is decoded. Names of objects are made and parsed here too.
 
-Every version of the format has `format` and `format_version`, and this seal: so a manifest of a newer format is told
-from a damaged one. Members with a default were added without a new version: they may be missing, and readers ignore
-those that they do not know.
+Every version of the format has `format` and `format_version`, and this seal: so a manifest of a newer format is not
+taken for a damaged one. Members with a default were added without a new version: they may be missing, and readers
+ignore those that they do not know.
 """
 
 import re

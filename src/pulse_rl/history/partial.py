@@ -1,7 +1,7 @@
 """Uploads that were not finished, which a publisher that was killed leaves behind.
 
-obstore writes an object of a directory as `<name>#<number>` beside it and renames it when it is whole; no listing
-shows these files. A bucket keeps the parts of an upload in a place of its own, which cannot be listed through a
+obstore writes an object of a directory as `<name>#<number>` next to it and renames it when it is whole; no listing
+shows these files. A bucket keeps the parts of an upload elsewhere, which cannot be listed through a
 store: a lifecycle rule of the bucket deletes them (AbortIncompleteMultipartUpload).
 """
 

@@ -47,7 +47,7 @@ class Keys:
 
 def private_key(key: PrivateKey) -> Ed25519PrivateKey:
     """An Ed25519 private key. Raises MissingExtraError, FileNotFoundError, ValueError for anything else."""
-    found: Ed25519PrivateKey = _key(key, "private", password=None)
+    found: Ed25519PrivateKey = _key(key, "private")
     return found
 
 
@@ -57,14 +57,18 @@ def public_key(key: PublicKey) -> Ed25519PublicKey:
     return found
 
 
-def _key(key: Any, what: Literal["private", "public"], **more: None) -> Any:
+def _key(key: Any, what: Literal["private", "public"]) -> Any:
     serialization = require("cryptography.hazmat.primitives.serialization", "sign")
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", "sign")
     where = "the key"
     if isinstance(key, str | Path):
         where = str(key)
         try:
-            key = getattr(serialization, f"load_pem_{what}_key")(read_file(Path(key)), **more)
+            data = read_file(Path(key))
+            if what == "private":
+                key = serialization.load_pem_private_key(data, password=None)
+            else:
+                key = serialization.load_pem_public_key(data)
         except (ValueError, TypeError) as error:  # a TypeError is an encrypted one
             reason = str(error).partition(". See https")[0]
             raise ValueError(f"{where}: expected an Ed25519 {what} key in PEM, without a password: {reason}") from None

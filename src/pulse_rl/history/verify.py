@@ -121,8 +121,8 @@ def _verify_patch(path: Path, base: Layout | None) -> VerifyReport:
         if base is None:
             decode_all(patch)
         else:
-            targets = resolve(patch.by_name(), patch.tied, base, written=False)
-            Application(patch, targets).prove(live_digest(targets))
+            live = resolve(patch.by_name(), patch.tied, base, written=False)
+            Application(patch, live).prove(live_digest(live))
             version = patch.header.base
     except (FormatError, BaseMismatchError, IntegrityError) as error:
         return VerifyReport(False, "patch", str(path), (f"{path}: {one_line(error)}",), len(data))

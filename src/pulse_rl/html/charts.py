@@ -174,7 +174,7 @@ def heat(cells: Mapping[tuple[str, int], float], x: str, value: Axis) -> dict[st
                 "type": "sqrt",
                 "scheme": "viridis",
                 "zero": True,
-            },  # the others still differ beside one high cell
+            },  # a square root, so that the others still differ where one cell is high
             "legend": {
                 "title": value.title,
                 "format": value.form,

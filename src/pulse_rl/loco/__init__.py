@@ -1,4 +1,4 @@
-"""PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, its dense baseline.
+"""PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, the same without a gate.
 
     gate, payload           what one trainer sends of a segment, and its bytes
     group, exchange         collectives, and the mean of what all send

@@ -171,7 +171,7 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 
 
 def dense(group: Group, values: F32, timings: Timings) -> F32:
-    """The mean of float32 values (k,) over all ranks, in rank order: the dense baseline's exchange.
+    """The mean of float32 values (k,) over all ranks, in rank order: DiLoCo's exchange.
 
     Each rank adds up a range and all gather the means, as a ring all-reduce does and with its bytes, but in an order
     that does not depend on who adds.

@@ -91,7 +91,7 @@ class PulseLoCo(LocalSteps):
 
 
 class DiLoCo(LocalSteps):
-    """The dense baseline: the same rounds, with the whole float32 pseudo-gradient exchanged and nothing kept back.
+    """The same rounds without a gate: the whole float32 pseudo-gradient is exchanged, and nothing kept back.
 
     Takes 12 bytes of host memory a parameter during a round, and 16 with overlap. Everything that PulseLoCo says of
     rounds and overlap holds here too.

@@ -1,6 +1,6 @@
 """The steps of a context's inner optimizer: counted, and no others taken.
 
-A round ends after so many steps of the optimizer that the context was made with. Steps of another one on the same
+A round ends after `sync_every` steps of the optimizer that the context was made with. Steps of another one on the same
 parameters would be counted by nobody and end no round, so they are refused, as is a second context on the same
 parameters, whose rounds would end in the same steps. An optimizer that wraps the context's, or is wrapped by it, takes
 the same step with it and is let through.

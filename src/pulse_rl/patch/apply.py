@@ -26,7 +26,7 @@ from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
-BATCH = 1 << 15  # fewest changes worth a task of their own: about 0.3 ms to write and to read back
+BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 
 
 def finish_despite_interrupt(write: Callable[[], object]) -> None:

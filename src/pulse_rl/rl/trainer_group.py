@@ -6,7 +6,7 @@ A round is `config.round_steps` steps of every trainer, each on its own batches,
     ddp             every step averages the gradients first, so the trainers never differ
 
 After a round all trainers hold the same weights; their digests prove it, so rank 0 can publish for all. Within a round
-a trainer's live weights are up to `round_steps − 1` of its own steps away from the newest version. The importance ratio
+a trainer's live weights are up to `round_steps − 1` inner steps away from the newest version. The importance ratio
 corrects for this, because its denominator is the version that made the token, whatever led to the live weights. The
 assumption is that clipping bounds this drift as it bounds staleness.
 """

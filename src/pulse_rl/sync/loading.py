@@ -32,14 +32,14 @@ def load(
     """
     with scratch() as directory:
         proved = restore(history, target, directory, effort, faults, live.nbytes)
-        targets = resolve(proved, target.tied, live)
-        _refuse_shared_memory(proved, targets)
-        _refuse_overlaps(proved, targets, directory)
+        live_bits = resolve(proved, target.tied, live)
+        _refuse_shared_memory(proved, live_bits)
+        _refuse_overlaps(proved, live_bits, directory)
         writing()
         with effort.timing("apply_s"):
-            finish_despite_interrupt(lambda: _write_all(proved, targets))
+            finish_despite_interrupt(lambda: _write_all(proved, live_bits))
     with effort.timing("prove_s"):
-        found = digests.to_hex(live_digest(targets))
+        found = digests.to_hex(live_digest(live_bits))
     if found != target.digest:
         raise IntegrityError(
             f"the live weights after loading version {target.version}: expected digest {target.digest}, found {found}",
@@ -48,10 +48,10 @@ def load(
         )
 
 
-def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
+def _refuse_shared_memory(source: Layout, live_bits: Mapping[str, Sequence[Bits]]) -> None:
     """Raise BaseMismatchError if two tensors are one in the live weights, but differ in the version."""
-    names = list(targets)
-    for pair in shared_memory(targets.values()):
+    names = list(live_bits)
+    for pair in shared_memory(live_bits.values()):
         one, other = (names[place] for place in pair)
         ranges = segments(source[one].size)
         if any((source[one].read(*at) != source[other].read(*at)).any() for at in ranges):
@@ -61,12 +61,12 @@ def _refuse_shared_memory(source: Layout, targets: Mapping[str, Sequence[Bits]])
             )
 
 
-def _refuse_overlaps(source: Layout, targets: Mapping[str, Sequence[Bits]], directory: Path) -> None:
+def _refuse_overlaps(source: Layout, live_bits: Mapping[str, Sequence[Bits]], directory: Path) -> None:
     """Raise BaseMismatchError if tensors overlap in the live weights, and the version differs in what they share.
 
     Shown by a rehearsal: they are written to a file that stands for their memory, in which they overlap alike.
     """
-    for number, group in enumerate(overlaps(targets)):
+    for number, group in enumerate(overlaps(live_bits)):
         start = min(bits.extent[1] for _, bits in group)
         stop = max(bits.extent[2] for _, bits in group)
         memory = np.memmap(directory / f"overlap-{number}", np.uint8, "w+", shape=(stop - start,))
@@ -84,9 +84,9 @@ def _refuse_overlaps(source: Layout, targets: Mapping[str, Sequence[Bits]], dire
                     )
 
 
-def _write_all(source: Layout, targets: Mapping[str, Sequence[Bits]]) -> None:
+def _write_all(source: Layout, live_bits: Mapping[str, Sequence[Bits]]) -> None:
     """Write every tensor of a version to its live tensors. May be repeated."""
     for name, bits in source.items():
         for start, stop in segments(bits.size):
-            for copy in targets[name]:
+            for copy in live_bits[name]:
                 copy.write(start, bits.read(start, stop))

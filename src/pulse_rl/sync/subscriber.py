@@ -420,9 +420,9 @@ class Subscriber:
             return
         try:
             follow(self.history, live, held, target, effort, faults, self._hold, sure=False)
-        except BaseMismatchError as error:
+        except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
             faults.note(str(error))
-        except IntegrityError as error:
+        except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
             faults.note(str(error))
             self._held = None
 

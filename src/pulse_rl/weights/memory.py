@@ -108,7 +108,7 @@ class Memory:
             return False
         try:
             return all(self._holds(name, tensor) for name, tensor in tensors.items())
-        except (RuntimeError, TypeError):  # a tensor without memory of its own: `as_bits` says why it is refused
+        except (RuntimeError, TypeError):  # a tensor that holds no memory: `as_bits` says why it is refused
             return False
 
     def _holds(self, name: str, tensor: Any) -> bool:

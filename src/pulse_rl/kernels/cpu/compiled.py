@@ -6,7 +6,7 @@ package and home are read-only, each process compiles anew and one warning says 
 as good as any other to read from: so an image that `pulse-rl warmup` filled needs nothing that is writable.
 
 Numba's own cache refuses a directory that it cannot write, and fails a call where a disk is full or a file is broken.
-It also compares a kernel with the source of its own file only, and kernels call each other across files: here all of
+It also compares a kernel with the source of its file only, and kernels call each other across files: here all of
 them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/test_compiled.py` holds what is used.
 """
 
