@@ -1,9 +1,10 @@
-"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by two or three small requests.
+"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by small requests.
 
 At rest means that nothing is newer than what was known. Then the next manifest is missing, and the newest known one is
-still the same object, which a store says without sending it again (If-None-Match). Where a
-pruning may have left a gap after it, `first.json` is read too. Together that costs less than a listing. That the newest known one is read again also shows a history that was deleted, rolled back or begun anew.
-Every minute a store that can list is listed all the same, in case that a manifest in between was lost.
+still the same object, which a store says without sending it again (If-None-Match). Where a pruning may have left a gap
+after it, `first.json` is read too. Together that costs less than a listing. That the newest known one is read again
+also shows a history that was deleted, rolled back or begun anew. Every minute a store that can list is listed all the
+same, in case that a manifest in between was lost.
 """
 
 from __future__ import annotations
@@ -131,6 +132,10 @@ class Finder:
         if self._listed is None:
             listed = self._history.store.list("manifests")
         found = [info for info in listed if manifest_sequence(info.name) is not None]
+        for info in found:
+            # What was read or committed before it was listed may not be what is listed: it is read anew.
+            if info != self._listed and (sequence := manifest_sequence(info.name)) is not None:
+                self._known.pop(sequence, None)
         self._listed = found[-1] if found else None
         self._listed_at = time.monotonic()
         return manifest_sequence(self._listed.name) if self._listed else None
