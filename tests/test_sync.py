@@ -147,6 +147,18 @@ def test_second_publisher_gets_a_clear_error(store: Store, trainee: Trainee) -> 
     assert [m.version for m in second.history.manifests()] == [0, 1]
 
 
+def test_a_publisher_does_not_take_a_history_begun_anew_for_its_own(store: Store, trainee: Trainee) -> None:
+    """What it committed itself was never listed: it must not vouch for another manifest of that number."""
+    first = pulse.Publisher(store, cast="bfloat16")
+    first.publish(trainee.step(), version=5)
+    store.delete("manifests/000000000000.json")
+    second = pulse.Publisher(store, cast="bfloat16")
+    second.publish(trainee.step(), version=8)
+    with pytest.raises(pulse.StoreError, match="another publisher"):
+        first.publish(trainee.step(), version=9)
+    assert pulse.Subscriber(store).latest() == 8
+
+
 def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other commits after this one has looked, before this one commits: put-if-absent decides."""
     first = pulse.Publisher(store, cast="bfloat16")
