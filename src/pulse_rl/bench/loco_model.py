@@ -63,7 +63,7 @@ def position_bits(loco: pulse.PulseLoCo) -> float:
     assert isinstance(sends, list)
     old: dict[str, Bits] = {}
     new: dict[str, Bits] = {}
-    for segment, sent in zip(loco._masters.slices, sends, strict=True):
+    for segment, sent in zip(loco._masters.segments, sends, strict=True):
         before = cast(segment.shared, loco.gate).copy()
         after = before.copy()
         after[sent.indices] ^= 1
