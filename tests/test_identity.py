@@ -21,6 +21,7 @@ from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.sync import delivery, successor
+from pulse_rl.sync.skips import Skips
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key()
@@ -302,7 +303,7 @@ def test_what_fails_after_the_commit_is_a_warning(
     with monkeypatch.context() as patched:
         if where == "skips":
             patched.setattr(delivery, "skip_patch", fail)
-            patched.setattr(delivery.Skips, "add", lambda *_: [(None, None)])
+            patched.setattr(Skips, "add", lambda *_: [(None, None)])
         elif where == "pruning":
             patched.setattr(prune.Retention, "plan", fail)
         else:
@@ -383,7 +384,7 @@ def test_the_next_version_after_a_resume() -> None:
 def test_metadata() -> None:
     store = pulse.open_store("memory://")
     publisher = pulse.Publisher(store)
-    noted = {
+    noted: dict[str, Any] = {
         "reward": np.float32(0.5),
         "step": torch.tensor(3),
         "note": "ü",
@@ -459,7 +460,9 @@ def test_a_mark_that_does_not_count() -> None:
 @pytest.mark.parametrize("left", ["nothing", "an anchor that is kept permanently"])
 def test_a_pruned_history_that_lost_its_end_is_continued(left: str) -> None:
     store = pulse.open_store("memory://")
-    options = {"retain": 1, "grace": 0, "anchor_every": 2} | ({} if left == "nothing" else {"keep_every": 1})
+    options: dict[str, Any] = {"retain": 1, "grace": 0, "anchor_every": 2} | (
+        {} if left == "nothing" else {"keep_every": 1}
+    )
     publisher = pulse.Publisher(store, **options)
     for version in range(7):
         publisher.publish(weights(version), version=version)

@@ -234,12 +234,12 @@ def test_status_compared_with_all_manifests(store: Store) -> None:
 
 
 def test_status_reads_few_objects(store: Store) -> None:
-    """However many versions there are: first.json, two manifests, a trail, and the heartbeats."""
+    """However many versions there are: first.json, two manifests, a trail, the heartbeats, and end.json."""
     Run(store).publish(40)
     store.put("heartbeats/a.json", msgspec.json.encode(Heartbeat("a", 0, 0, 0, None, 0.1, 5)))
     counting = Counting(store)
     status(counting)
-    assert len(counting.gets) == 5
+    assert len(counting.gets) == 6
 
 
 def test_heartbeats_are_hostile(store: Store) -> None:

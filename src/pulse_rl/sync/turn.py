@@ -54,7 +54,7 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     """A method that refuses to run in two threads at once."""
 
     @wraps(method)
-    def call(self: S, *args: P.args, **options: P.kwargs) -> R:
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
         with self._turn:
             return method(self, *args, **options)
 

@@ -15,7 +15,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 def weights(version: int) -> dict[str, Any]:
     """The weights of the n-th version."""
     rng = np.random.default_rng(1)
-    found = {
+    found: dict[str, Any] = {
         "layers.0.weight": rng.integers(0, 1 << 16, (64, 24), dtype=np.uint16),
         "norm": rng.integers(0, 1 << 32, 32, dtype=np.uint32),
     }
@@ -28,9 +28,8 @@ def weights(version: int) -> dict[str, Any]:
 
 
 def make(directory: Path) -> None:
-    options: dict[str, Any]
-    for name, count, every, options in (("plain", 18, 12, {}), ("signed", 6, 5, {"sign_with": KEY})):
-        publisher = pulse.Publisher(directory / name, anchor_every=every, **options)
+    for name, count, every, key in (("plain", 18, 12, None), ("signed", 6, 5, KEY)):
+        publisher = pulse.Publisher(directory / name, anchor_every=every, sign_with=key)
         for version in range(count):
             publisher.publish(weights(version), version=version * 10, assets={"note.txt": b"golden"})
 
