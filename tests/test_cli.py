@@ -221,7 +221,7 @@ def test_inspect_describes_a_checkpoint(run: Run, files: Files) -> None:
 def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     target = (store / "store").as_uri() if where == "url" else store / where
     found = run("inspect", target, "--json").json()
-    assert found.keys() == {"url", "versions", "newest", "elements", "full_nbytes"}
+    assert found.keys() == {"url", "versions", "newest", "elements", "full_nbytes", "history", "signed"}
     assert found["url"] == (store / "store").as_uri()
     assert found["newest"] == 13
     assert [v["version"] for v in found["versions"]] == [10, 11, 12, 13]
