@@ -21,7 +21,7 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     one_line,
 )
-from pulse_rl.history.fetch import fetch
+from pulse_rl.history.fetch import fetch, limit_of
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
@@ -152,13 +152,18 @@ class Walk:
     def _holds(self, manifest: Manifest) -> bool:
         return self._copy is not None and self._copy.held == manifest
 
+    def _fetch(self, link: PatchLink, manifest: Manifest) -> bytearray:
+        """A patch, no larger than the model allows: the copy's size, or without a copy what the manifest says."""
+        nbytes = self._copy.tensors.nbytes if self._copy else manifest.full_nbytes
+        return fetch(self._history.store, link.ref, limit_of(nbytes))
+
     def _take_patch(self, manifest: Manifest) -> None:
         """Bring the copy from the version before to this one; without such a copy, only decode the patch."""
         link = link_of(manifest)
         assert link is not None  # the caller has looked
         copy = self._copy
         try:
-            data = fetch(self._history.store, link.ref)
+            data = self._fetch(link, manifest)
             self.effort.nbytes += len(data)
             if copy is None or copy.held.sequence != link.base_sequence:
                 decode_all(patch_format.unpack(data))
@@ -176,7 +181,7 @@ class Walk:
         for link in self._skips.get(copy.held.sequence, {}).values():
             if link.to == state_of(manifest):
                 with suppress(*FAULTS):  # reported where it begins
-                    patch = unpack_promised(fetch(self._history.store, link.ref), link, state_of(copy.held))
+                    patch = unpack_promised(self._fetch(link, manifest), link, state_of(copy.held))
                     prove(patch, copy.tensors, Effort()).write()
                     copy.held = manifest
                     return True
@@ -185,7 +190,7 @@ class Walk:
     def _prove_skip(self, link: PatchLink, manifest: Manifest) -> None:
         """Prove a skip patch that begins with a version: on the copy if that holds the version."""
         try:
-            data = fetch(self._history.store, link.ref)
+            data = self._fetch(link, manifest)
             self.effort.nbytes += len(data)
             patch = unpack_promised(data, link, state_of(manifest))
             if self._copy is not None and self._holds(manifest):
