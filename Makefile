@@ -6,7 +6,7 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test test-all azurite fuzz fuzz-history docs check clean
+.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-layout docs check clean
 
 setup: .venv/.ready
 
@@ -41,6 +41,10 @@ fuzz: setup
 # Everything that arrives over the network, mutated 100,000 times; a failure is reported with its seed and number.
 fuzz-history: setup
 	$(BIN)/python tests/fuzz_history.py --cases 100000 $(ARGS)
+
+# Random layouts of weights against a naive overwrite, without end; ARGS='--seed N --cases N' for a part of them.
+fuzz-layout: setup
+	$(BIN)/python tests/fuzz_layout.py $(ARGS)
 
 # The documentation, into site/. A broken link or a public name without a whole docstring fails.
 docs: setup

@@ -28,7 +28,8 @@ def raw_bytes(tensor: Any) -> bytes:
     """A tensor's or array's elements in row-major order."""
     if isinstance(tensor, np.ndarray):
         return tensor.tobytes()
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # Copied, as a tensor of one element counts as contiguous whatever its strides.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
