@@ -69,6 +69,16 @@ def test_a_verdict_for_each_subscriber(tmp_path: Path, capsys: pytest.CaptureFix
     assert document["subscribers"][-1]["verdict"] == "behind"
 
 
+def test_nobody_is_silent_where_the_run_has_ended(tmp_path: Path) -> None:
+    with pulse.Publisher(tmp_path) as publisher:
+        publisher.publish({"w": np.zeros(3)}, version=0)
+        put_beat(pulse.open_store(tmp_path), "w", 0)
+        age(tmp_path / "heartbeats" / "w.json", 400)
+        assert pulse.status(tmp_path).verdict == "silent"
+        publisher.end()
+    assert pulse.status(tmp_path).verdict == "ok"
+
+
 def test_exit_codes_for_monitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 where the store cannot be read, in one line; 1 where there is no version yet."""
     assert command(capsys, "status", tmp_path / "none")[0] == 2

@@ -16,7 +16,8 @@ from pulse_rl.units import nbytes
 if TYPE_CHECKING:
     from pulse_rl.history.log import History
     from pulse_rl.history.prune import Pruning
-    from pulse_rl.history.status import Objects, Status, SubscriberInfo
+    from pulse_rl.history.status import Objects, Status
+    from pulse_rl.history.subscribers import SubscriberInfo
 
 OK, PROBLEM, UNREADABLE = 0, 1, 2  # exit codes of `status`, for monitors
 CLEAR = "\x1b[H\x1b[2J"

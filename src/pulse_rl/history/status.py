@@ -7,12 +7,13 @@ patches from its trail, which reaches back up to 64 versions; each subscriber fr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,12 +23,12 @@ from pulse_rl.errors import (
     PulseError,
     VersionNotFoundError,
     one_line,
-    printable,
 )
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.partial import partial_uploads
+from pulse_rl.history.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
 from pulse_rl.history.targets import open_history
 from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
@@ -37,12 +38,7 @@ if TYPE_CHECKING:
 
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
 INTERVALS = 64  # between the newest versions, of which the median is reported
-MAX_SUBSCRIBERS = 1000  # whose heartbeats are read, those seen last
 AT_ONCE = 16  # requests; also the newest manifests that are tried until one can be read
-SILENT_S = 300.0  # a worker that generates writes no heartbeat meanwhile
-
-Verdict: TypeAlias = Literal["ok", "behind", "failing", "silent", "damaged"]  # from good to bad
-_WORST: tuple[Verdict, ...] = ("damaged", "silent", "failing", "behind", "ok")
 
 
 class Objects(msgspec.Struct, frozen=True):
@@ -100,39 +96,6 @@ class Recent(msgspec.Struct, frozen=True):
     skips: Objects
     patch_nbytes: int
     reduction: float
-
-
-class SubscriberInfo(msgspec.Struct, frozen=True):
-    """What a subscriber last reported. Its text is safe to print; none of it is to be relied on.
-
-    Attributes:
-        id: Its id.
-        seen: When its heartbeat was written, in seconds since 1970 by the store's clock.
-        version: The version that it holds, proved; None for none.
-        lag: How many versions that is behind the newest one now.
-        lag_then: How many versions it was behind the newest one that it knew of.
-        error: The error of its last sync; None if that succeeded.
-        sync_s: The seconds that its last sync took.
-        fetched_nbytes: The bytes that its last sync read.
-        unreadable: Why its heartbeat cannot be read; then nothing else is known.
-        host: Where it runs.
-        software: What wrote its heartbeat, as "pulse-rl 0.1.0".
-        verdict: "damaged": its heartbeat cannot be read. "silent": no heartbeat for longer than `max_silence`.
-            "failing": its last sync failed. "behind": more versions behind than `max_lag`. Otherwise "ok".
-    """
-
-    id: str
-    seen: float
-    version: int | None
-    lag: int | None
-    lag_then: int | None
-    error: str | None
-    sync_s: float | None
-    fetched_nbytes: int | None
-    unreadable: str | None
-    host: str | None
-    software: str | None
-    verdict: Verdict
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -239,10 +202,11 @@ def status(
         oldest = history.read(sequences[0]).version
     except PulseError as error:
         problems.append(one_line(error))
-    subscribers, expired = None, 0
+    subscribers, expired, ended = None, 0, _ended(history)
     if objects is not None:
-        limits = _Limits(max_lag, max_silence, expire, _store_time(objects))
-        subscribers, expired = _subscribers(store, objects[heartbeat.PREFIX], newest, problems, limits)
+        # Where the run has ended, subscribers go.
+        limits = Limits(max_lag, math.inf if ended else max_silence, expire, _store_time(objects))
+        subscribers, expired = read_subscribers(store, objects[heartbeat.PREFIX], newest, problems, limits)
     return Status(
         url=store.url,
         versions=len(sequences),
@@ -260,35 +224,15 @@ def status(
         subscribers=subscribers,
         expired=expired,
         signed=history.is_signed(newest.sequence),
-        ended=_ended(history),
+        ended=ended,
         problems=tuple(problems),
-        verdict="damaged" if problems else _worst(subscribers or ()),
+        verdict="damaged" if problems else worst(subscribers or ()),
     )
-
-
-class _Limits(msgspec.Struct, frozen=True):
-    """What a subscriber is judged by."""
-
-    max_lag: int | None
-    max_silence: float
-    expire: float
-    now: float
-
-    def judge(self, seen: float, beat: heartbeat.Heartbeat, lag: int | None) -> Verdict:
-        if self.now - seen > self.max_silence:
-            return "silent"
-        if beat.error is not None:
-            return "failing"
-        return "behind" if self.max_lag is not None and (lag is None or lag > self.max_lag) else "ok"
 
 
 def _store_time(objects: dict[str, list[ObjectInfo]]) -> float:
     """The time: this machine's, or what the store has written since where this machine's clock is behind."""
     return max([time.time(), *(info.modified for folder in objects.values() for info in folder)])
-
-
-def _worst(subscribers: Iterable[SubscriberInfo]) -> Verdict:
-    return min((one.verdict for one in subscribers), key=_WORST.index, default="ok")
 
 
 def _list(store: Store) -> dict[str, list[ObjectInfo]] | None:
@@ -364,43 +308,4 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
         skips=Objects(len(skips), sum(skips)),
         patch_nbytes=middle,
         reduction=newest.full_nbytes / middle if middle else 1.0,
-    )
-
-
-def _subscribers(
-    store: Store, objects: list[ObjectInfo], newest: Manifest, problems: list[str], limits: _Limits
-) -> tuple[tuple[SubscriberInfo, ...], int]:
-    """Read the heartbeats of a listing. Returns them, and how many have expired."""
-    everyone = [info for info in objects if heartbeat.heartbeat_id(info.name) is not None]
-    beats = [info for info in everyone if limits.now - info.modified <= limits.expire]
-    expired = len(everyone) - len(beats)
-    if len(beats) > MAX_SUBSCRIBERS:
-        problems.append(f"of {len(beats)} heartbeats, the {MAX_SUBSCRIBERS} written last are shown")
-        beats = sorted(sorted(beats, key=lambda info: info.modified)[-MAX_SUBSCRIBERS:])
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence, limits), beats)), expired
-
-
-def _subscriber(store: Store, info: ObjectInfo, newest: int, limits: _Limits) -> SubscriberInfo:
-    name = heartbeat.heartbeat_id(info.name)
-    assert name is not None  # the caller has looked
-    try:
-        beat = heartbeat.read(store, info.name)
-    except PulseError as error:
-        unknown = (None,) * 6
-        return SubscriberInfo(name, info.modified, *unknown, one_line(error), None, None, "damaged")
-    lag = max(0, newest - beat.sequence) if beat.sequence is not None else None
-    return SubscriberInfo(
-        id=name,
-        seen=info.modified,
-        version=beat.version,
-        lag=lag,
-        lag_then=beat.lag,
-        error=printable(beat.error[: heartbeat.MAX_ERROR]) if beat.error is not None else None,
-        sync_s=beat.sync_s,
-        fetched_nbytes=beat.fetched_nbytes,
-        unreadable=None,
-        host=printable(beat.host) if beat.host is not None else None,
-        software=printable(beat.software) if beat.software is not None else None,
-        verdict=limits.judge(info.modified, beat, lag),
     )
