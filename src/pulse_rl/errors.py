@@ -292,6 +292,11 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
+def install_hint(extra: str) -> str:
+    """How to install an extra, from an index that has pulse-rl or from a clone."""
+    return f"pip install 'pulse-rl[{extra}]', or '.[{extra}]' in a clone of its repository"
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional module. Raises MissingExtraError, which names the extra to install."""
     import importlib
@@ -302,7 +307,7 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise MissingExtraError(
-            f"{module} is needed for this and is not installed: pip install 'pulse-rl[{extra}]'",
+            f"{module} is needed for this and is not installed: {install_hint(extra)}",
             name=module,
             extra=extra,
         ) from error

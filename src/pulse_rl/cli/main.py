@@ -6,6 +6,7 @@ Only Typer, Rich and the standard library are imported here, so that `pulse-rl -
 """
 
 import os
+import signal
 import sys
 from typing import Annotated, NoReturn
 
@@ -14,12 +15,13 @@ import typer
 from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
+from pulse_rl.cli.output import prepare_streams
 from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import copy, prune, status
 from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.cli.warmup import warmup
-from pulse_rl.errors import PulseError, one_line
+from pulse_rl.errors import PulseError, install_hint, one_line
 
 app = typer.Typer(
     name="pulse-rl",
@@ -44,6 +46,10 @@ app.command()(warmup)
 app.add_typer(bench, name="bench")
 
 
+# What input, files, stores and this machine can cause. FileNotFoundError and TimeoutError are OSErrors.
+EXPECTED = (PulseError, ValueError, TypeError, OSError, ImportError, MemoryError, RecursionError, ArithmeticError)
+
+
 def _version(asked: bool) -> None:
     if asked:
         typer.echo(f"pulse-rl {__version__}")
@@ -65,13 +71,23 @@ def run_app(command_line: typer.Typer, *, prog_name: str, args: list[str] | None
     args: instead of sys.argv. With PULSE_TRACEBACK set, errors keep their traceback.
     """
     try:
+        prepare_streams()
         command_line(args, prog_name=prog_name)
-    except (PulseError, ValueError, TypeError, OSError) as error:  # FileNotFoundError and TimeoutError are OSErrors
+    except EXPECTED as error:
         if os.environ.get("PULSE_TRACEBACK"):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {_sentence(error)}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        if args is None:  # in a process of our own: Ctrl-C ends it from here on, without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(0)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and not isinstance(error, PulseError):
+        return f"{error.name} is needed for this and is not installed: {install_hint('run')}"
+    return one_line(error) if str(error) else f"{type(error).__name__}: too much for this machine"
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
@@ -22,7 +24,31 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 
 
+NARROWEST = 40  # columns of a terminal in which words can be read
 CLOSED_PIPE = 128 + 13  # the exit code after SIGPIPE, as a shell reports it
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr safe to write to, whatever a shell made of them.
+
+    Characters that stdout's encoding lacks become "?". A terminal of a few columns is written to as if it had 40.
+    Closed ones are opened on nothing: a file that is opened later would get their numbers, and messages with it.
+    Raises OSError if stdout is closed: there would be no result.
+    """
+    closed = sys.stdout is None
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    if shutil.get_terminal_size().columns < NARROWEST:
+        os.environ["COLUMNS"] = str(NARROWEST)
+    if closed:
+        raise OSError("stdout is closed, and results go there; use >/dev/null")
 
 
 @contextmanager
@@ -34,10 +60,15 @@ def checking() -> Iterator[None]:
         raise typer.BadParameter(one_line(error)) from None
 
 
-def write(text: str) -> None:
-    """Write text to stdout. If its reader has closed it (`| head`), exit silently, as other tools do."""
+def write(text: str | bytes) -> None:
+    """Write text or UTF-8 to stdout. If its reader has closed it (`| head`), exit silently, as other tools do."""
     try:
-        sys.stdout.write(text)
+        if isinstance(text, str):
+            sys.stdout.write(text)
+        elif isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.buffer.write(text)  # JSON is UTF-8, whatever the terminal's encoding
+        else:
+            sys.stdout.write(text.decode())
         sys.stdout.flush()
     except BrokenPipeError:
         # Otherwise the interpreter fails once more, loudly, when it flushes at its end.
@@ -49,7 +80,7 @@ def emit(document: object) -> None:
     """Write one JSON document to stdout. Infinite numbers become null, because JSON has none."""
     import msgspec
 
-    write(msgspec.json.encode(document).decode() + "\n")
+    write(msgspec.json.encode(document) + b"\n")
 
 
 def facts(pairs: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
-from pulse_rl.errors import MissingExtraError, require
+from pulse_rl.errors import MissingExtraError, one_line, printable, require
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _write(report: Report, directory: Path, html: bool | None) -> None:
     try:
         write_stream(directory / PAGE, [page.html(report).encode()])
     except MissingExtraError as error:
-        typer.echo(f"no {PAGE}: {error}", err=True)
+        typer.echo(f"no {PAGE}: {one_line(error)}", err=True)
 
 
 def _print(report: Report) -> None:
@@ -183,7 +183,7 @@ def _print(report: Report) -> None:
 
     output.facts(_facts(report))
     for note in report.notes:
-        output.write(f"note: {note}\n")
+        output.write(f"note: {printable(note)}\n")
     output.write("\n")
     rows: list[tuple[object, ...]] = []
     for span in report.spans:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pulse_rl.cli import output
+from pulse_rl.errors import printable
 from pulse_rl.rl.config import RunConfig
 
 if TYPE_CHECKING:
@@ -146,6 +147,10 @@ def train(
         for name, value in context.params.items()
         if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
     }
+    from pulse_rl.errors import require
+
+    for module in ("torch", "ray", "reasoning_gym"):
+        require(module, "run")
     from pulse_rl.rl import run
     from pulse_rl.rl.display import Display
 
@@ -185,14 +190,15 @@ def rollout(
     with output.checking():
         request_workers(directory, add)
     typer.echo(
-        f"asked the run in {directory} for {add} more rollout worker{'s' if add > 1 else ''}; the terminal of its "
-        "`pulse-rl train` shows when they join, within about 10 s",
+        f"asked the run in {printable(str(directory))} for {add} more rollout worker{'s' if add > 1 else ''}; the "
+        "terminal of its `pulse-rl train` shows when they join, within about 10 s",
         err=True,
     )
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from pulse_rl.units import nbytes
@@ -216,10 +222,13 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for worker in summary["workers"]:
         proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
         restarts = f", restarted {worker['restarts']} ×" if worker["restarts"] else ""
-        table.add_row(worker["id"], f"version {worker['version']}, digest {worker['digest']}: {proof}{restarts}")
+        table.add_row(
+            escape(printable(worker["id"])),
+            f"version {worker['version']}, digest {worker['digest']}: {proof}{restarts}",
+        )
     directory = Path(summary["run"])
     here = directory.is_relative_to(Path.cwd())
-    table.add_row("run", str(directory.relative_to(Path.cwd()) if here else directory))
+    table.add_row("run", escape(printable(str(directory.relative_to(Path.cwd()) if here else directory))))
     Console().print(table)
 
 

