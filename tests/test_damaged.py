@@ -99,3 +99,21 @@ def test_a_missing_object_is_not_reported_as_a_full_disk() -> None:
         raise ObjectNotFoundError("x is missing", name="x")
     with pytest.raises(pulse.StoreError, match="temporary files"), scratch():
         raise OSError("no space left on device")
+
+
+def test_a_lost_trail_does_not_cut_off_what_follows(published: Published) -> None:
+    """A publisher that resumes without the trail begins a new one: then the patches before it are still found."""
+    store, states = published
+    weights = {"w": states[-1].copy()}
+    (trail,) = [o.name for o in store.list("trails") if "000000000011" in o.name]
+    store.put(trail, b"")
+    publisher = pulse.Publisher(store, anchor_every=50)
+    for version in (12, 13, 14):
+        weights["w"][version] += 1000
+        publisher.publish(weights, version=version)
+    for _ in range(2):
+        live = {"w": np.zeros(100, np.uint16)}
+        assert pulse.Subscriber(store).sync(live).version == 14
+        assert (live["w"] == weights["w"]).all()
+        assert pulse.Publisher(store).resume() == 14
+        store.delete(trail)

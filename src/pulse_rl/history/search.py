@@ -75,20 +75,31 @@ def find_links(
             links = _listed(history, manifest, faults) | links
         reach = costs(links.values(), target.sequence, faults.names)
         earliest = min(sequence for sequence in reach if sequence >= held)
-        if earliest in (held, reached) or (limit is not None and reach[earliest] >= limit):
-            break  # arrived, or no progress, or too expensive
-        reached = earliest
-        # Skip patches to a version are made after its trail is written: the trail of the next version lists them.
-        following = earliest + 1 if earliest + 1 < manifest.sequence else earliest
+        if earliest == held or (limit is not None and reach[earliest] >= limit):
+            break  # arrived, or too expensive
+        # Skip patches to a version are made after its trail is written: the trail of the next version lists them. Where
+        # that one brings nothing, as it began anew after a trail was lost, the version's own patch leads further.
+        places = [earliest + 1, earliest] if earliest < reached else [earliest]
+        following = _first_sound(history, [place for place in places if place < manifest.sequence], target, faults)
+        if following is None:
+            break
+        manifest, reached = following, earliest
+    return [link for link in links.values() if link.base_sequence >= held and link.ref.name not in faults.names]
+
+
+def _first_sound(history: History, places: list[int], target: Manifest, faults: FaultLog) -> Manifest | None:
+    """The first manifest at these places that can be read and is of the target's history; None without one."""
+    for place in places:
         try:
-            manifest = history.read(following)
+            manifest = history.read(place)
             check_same_history(manifest, target)
         except VersionNotFoundError:
-            break  # pruned
+            continue  # pruned
         except PulseError as error:
-            faults.add(manifest_name(following), error)
-            break
-    return [link for link in links.values() if link.base_sequence >= held and link.ref.name not in faults.names]
+            faults.add(manifest_name(place), error)
+        else:
+            return manifest
+    return None
 
 
 def _listed(history: History, manifest: Manifest, faults: FaultLog) -> dict[str, PatchLink]:
