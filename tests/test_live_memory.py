@@ -364,7 +364,7 @@ def test_nothing_is_read_when_nothing_changed(run: Run, monkeypatch: pytest.Monk
     def read(*arguments: Any) -> Any:
         raise AssertionError("the weights were looked at")
 
-    monkeypatch.setattr("pulse_rl.sync.subscriber.layout", read)
+    monkeypatch.setattr("pulse_rl.weights.memory.layout", read)
     monkeypatch.setattr("pulse_rl.weights.bits.as_bits", read)
     assert subscriber.sync(model).route == "none"
     # Views made anew of the same memory are the same weights.

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -27,29 +26,17 @@ from pulse_rl.history.manifest import Manifest, check_same_history
 from pulse_rl.history.restore import Effort, add_recovery_hint, follow
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
-from pulse_rl.patch.live import by_name, live_digest
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
+from pulse_rl.sync.counting import check, recognise
 from pulse_rl.sync.loading import load
 from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.reports import Route, SyncReport, sync_report
-from pulse_rl.weights import digests
-from pulse_rl.weights.layout import Layout, layout
-from pulse_rl.weights.memory import Memory, live_tensors
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
-
-
-class _Live:
-    """The weights that one sync is given. They are viewed as bits only where some are to be read or written."""
-
-    def __init__(self, weights: Any) -> None:
-        self.tensors = live_tensors(weights)
-
-    @cached_property
-    def layout(self) -> Layout:
-        return layout(self.tensors)
 
 
 class Subscriber:
@@ -172,7 +159,10 @@ class Subscriber:
         by their digest, and patched from there.
 
         What is proved: every element that a patch writes; and all elements by the digest that is kept from version to
-        version, provided that nothing else wrote to the weights since. `verify_live` and `verify` recount them all.
+        version, for the memory that it was proved of. If these are other weights, or in other memory, or torch has
+        written to them since, all bits are recounted first. Writes through NumPy, through `tensor.data` or by another
+        process are not noticed: `verify_live` and `verify` find them. A backward pass whose forward pass came before
+        the sync raises torch's error.
 
         After any error the weights hold a version of the history, bit for bit, and `version` says which; if they were
         never synced, they are as they were. Where they were found altered, or a write failed, `version` is None until
@@ -180,7 +170,8 @@ class Subscriber:
 
         Args:
             weights: A torch module, a state dict or a mapping of name → tensor or array, with the published tensors.
-                They keep their memory and device, and tied tensors are written once.
+                They keep their memory and device, and tied tensors are written once. A module or mapping that gives
+                copies at each access (FSDP1, an .npz file) is refused.
             version: The version to sync to. None: the newest.
 
         Returns:
@@ -189,16 +180,18 @@ class Subscriber:
         Raises:
             VersionNotFoundError: The history is empty, or does not hold that version.
             BaseMismatchError: The tensors are those of another model.
-            IntegrityError: The history is damaged, and no other route leads to the version; or its newest version is
-                older than the one held.
+            IntegrityError: The history is damaged, and no other route leads to the version; or it has gone back behind
+                a version that this subscriber has held, or is another history than before.
             StoreError: The store failed.
             VersionSkewError: The version is of a newer format than this release knows: upgrade it.
             ValueError: A tensor cannot be written.
+            TypeError: Something is not a tensor, or is a copy.
+            RuntimeError: Another thread is using this subscriber.
         """
         start = time.perf_counter()
         with self._alone():
             try:
-                report = self._sync(_Live(weights), version, start)
+                report = self._sync(LiveWeights(weights), version, start)
             except Exception as error:
                 self._beat(error, None, start)
                 raise
@@ -218,11 +211,13 @@ class Subscriber:
             IntegrityError: The weights no longer hold `version`: something else wrote to them. Then `version` is None,
                 and the next `sync` repairs them.
             VersionNotFoundError: The weights have not been synced yet.
+            TypeError: As in `sync`.
+            RuntimeError: As in `sync`.
         """
         with self._alone():
             if self._held is None:
                 raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
-            live = _Live(weights)
+            live = LiveWeights(weights)
             found = self._verify(self._held, live.layout)
             self._memory = Memory(live.tensors)
             return found
@@ -243,24 +238,11 @@ class Subscriber:
     def _verify(self, held: State, live: Layout) -> str:
         """Recount live weights that should hold a version. Returns their digest; raises as `verify`."""
         self._held = None  # not known until they are counted
-        try:
-            found = digests.to_hex(live_digest(by_name(live, self._tied)))
-        except BaseMismatchError as error:  # a tied copy
-            raise IntegrityError(
-                f"{error}: something other than this subscriber has written to them, or they are other weights",
-                expected=held.digest,
-            ) from None
-        if found != held.digest:
-            raise IntegrityError(
-                f"the live weights: expected digest {held.digest} of version {held.version}, found {found}: "
-                "something other than this subscriber has written to them, or they are other weights",
-                expected=held.digest,
-                found=found,
-            )
+        found = check(live, self._tied, held)
         self._held = held
         return found
 
-    def _sync(self, live: _Live, version: int | None, start: float) -> SyncReport:
+    def _sync(self, live: LiveWeights, version: int | None, start: float) -> SyncReport:
         """See `sync`."""
         effort, faults = Effort(), FaultLog()
         altered = self._recount(live, effort)
@@ -303,7 +285,7 @@ class Subscriber:
         if self._heart is not None and not self._heart.repeat():
             self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
 
-    def _recount(self, live: _Live, effort: Effort) -> str | None:
+    def _recount(self, live: LiveWeights, effort: Effort) -> str | None:
         """Recount live weights that may not be those that were proved, or if that is due.
 
         Returns what is wrong with them; then no version is held.
@@ -321,7 +303,7 @@ class Subscriber:
             return str(error)
         return None
 
-    def _remember(self, live: _Live, before: State | None) -> None:
+    def _remember(self, live: LiveWeights, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what it held when the sync began."""
         if self._held is None:
             self._memory = None
@@ -365,10 +347,10 @@ class Subscriber:
         return head
 
     @add_recovery_hint()
-    def _advance_to(self, target: Manifest, live: _Live, effort: Effort, faults: FaultLog) -> bool:
+    def _advance_to(self, target: Manifest, live: LiveWeights, effort: Effort, faults: FaultLog) -> bool:
         """Bring the live weights to a version. Returns whether it had to be loaded, as patches did not lead there."""
         if self._held is None:
-            self._recognise(live.layout, target, faults)
+            self._hold(recognise(self.history, live.layout, target, faults), target.tied)
         # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
         if self._held is not None and self._tied == target.tied:
             if self._held.sequence < target.sequence:
@@ -384,29 +366,6 @@ class Subscriber:
             raise
         self._hold(state_of(target), target.tied)
         return True
-
-    def _recognise(self, live: Layout, target: Manifest, faults: FaultLog) -> None:
-        """Find out whether the live weights already hold a version from which patches lead to the target."""
-        try:
-            found = digests.to_hex(live_digest(by_name(live, target.tied)))
-        except BaseMismatchError:
-            return
-        for state in self._candidates(target, faults):
-            if state.digest == found:
-                self._hold(state, target.tied)
-                return
-
-    def _candidates(self, target: Manifest, faults: FaultLog) -> Iterator[State]:
-        """The versions from which patches may lead to the target: those of its trail, and its newest anchor's."""
-        yield state_of(target)
-        if target.trail is not None:
-            try:
-                trail = self.history.trail(target)
-                yield from dict.fromkeys(link.to for link in reversed(trail.links() if trail else []))
-            except PulseError as error:
-                faults.add(target.trail.name, error)
-        with suppress(VersionNotFoundError, IntegrityError):  # reported later, if that anchor is needed
-            yield state_of(self.history.read(target.anchor_sequence))
 
     def _patch(self, held: State, target: Manifest, live: Layout, effort: Effort, faults: FaultLog) -> None:
         """Patch the live weights towards a version, unless loading its anchor takes fewer bytes.

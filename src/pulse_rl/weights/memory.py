@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -50,6 +51,17 @@ def live_tensors(weights: Any) -> Mapping[str, Any]:
 def live_layout(weights: Any) -> Layout:
     """View all weights as Bits, as `layout` does, to write to them. Raises as `live_tensors`."""
     return layout(live_tensors(weights))
+
+
+class LiveWeights:
+    """Live tensors, viewed as Bits only where some are to be read or written. Raises as `live_tensors`."""
+
+    def __init__(self, weights: Any) -> None:
+        self.tensors = live_tensors(weights)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout(self.tensors)
 
 
 def _refuse_copies(module: Any, named: Mapping[str, Any]) -> None:
