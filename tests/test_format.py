@@ -430,6 +430,17 @@ def test_golden_manifest() -> None:
     assert blake3(MANIFEST).hexdigest().encode() == HASH
 
 
+def test_golden_manifest_with_every_member() -> None:
+    """The members that were added without a new version: written at the end, in this order."""
+    more = b',"history":"8899aabbccddeeff","software":"pulse-rl 0.1.0","metadata":{"step":20,"reward":0.5,"note":null}'
+    whole = MANIFEST + more
+    data = whole + b',"blake3":"' + blake3(whole).hexdigest().encode() + b'"}'
+    manifest = parse(data, 1, None, "it")
+    assert (manifest.history, manifest.software) == ("8899aabbccddeeff", "pulse-rl 0.1.0")
+    assert manifest.metadata == {"step": 20, "reward": 0.5, "note": None}
+    assert seal(manifest, None) == data
+
+
 def test_golden_trail() -> None:
     """The document's own form, read; and what the writer makes, decompressed."""
     written = b'{"sequence":1,"patches":[[0,1,20,"0123456789abcdef","00112233aabbccdd",99,"' + b"ab" * 32 + b'"]]}'

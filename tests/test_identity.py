@@ -258,6 +258,14 @@ def test_a_manifest_that_is_too_large_is_refused_before_anything_is_put(monkeypa
     pulse.Publisher(store).publish({f"name.{i}": array for i in range(30)}, version=0)
 
 
+def test_more_tensors_than_readers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_rl.patch.format.MAX_TABLE_NBYTES", 500)
+    store = pulse.open_store("memory://")
+    with pytest.raises(ValueError, match="too many tensors"):
+        pulse.Publisher(store).publish({f"name.{i}": np.zeros(3, np.uint16) for i in range(30)}, version=0)
+    assert names(store) == []
+
+
 def test_what_cannot_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trail, and a manifest, that the publisher's own reader refuses: nothing is left, and the next one succeeds."""
     store = history_of(2)

@@ -177,7 +177,13 @@ def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
     """The table stream of these tensors, in canonical order. Raises ValueError for a name that readers refuse."""
     safetensors_header.check_names([*tensors, *tied])
     table = _Table([(name, bits.dtype, bits.shape) for name, bits in tensors.items()], dict(sorted(tied.items())))
-    return _compressed(msgspec.json.encode(table))
+    encoded = msgspec.json.encode(table)
+    if len(encoded) > MAX_TABLE_NBYTES:
+        raise ValueError(
+            f"tensor names: expected a table of at most {MAX_TABLE_NBYTES} bytes, found {len(encoded)}: "
+            "too many tensors"
+        )
+    return _compressed(encoded)
 
 
 def check_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> None:
