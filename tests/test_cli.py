@@ -246,6 +246,8 @@ def test_people_get_text(run: Run, files: Files, store: Path, tmp_path: Path) ->
         (["inspect", store], "anchors   2, at versions 10, 12"),
         (["verify", files.patch], "intact"),
         (["verify", files.old], "readable"),
+        (["verify", files.patch, "--deep", files.old], "version 3, by the 64-bit digest of the patch's base"),
+        (["verify", files.patch, "--deep", files.old], "leads from these weights to its target"),
         (["verify", store], "4, versions 10, 11, 12, 13"),
         (["verify", store], "all proved"),
         (["diff", files.old, files.new, "-o", tmp_path / "p"], "version 0 → 1"),

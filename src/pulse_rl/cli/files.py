@@ -28,6 +28,7 @@ Target = Annotated[
 
 # The result without problems, by kind. Only a store holds what its bits can be proved against.
 SOUND = {
+    "applied": "intact, and leads from these weights to its target, by the 64-bit digests of both",
     "patch": "intact; its result is proved when it is applied to its base",
     "checkpoint": "readable; compare its digest with the one you expect",
     "store": "all proved",
@@ -151,7 +152,7 @@ def verify(
     target: Target,
     deep: Annotated[
         Path | None,
-        typer.Option(metavar="CHECKPOINT", help="Compare this checkpoint with the store, or with a patch's base."),
+        typer.Option(metavar="CHECKPOINT", help="Compare this checkpoint with the store; or prove a patch from it."),
     ] = None,
     public_key: Annotated[
         Path | None, typer.Option(metavar="PEM", help="The Ed25519 key that every manifest must be signed by.")
@@ -165,8 +166,9 @@ def verify(
     temporary files, and every anchor against the patches that lead to it. Of a
     patch alone it checks that it is intact, of a checkpoint that it is readable.
     With --deep it compares every bit of that checkpoint with the version of the
-    store that has its digest, or else with the newest; or it applies the patch
-    to that checkpoint. Exit code 1 if anything is wrong.
+    store that has its digest, or else with the newest. For a patch it proves by
+    64-bit digests that the checkpoint is its base, and that the patch leads from
+    it to its target; nothing is written. Exit code 1 if anything is wrong.
 
     Example: pulse-rl verify runs/main
     """
@@ -192,8 +194,10 @@ def verify(
         if report.leftovers:
             lines["leftovers"] = f"{len(report.leftovers)} objects that no manifest names; harmless"
         if report.weights_version is not None:
-            lines["weights"] = f"every bit of version {report.weights_version}"
-        output.facts(lines | {"result": SOUND[report.kind] if report.ok else f"{len(report.problems)} problems:"})
+            proof = "by the 64-bit digest of the patch's base" if report.kind == "patch" else "every bit compared"
+            lines["weights"] = f"version {report.weights_version}, {proof}"
+        kind = "applied" if report.kind == "patch" and report.weights_version is not None else report.kind
+        output.facts(lines | {"result": SOUND[kind] if report.ok else f"{len(report.problems)} problems:"})
         for problem in report.problems:
             output.write(f"  {printable(problem)}\n")
     if not report.ok:
