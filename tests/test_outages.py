@@ -254,3 +254,13 @@ def test_a_callers_loop_is_not_slowed_down(gone: Gone, monkeypatch: pytest.Monke
     with pytest.raises(pulse.StoreError):
         store.get("x")
     assert time.monotonic() - start > 0.4
+
+
+def test_an_outage_may_end_for_another_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch and its trail are put at once: the success of one may come while the failure of the other is looked at."""
+    gone = Gone(pulse.open_store("memory://"))
+    store = patient(gone, 5.0)
+    monkeypatch.setattr(patience.log, "warning", lambda *_: setattr(store, "_since", None))
+    gone.gone_for(0.05)
+    store.put("a", b"x")
+    assert bytes(store.get("a")) == b"x"

@@ -154,11 +154,12 @@ class PatientStore:
         if not error.temporary:
             self._since = None  # the store has answered
             raise error
-        if self._since is None:
-            self._since = now
+        since = self._since  # another thread's success may end the outage at any moment
+        if since is None:
+            since = self._since = now
             if self.patience:
                 log.warning("%s; trying again for up to %g s", error, self.patience)
-        passed = now - min(self._since, began)
+        passed = now - min(since, began)
         left = self.patience - passed
         if left <= 0:
             self._failed = now
