@@ -6,7 +6,7 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-layout docs check clean
+.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout docs check clean
 
 setup: .venv/.ready
 
@@ -45,6 +45,10 @@ fuzz-history: setup
 # Random layouts of weights against a naive overwrite, without end; ARGS='--seed N --cases N' for a part of them.
 fuzz-layout: setup
 	$(BIN)/python tests/fuzz_layout.py $(ARGS)
+
+# Whole histories against a naive model, without end; ARGS="--seconds 1200 --seed 7". A finding names its own command.
+fuzz-stateful: setup
+	$(BIN)/python tests/fuzz_stateful.py $(ARGS)
 
 # The documentation, into site/. A broken link or a public name without a whole docstring fails.
 docs: setup

@@ -257,7 +257,7 @@ def test_a_callers_loop_is_not_slowed_down(gone: Gone, monkeypatch: pytest.Monke
 
 
 def test_an_outage_may_end_for_another_thread_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patch and its trail are put at once: the success of one may come while the failure of the other is looked at."""
+    """A patch and its trail are put at once: one may succeed while the failure of the other is looked at."""
     gone = Gone(pulse.open_store("memory://"))
     store = patient(gone, 5.0)
     monkeypatch.setattr(patience.log, "warning", lambda *_: setattr(store, "_since", None))

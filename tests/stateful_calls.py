@@ -1,0 +1,197 @@
+"""The calls that a stateful fuzzer makes, each compared with the naive model."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from stateful_machine import Clients, Follower, Trainer
+from stateful_world import Attempt, Wire, expect
+
+import pulse_rl as pulse
+from pulse_rl.store.base import Store
+
+
+class Calls(Clients):
+    """The clients of one history, and what must hold of their calls."""
+
+    def published(self, trainer: Trainer, *, anchor: bool | None = None, foreground: bool = False) -> str:
+        """Publish by one trainer, and compare with the model."""
+        draw, disk, publisher = self.random, trainer.wire.disk, trainer.publisher
+        anchor = draw.random() < 0.12 if anchor is None else anchor
+        background = draw.random() < 0.3 and not foreground
+        trainer.bits = self.model.changed(draw, trainer.bits)
+        weights = self.model.tensors(trainer.bits)
+        highest = max(disk.highest(), trainer.flying.version if trainer.flying else -1)
+        low = disk.head is not None and draw.random() < 0.04 and not anchor
+        version = disk.head.version if low and disk.head else highest + draw.choice((1, 1, 1, 3, 1000))
+        given: int | None = version
+        sure = not (low or disk.hurt or any(map(callable, trainer.wire.plan.values())))  # which version is the next
+        if sure and disk.head is not None and self.is_current(trainer) and draw.random() < 0.15:
+            given, version = None, max(disk.head.version, trainer.flying.version if trainer.flying else -1) + 1
+        attempt = Attempt(version, trainer.bits, digest=pulse.digest(weights), by=trainer)
+        trainer.wire.attempts.append(attempt)
+        current, hurt, flying = self.is_current(trainer), disk.hurt, trainer.flying
+        fresh, overtaken = publisher.version is None, f"it held {trainer.last}, the newest was {disk.head}"
+        trainer.release()
+        if background and draw.random() < 0.5:
+            trainer.wire.gates[version] = threading.Event()
+        running = set(threading.enumerate())
+        report, error = None, None
+        try:
+            report = publisher.publish(
+                weights, version=given, anchor=anchor, background=background, metadata={"reward": version / 7}
+            )
+        except (pulse.PulseError, ValueError) as caught:
+            error = caught
+        began = set(threading.enumerate()) - running
+        trainer.threads += [thread for thread in began if thread.name.startswith("pulse-publish")]
+        if error is not None:
+            trainer.release()
+            trainer.calm()
+        lost = flying is not None and flying.sequence is None  # what was in flight was not committed
+        if publisher._in_flight is None or error is None:
+            trainer.flying = None
+        what = f"{version}{' anchor' * anchor}{' background' * background}"
+        if report is not None:
+            self.counts["published"] += 1
+            expect(not lost, f"publish returned, and version {flying and flying.version} in flight was lost silently")
+            expect((report.version, report.digest) == (version, attempt.digest), f"publish reports {report}")
+            expect(not low, f"version {version} was accepted, and is not new")
+            if background:
+                trainer.flying = attempt
+            else:
+                expect(attempt.sequence is not None, "publish returned, and nothing was committed")
+            outcome = f"by {self.name(trainer)}: published {what}"
+        else:
+            outcome = f"by {self.name(trainer)}: {what} refused: {type(error).__name__}: {str(error)[:150]}"
+            reason = attempt.sequence is None or trainer.wire.fired or self.hooked
+            expect(reason, f"publish raised, and committed: {error!r}")
+            wire = trainer.wire
+            undisturbed = not (wire.fired or wire.dead or self.hooked or lost or low or hurt or disk.hurt)
+            expect(not (undisturbed and current), f"publish was refused without a reason: {error!r}")
+        if not current and not (hurt or self.hooked):
+            expect(error is not None or fresh, f"a publisher that was overtaken has published: {overtaken}")
+        self.settle(trainer)
+        return outcome + self.fired(trainer.wire)
+
+    def is_current(self, trainer: Trainer) -> bool:
+        """Whether a publisher may go on: nobody else has committed since."""
+        head, last = trainer.wire.disk.head, trainer.last
+        if trainer.flying is not None and trainer.flying.sequence is not None:
+            last = trainer.flying  # it is committed, which the publisher finds out by its next call
+        if head is last or (last is None and trainer.publisher.version is None):
+            return True
+        return head is not None and last is not None and head.by is trainer and head.place > last.place
+
+    def settle(self, trainer: Trainer) -> None:
+        """Find out where a publisher now believes the history to end."""
+        publisher, disk = trainer.publisher, trainer.wire.disk
+        if publisher.version is None:
+            trainer.last = None
+            return
+        here = (publisher.version, publisher.digest)
+        if trainer.last is not None and (trainer.last.version, trainer.last.digest) == here:
+            return
+        held = (*disk.lost.values(), *disk.line.values(), *trainer.wire.attempts)
+        found = [a for a in held if (a.version, a.digest) == here and a.sequence is not None]
+        expect(found, f"a publisher believes in version {here}, which nobody committed")
+        trainer.last = next((a for a in found if a.by is trainer), found[0])
+
+    def flushed(self, trainer: Trainer, verb: Callable[[], Any]) -> str:
+        trainer.release()
+        flying, trainer.flying = trainer.flying, None
+        try:
+            verb()
+        except pulse.PulseError as error:
+            expect(flying is not None and (flying.sequence is None or trainer.wire.fired), f"flush raised {error!r}")
+            outcome = f"{self.name(trainer)}: {type(error).__name__}: {str(error)[:150]}"
+        else:
+            expect(flying is None or flying.sequence is not None, "flush returned, and the version is lost")
+            outcome = f"{self.name(trainer)}: {flying.version if flying else 'nothing'} in flight"
+        self.settle(trainer)
+        return outcome
+
+    def synced(self, follower: Follower) -> str:
+        """Sync one follower, and compare with the model."""
+        draw, disk, subscriber = self.random, follower.wire.disk, follower.subscriber
+        pin = None
+        if draw.random() < 0.2 and disk.line:
+            pin = draw.choice([*(a.version for a in disk.line.values()), disk.highest() + 1])
+        before, top, hurt, held = dict(disk.line), follower.top, disk.hurt, subscriber.version
+        prunings = disk.prunings
+        report, error = None, None
+        try:
+            report = subscriber.sync(follower.live, version=pin)
+        except pulse.PulseError as caught:
+            error = caught
+        name = f"follower {self.followers.index(follower)}" if follower in self.followers else "a new follower"
+        who = f"{name}{'' if follower.wire.listing else ' (web)'}{f' to {pin}' if pin is not None else ''}"
+        disturbed = follower.wire.fired or hurt or disk.hurt or disk.prunings != prunings or follower.wire.dead
+        heads = [a for a in disk.line.values() if a.place >= max(before, default=0)]
+        head = disk.head
+        gone_back = top is not None and head is not None and head is not top and head.place <= top.place
+        if report is None:
+            outcome = f"{who}: refused: {type(error).__name__}: {str(error)[:150]}"
+            if not disturbed:
+                first = disk.began()
+                there = any(a.version == pin and (s >= first or follower.wire.listing) for s, a in before.items())
+                may = there if pin is not None else bool(heads) and not gone_back
+                expect(not may or self.hooked, f"{who} was refused without a reason: {error!r}")
+        else:
+            self.counts["synced"] += 1
+            outcome = f"{who}: {held} to {report.version} by {report.route}"
+            expect((report.version, report.digest) == (subscriber.version, subscriber.digest), f"it reports {report}")
+            bits = self.model.read(follower.tensors())
+            known, here = {**disk.lost, **before, **disk.line}, (report.version, report.digest)
+            found = [a for a in known.values() if (a.version, a.digest) == here]
+            if pin is not None:
+                expect(report.version == pin, f"{who} reports {report.version}")
+            elif not disturbed:
+                expect(any(a in heads for a in found), f"{who} reports {report.version}, the newest is {disk.head}")
+            if found and (top is None or found[-1].place > top.place):
+                follower.top = found[-1]
+            if found and pin is None and top is not None and not gone_back:
+                expect(found[-1].place >= top.place, f"{who} went back to {report.version}")
+            if report.route == "anchor" or follower.recounts:
+                expect(bits == self.ledger.get(here), f"{who}: other bits than reported")
+        self.check_follower(follower)
+        return outcome + self.fired(follower.wire)
+
+    def load_all(self) -> str:
+        """Every version that was not pruned can be loaded, by a new subscriber each."""
+        disk = self.trainers[-1].wire.disk
+        wire = Wire(disk, Random(0))
+        loaded = 0
+        for attempt in self.random.sample(list(disk.line.values()), min(len(disk.line), 6)):
+            live = self.model.tensors(self.model.drawn(self.random))
+            before = self.model.read(live)
+            subscriber = pulse.Subscriber(wire, patience=0)
+            try:
+                subscriber.sync(live, version=attempt.version)
+            except pulse.PulseError as error:
+                expect(disk.hurt, f"version {attempt.version} cannot be loaded: {error!r}")
+                expect(self.model.read(live) == before, f"{error!r}, and the weights are not as they were")
+                continue
+            expect(self.model.read(live) == attempt.bits, f"version {attempt.version} was loaded with other bits")
+            loaded += 1
+        return f"{loaded} versions"
+
+    def look(self) -> str:
+        """status and verify."""
+        disk = self.trainers[-1].wire.disk
+        if any(trainer.flying for trainer in self.trainers) or not disk.line:
+            return "not now"
+        wire: Store = Wire(disk, Random(0))
+        with suppress(pulse.PulseError):
+            pulse.status(wire)
+        try:
+            report = pulse.verify(wire)
+        except pulse.PulseError as error:
+            expect(disk.hurt, f"verify was refused without a reason: {error!r}")
+            return f"{type(error).__name__}"
+        expect(disk.hurt or report.ok, f"verify finds {report.problems} in a sound history")
+        wrong = set(report.good_versions) - {a.version for a in (*disk.line.values(), *disk.lost.values())}
+        expect(not wrong, f"verify calls {sorted(wrong)} good versions")
+        return f"ok {report.ok}"
