@@ -3,11 +3,6 @@
 import re
 from pathlib import Path
 
-FORMS = (
-    "file:///path, a path, memory://, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or "
-    "https://host/path"
-)
-
 
 def is_url(text: str) -> bool:
     """Whether text starts with a scheme, as a URL does, well formed or not ("s3:/bucket"). One letter is a drive."""
@@ -28,4 +23,7 @@ def refusal(text: str) -> ValueError:
     hint = "" if "://" in text else f"; for a directory of that name write ./{text}"
     if not rest.startswith("//") and scheme.lower() in ("s3", "gs", "az", "http", "https") and rest.strip("/"):
         hint = f"; did you mean {scheme}://{rest.lstrip('/')}?"
-    return ValueError(f"store: expected {FORMS}, found {text!r}{hint}")
+    return ValueError(
+        "store: expected file:///path, a path, memory://, s3://bucket/prefix, gs://bucket/prefix, "
+        f"az://container/prefix or https://host/path, found {text!r}{hint}"
+    )
