@@ -132,13 +132,19 @@ class Finder:
         if self._listed is None:
             listed = self._history.store.list("manifests")
         found = [info for info in listed if manifest_sequence(info.name) is not None]
+        before, newest = None, manifest_sequence(found[-1].name) if found else None
         for info in found:
             # What was read or committed before it was listed may not be what is listed: it is read anew.
             if info != self._listed and (sequence := manifest_sequence(info.name)) is not None:
-                self._known.pop(sequence, None)
+                before = self._known.pop(sequence, None)
+        if newest is not None and before is not None:
+            try:
+                self._history.read(newest)
+            except IntegrityError:
+                self._known[newest] = before  # it is damaged since, and what it said is known
         self._listed = found[-1] if found else None
         self._listed_at = time.monotonic()
-        return manifest_sequence(self._listed.name) if self._listed else None
+        return newest
 
     def probed(self) -> range:
         """The sequence numbers from the first one without a gap on, by probing which manifests exist.
