@@ -72,7 +72,9 @@ class Calls(Clients):
             undisturbed = not (wire.fired or wire.dead or self.hooked or lost or low or hurt or disk.hurt)
             expect(not (undisturbed and current), f"publish was refused without a reason: {error!r}")
         if not current and not (hurt or self.hooked):
-            expect(error is not None or fresh, f"a publisher that was overtaken has published: {overtaken}")
+            expect(
+                error is not None or fresh or background, f"a publisher that was overtaken has published: {overtaken}"
+            )
         self.settle(trainer)
         return outcome + self.fired(trainer.wire)
 
@@ -132,6 +134,7 @@ class Calls(Clients):
         heads = [a for a in disk.line.values() if a.place >= max(before, default=0)]
         head = disk.head
         gone_back = top is not None and head is not None and head is not top and head.place <= top.place
+        gone_back |= top is not None and head is not None and head.history != top.history  # begun anew
         if report is None:
             outcome = f"{who}: refused: {type(error).__name__}: {str(error)[:150]}"
             if not disturbed:
@@ -150,12 +153,16 @@ class Calls(Clients):
                 expect(report.version == pin, f"{who} reports {report.version}")
             elif not disturbed:
                 expect(any(a in heads for a in found), f"{who} reports {report.version}, the newest is {disk.head}")
-            if found and (top is None or found[-1].place > top.place):
-                follower.top = found[-1]
             if found and pin is None and top is not None and not gone_back:
                 expect(found[-1].place >= top.place, f"{who} went back to {report.version}")
             if report.route == "anchor" or follower.recounts:
                 expect(bits == self.ledger.get(here), f"{who}: other bits than reported")
+        held_now = {**disk.lost, **before, **disk.line}.values()
+        for attempt in held_now:  # also after an error, and where it was only recognised
+            if (attempt.version, attempt.digest) == (subscriber.version, subscriber.digest) and (
+                follower.top is None or attempt.place > follower.top.place
+            ):
+                follower.top = attempt
         self.check_follower(follower)
         return outcome + self.fired(follower.wire)
 

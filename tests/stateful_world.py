@@ -108,6 +108,7 @@ class Attempt:
     digest: str = field(kw_only=True)
     by: object = field(kw_only=True, repr=False)  # the publisher
     sequence: int | None = None  # once committed
+    history: str | None = None  # its id, likewise
 
     @property
     def place(self) -> int:
@@ -162,13 +163,17 @@ class Disk:
                 return
             if sequence in self.line or (head and (sequence < max(self.line) or version <= head.version)):
                 self.wrongs.append(f"version {version} was committed as {sequence}, over {sorted(self.line)}")
+            if not self.line:  # its publisher saw no version at all: it has begun another history
+                oldest_kept, self.lost = 0, {}
+            else:
+                oldest_kept = sequence
             self.lost = {number: lost for number, lost in self.lost.items() if number < sequence}
             self.damaged = {
                 n: old
                 for n, old in self.damaged.items()
-                if not (n.startswith("manifests/") and int(n[10:22]) >= sequence)
+                if not (n.startswith("manifests/") and int(n[10:22]) >= oldest_kept)
             }
-            found[-1].sequence = sequence
+            found[-1].sequence, found[-1].history = sequence, document.get("history")
             self.line[sequence] = found[-1]
             self.ledger[version, digest] = found[-1].bits
 
@@ -197,8 +202,12 @@ class Disk:
 
     def repair(self) -> None:
         """Put back whatever was damaged."""
+        began = self.began()  # what was pruned meanwhile is not put back
+        self.lost = {sequence: lost for sequence, lost in self.lost.items() if sequence >= began}
         for name, data in self.damaged.items():
-            self.inner.put(name, data)
+            sequence = int(name.split("/")[1][:12])
+            if sequence >= began or sequence in self.line:
+                self.inner.put(name, data)
         self.damaged = {}
         self.line = dict(sorted((self.line | self.lost).items()))
         self.lost = {}
