@@ -44,18 +44,9 @@ MODULES = _modules()
 
 
 def _imports(name: str) -> set[str]:
-    """The modules that one imports, at its top or inside of a function, but not for type checking alone."""
+    """The modules that one imports: at its top, inside of a function, or for type checking alone."""
     found = set()
-    tree = ast.parse(MODULES[name].read_text())
-    ignored = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if node in ignored:
-            continue
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "pulse_rl":
             module = node.module.removeprefix("pulse_rl").removeprefix(".")
             for alias in node.names:

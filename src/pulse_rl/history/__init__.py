@@ -1,9 +1,10 @@
 """The history of one run in a store: its versions, anchors and patches.
 
 Formats: `manifest` is the commit of a version, `signing` signs it, `trail` lists the patches between recent versions
-and finds the cheapest chain of them. Writing: `anchor` writes a full checkpoint, `log` commits. Reading: `log` finds
-and reads versions, `search` finds the patches and anchors that lead to one, `fetch` reads those, `restore` rebuilds
-the weights. Operating: `prune` deletes what is not kept, `heartbeat` is what subscribers report, `status` and
-`describe` summarize a store, `verify` proves one by `walk`, `targets` tells what a path names. Live weights belong to
-`sync`.
+and finds the cheapest chain of them, `ending` marks the end of a run. Writing: `anchor` writes a full checkpoint, `log`
+commits. Reading: `log` reads versions, which `newest` and `find` find (`base` is what they need of it), `search` finds
+the patches and anchors that lead to one, `fetch` reads those, `restore` rebuilds the weights. Operating: `heartbeat` is
+what subscribers report and `subscribers` judges it, `status` and `describe` summarize a store, `verify` proves one by
+`walk`, `prune` deletes what is not kept and `partial` finds unfinished uploads, `copying` copies a history, `assets`
+fetches an anchor's small files, `targets` tells what a path names. Live weights belong to `sync`.
 """

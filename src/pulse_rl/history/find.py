@@ -1,19 +1,14 @@
 """Finding the manifest of a version, among those numbered by sequence, with few reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError, VersionSkewError
+from pulse_rl.history.base import Manifests
 from pulse_rl.history.manifest import Manifest
 
-if TYPE_CHECKING:
-    from pulse_rl.history.log import History
 
-
-def find_version(history: History, version: int) -> Manifest:
+def find_version(history: Manifests, version: int) -> Manifest:
     """See `History.find`."""
     with suppress(IntegrityError, VersionNotFoundError, VersionSkewError):
         newest = history.head()  # the version that is requested most, without listing all of them
@@ -48,7 +43,7 @@ def find_version(history: History, version: int) -> Manifest:
 
 
 def _first_readable(
-    history: History, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError | VersionSkewError]
+    history: Manifests, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError | VersionSkewError]
 ) -> tuple[int, Manifest | None]:
     """The first manifest that can be read, of those at some places of a list, and its place; None without one.
 

@@ -7,12 +7,9 @@ also shows a history that was deleted, rolled back or begun anew. Every minute a
 same, in case that a manifest in between was lost.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from pulse_rl.errors import (
     CannotListError,
@@ -21,13 +18,11 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     VersionSkewError,
 )
+from pulse_rl.history.base import Manifests
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
 from pulse_rl.store.base import ObjectInfo, read_up_to
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.patient import PatientStore, unwrapped
-
-if TYPE_CHECKING:
-    from pulse_rl.history.log import History
 
 LIST_EVERY_S = 60.0
 # The tag of a file behind a web server can be its size and the second in which it was written. So only a tag that was
@@ -42,7 +37,7 @@ class Finder:
     parse: checks the bytes of a manifest of a sequence number. known: the manifests that were read, by sequence number.
     """
 
-    def __init__(self, history: History, parse: Callable[[int, bytes], Manifest], known: dict[int, Manifest]) -> None:
+    def __init__(self, history: Manifests, parse: Callable[[int, bytes], Manifest], known: dict[int, Manifest]) -> None:
         self._history, self._parse, self._known = history, parse, known
         self._unlisted = False  # whether the store cannot list
         self.forget()
