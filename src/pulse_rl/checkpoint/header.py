@@ -136,8 +136,6 @@ def check_names(names: Iterable[str]) -> None:
             raise ValueError(
                 f"tensor names: expected 1 to {MAX_NAME_NBYTES} bytes of UTF-8, found {nbytes}: {name[:64]!r}"
             )
-        if name == "__metadata__":
-            raise ValueError(f"tensor names: expected any but {name!r}, which safetensors keeps for itself")
 
 
 def check_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:

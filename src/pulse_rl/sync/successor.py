@@ -71,6 +71,8 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
 def check_readable(tensors: Layout) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
     check_names([*tensors, *tensors.tied])
+    if "__metadata__" in tensors.all_names():  # a patch could hold it, an anchor could not
+        raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
     with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
         patch_format.check_table(tensors, tensors.tied)
         for shard in plan_shards(tensors)[0]:
