@@ -78,6 +78,7 @@ def run(
 CLI = ("-c", "from pulse_rl.cli.main import main; main()")
 
 
+@pytest.mark.slow
 def test_a_container_whose_package_and_home_cannot_be_written(package: Path) -> None:
     """It works, with one warning; after a warm-up in the image's recipe it compiles nothing and warns of nothing."""
     nowhere = package / "no-home"

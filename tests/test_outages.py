@@ -174,6 +174,7 @@ def test_intervals_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             pulse.Subscriber("memory://", **wrong)
 
 
+@pytest.mark.slow
 def test_an_outage_of_a_real_server(monkeypatch: pytest.MonkeyPatch, trainee: Trainee) -> None:
     """Longer than obstore's own attempts: connections refused, then answers of 503; one line in the end."""
     with contextlib.closing(Proxy(servers.moto())) as proxy:
