@@ -45,6 +45,7 @@ def may_make_networks() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_a_narrow_link(may_make_networks: None) -> None:
     """The times against what the link lets through; the benchmark itself compares the bits of all three methods."""
     before, mbit = namespaces(), 200
