@@ -2,7 +2,7 @@
 
     python tests/fuzz_layout.py [--seed N] [--cases N]     without --cases: without end
 
-Trainer and worker hold the same names in layouts of their own: every dtype, strided, transposed, in a larger buffer,
+Trainer and worker hold the same names in different layouts: every dtype, strided, transposed, in a larger buffer,
 expanded, 0-dim, empty, read-only, tied, shared, overlapping in part, leaf parameters that require grad, under torch or
 NumPy. Each sync ends in the bits of a naive overwrite of a twin; or, where no overwrite gives these bits, in an error
 that leaves the weights as they were. Now and then something else writes to the worker's weights.

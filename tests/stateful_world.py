@@ -1,7 +1,7 @@
 """What the stateful fuzzer runs on: stores that fail as told, and a naive model of every version that was committed.
 
 A `Disk` is a store and what the model knows of it; a `Wire` leads one publisher or subscriber to it, and fails or
-changes the calls that it is told to. The model learns of a commit where its manifest reaches the disk, from the bytes
+changes the calls that a case draws. The model learns of a commit where its manifest reaches the disk, from the bytes
 of the manifest alone, so it needs nothing of the library to know what is committed.
 """
 
@@ -234,7 +234,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False)
 class Wire:
-    """A store that leads to a disk, and fails where it is told to.
+    """A store that leads to a disk, and fails at the calls that a case draws.
 
     plan: what happens at which call: "before" (fails, without effect), "after" (fails, having taken effect), "flip" and
     "cut" (what is read arrives changed), "lose" (what is written is stored changed), "die" (this and all later calls

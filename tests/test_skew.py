@@ -1,4 +1,4 @@
-"""Versions of the formats: a newer one is said to be newer, and what a release wrote stays readable."""
+"""Versions of the formats: a newer one is reported as newer, and what a release wrote stays readable."""
 
 import importlib.util
 import json
@@ -74,7 +74,7 @@ def newer(store: Store, sequence: int, key: Any = None) -> None:
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_a_newest_manifest_of_a_newer_format(key: Any) -> None:
-    """Nobody follows it, nobody publishes over it, and nobody is told to."""
+    """Nobody follows it, nobody publishes over it, and no message advises to."""
     store = history_of(3, sign_with=key)
     newer(store, 2, key)
     before = {info.name for info in store.list("")}

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pulse_rl.checkpoint.header import check_header, check_names
+from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PulseError, translate
 from pulse_rl.history.heartbeat import software
@@ -70,7 +70,6 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
 
 def check_readable(tensors: Layout) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
-    check_names([*tensors, *tensors.tied])
     if "__metadata__" in tensors.all_names():  # a patch could hold it, an anchor could not
         raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
     with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
