@@ -22,6 +22,7 @@ from pulse_rl.history.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.sync import delivery, successor
 from pulse_rl.sync.skips import Skips
+from pulse_rl.sync.turn import Turn
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key()
@@ -213,6 +214,18 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     publisher.close()
     assert publisher.version == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_turn_belongs_to_the_process_that_used_it_first(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made before a fork and never used can be used in the child."""
+    turn = Turn("Publisher", nested=nested)
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    with turn:
+        pass
+    monkeypatch.setattr(os, "getpid", lambda: 8)
+    with pytest.raises(pulse.StoreError, match="forked"), turn:
+        pass
 
 
 # What is published can be read

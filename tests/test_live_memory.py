@@ -609,6 +609,26 @@ def test_a_second_call_meanwhile_is_refused(run: Run) -> None:
     assert subscriber.sync(model).route == "none"
 
 
+def test_a_call_within_a_call_is_refused(run: Run) -> None:
+    """As from a signal handler: both would write to the weights."""
+    refused: list[str] = []
+
+    class Handled:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(run.store, name)
+
+        def stream(self, name: str) -> Iterator[memoryview]:
+            with pytest.raises(RuntimeError, match="one call at a time") as raised:
+                subscriber.verify(model)
+            refused.append(str(raised.value))
+            return run.store.stream(name)
+
+    subscriber, model = pulse.Subscriber(Handled()), Model(seed=1)
+    assert subscriber.sync(model).version == 2
+    assert refused
+    assert bits(model) == bits(run.source)
+
+
 def _sync_in_child(subscriber: pulse.Subscriber, model: Model, pipe: Any) -> None:
     try:
         pipe.send(repr(subscriber.sync(model)))

@@ -141,7 +141,7 @@ class Publisher:
         self._cast = cast_name(cast) if cast is not None else None
         self._token = new_token()
         self._delivery = Delivery(self.history, Retention(retain, keep_every, grace) if retain is not None else None)
-        self._turn = Turn()
+        self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
         self._committed: Manifest | None = None
         self._baseline: Baseline | None = None

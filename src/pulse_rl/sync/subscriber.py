@@ -13,10 +13,7 @@ Finding and reading the objects is the history's part, in `history.restore`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
@@ -32,6 +29,7 @@ from pulse_rl.sync.counting import check, recognise
 from pulse_rl.sync.loading import load
 from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.reports import Route, SyncReport, sync_report
+from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.memory import LiveWeights, Memory
 
@@ -45,7 +43,8 @@ class Subscriber:
     One subscriber belongs to one set of weights: it keeps their proved version and digest from sync to sync, and reads
     only what changed. Weights in other memory, or that torch has written to since, are recognised anew by a recount.
     Any number of subscribers may follow one history; they write nothing to it but heartbeats. One is used by one thread
-    at a time: a second call meanwhile is refused.
+    at a time: a second call meanwhile gets a RuntimeError, and a process that was forked after the first one a
+    StoreError.
 
     Memory: the patch that is applied and the one after it, and a few MB a thread.
 
@@ -98,7 +97,7 @@ class Subscriber:
         self._memory: Memory | None = None  # that was proved to hold it
         self._highest: State | None = None  # the newest version that was ever held: the history may not go back
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
-        self._busy = Lock()
+        self._turn = Turn("Subscriber", nested=False)
 
     @property
     def version(self) -> int | None:
@@ -152,6 +151,7 @@ class Subscriber:
         """
         return wait(self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beat_again)
 
+    @in_turn
     def sync(self, weights: Any, *, version: int | None = None) -> SyncReport:
         """Bring the weights to the newest version, or to the one given, in place, by the route with the fewest bytes.
 
@@ -189,15 +189,15 @@ class Subscriber:
             RuntimeError: Another thread is using this subscriber.
         """
         start = time.perf_counter()
-        with self._alone():
-            try:
-                report = self._sync(LiveWeights(weights), version, start)
-            except Exception as error:
-                self._beat(error, None, start)
-                raise
-            self._beat(None, report, start)
-            return report
+        try:
+            report = self._sync(LiveWeights(weights), version, start)
+        except Exception as error:
+            self._beat(error, None, start)
+            raise
+        self._beat(None, report, start)
+        return report
 
+    @in_turn
     def verify(self, weights: Any) -> str:
         """Recount the digest of all live weights: one read of every bit.
 
@@ -214,26 +214,12 @@ class Subscriber:
             TypeError: As in `sync`.
             RuntimeError: As in `sync`.
         """
-        with self._alone():
-            if self._held is None:
-                raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
-            live = LiveWeights(weights)
-            found = self._verify(self._held, live.layout)
-            self._memory = Memory(live.tensors)
-            return found
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Refuse a second call while one is under way, as both would write to the weights."""
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "this Subscriber is in use by another thread: expected one call at a time; give each thread its own, "
-                "or let them share one by a lock"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
+        if self._held is None:
+            raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
+        live = LiveWeights(weights)
+        found = self._verify(self._held, live.layout)
+        self._memory = Memory(live.tensors)
+        return found
 
     def _verify(self, held: State, live: Layout) -> str:
         """Recount live weights that should hold a version. Returns their digest; raises as `verify`."""

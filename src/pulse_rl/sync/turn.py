@@ -1,7 +1,8 @@
-"""Turns: a publisher's methods run in one thread at a time, in the process that made the publisher.
+"""Turns: the methods of a publisher or a subscriber run in one thread at a time, in the process that used it first.
 
-A second thread is refused, not made to wait: two of them would publish to one history as two publishers do, and only
-their caller knows which of the weights come first. The threads that a publisher starts itself call none of these.
+A second thread is refused, not made to wait: two of them would publish to one history as two publishers do, or write
+to the same weights, and only their caller knows which comes first. The threads that a publisher starts itself call
+none of these methods.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ from pulse_rl.errors import StoreError
 class Turn:
     """Lets one thread in. Raises RuntimeError for a second one, and StoreError in a forked process.
 
-    An interruption on the way in or out may leave the lock held. Its thread can still go on then, as such a lock lets
-    its own thread in again.
+    who: the class that has it, for messages. nested: whether a method may call another one of them; otherwise a call
+    in the middle of another one is refused in the same thread too, as from a signal handler. Where it may, an
+    interruption on the way in or out may leave the lock held, and its thread can still go on.
     """
 
-    def __init__(self) -> None:
-        self._lock, self._process = threading.RLock(), os.getpid()
+    def __init__(self, who: str, *, nested: bool) -> None:
+        self._who = who
+        self._lock = threading.RLock() if nested else threading.Lock()
+        self._process: int | None = None  # the first that used it
 
     def __enter__(self) -> None:
+        if self._process is None:
+            self._process = os.getpid()
         if self._process != os.getpid():
             raise StoreError(
-                "this publisher belongs to the process that this one was forked from, which may be at work with it: "
-                'open another Publisher, in a process started by spawn (multiprocessing.get_context("spawn"))'
+                f"this {self._who} belongs to the process that this one was forked from, which may be using it: "
+                f'open another {self._who}, in a process started by spawn (multiprocessing.get_context("spawn"))'
             )
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                "this publisher is at work in another thread, and takes one call at a time: publish from one thread, "
+                f"this {self._who} is in use by another thread: expected one call at a time; use it from one thread, "
                 "or hold a lock around its calls"
             )
 
