@@ -56,6 +56,25 @@ def checkpointed_layers(model: Any) -> Any:
     return model
 
 
+class DeepSpeedEngine(torch.nn.Module):
+    """Of the shape of DeepSpeed's, and of its name: a module that holds the model, and passes attributes on to it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__["_modules"]
+        return modules[name] if name in modules else getattr(modules["module"], name)
+
+
+DeepSpeedEngine.__module__ = "deepspeed.runtime.engine"
+
+
+class PipelineEngine(DeepSpeedEngine):
+    pass
+
+
 WRAPPED: dict[str, Any] = {
     "compiled": torch.compile,
     "compiled layers": compiled_layers,
@@ -65,6 +84,8 @@ WRAPPED: dict[str, Any] = {
     "DDP": torch.nn.parallel.DistributedDataParallel,
     "DDP of compiled": lambda model: torch.nn.parallel.DistributedDataParallel(torch.compile(model)),
     "compiled DDP": lambda model: torch.compile(torch.nn.parallel.DistributedDataParallel(model)),
+    "DeepSpeed": DeepSpeedEngine,
+    "DeepSpeed's subclass, of compiled": lambda model: PipelineEngine(torch.compile(model)),
     "Accelerate": lambda model: accelerate.Accelerator(cpu=True, dynamo_backend="eager").prepare(model),
 }
 
@@ -109,6 +130,18 @@ def test_layers_that_are_called_like_a_wrapper_keep_their_names() -> None:
     assert sorted(layout(torch.compile(model))) == ["module._orig_mod.bias", "module._orig_mod.weight"]
     assert names.unwrap(model) is model
     assert sorted(names.named_parameters(torch.compile(model))) == ["module._orig_mod.bias", "module._orig_mod.weight"]
+
+
+def test_partitioned_parameters_of_deepspeed_are_refused() -> None:
+    """ZeRO stage 3 leaves nothing of them in the model: without a word, empty tensors would be published."""
+    model = torch.nn.Linear(2, 2)
+    whole = pulse.digest(model)
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
+    assert pulse.digest(DeepSpeedEngine(model)) == whole
+    model.weight.data = torch.empty(0)
+    with pytest.raises(TypeError, match="'weight'.*GatheredParameters"):
+        pulse.Publisher("memory://").publish(DeepSpeedEngine(model))
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

@@ -364,6 +364,11 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
 
     if tensor.layout != torch.strided or tensor.is_nested or type(tensor).__name__ == "DTensor":
         raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")
+    if getattr(tensor, "ds_numel", tensor.numel()) != tensor.numel():  # DeepSpeed's mark on a parameter
+        raise TypeError(
+            f"expected a whole tensor, found a parameter that DeepSpeed ZeRO stage 3 has partitioned, with "
+            f"{tensor.numel()} of its elements: publish within deepspeed.zero.GatheredParameters(model.parameters())"
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")
     if tensor.device.type == "meta":

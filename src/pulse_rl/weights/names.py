@@ -1,8 +1,8 @@
 """The names of a model's tensors: those of the model itself, without what wrappers add.
 
-`torch.compile` returns a module whose tensors are named `_orig_mod.…`, DistributedDataParallel and DataParallel one
-with `module.…`; within a model, a compiled layer adds its `_orig_mod.` in the middle. Such wrappers hold the very
-tensors of the module inside, so its names are used on both sides, wherever the weights are a torch module.
+`torch.compile` returns a module whose tensors are named `_orig_mod.…`, DistributedDataParallel, DataParallel and
+DeepSpeed one with `module.…`; within a model, a compiled layer adds its `_orig_mod.` in the middle. Such wrappers hold
+the very tensors of the module inside, so its names are used on both sides, wherever the weights are a torch module.
 
 Wrappers are recognised by their class, never by a name: a model may have a layer that is called `module`. A mapping has
 only names, which stay as they are. PEFT is no wrapper in this sense: adapters change what the model computes.
@@ -20,10 +20,12 @@ _INNER = {  # a wrapper's class → the attribute that holds the module inside
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "deepspeed.inference.engine.InferenceEngine": "module",
 }
 _PREFIXES = {  # of names in a state dict → what puts it there
     "_orig_mod.": "torch.compile",
-    "module.": "DistributedDataParallel",
+    "module.": "DistributedDataParallel or DeepSpeed",
     "base_model.model.": "PEFT",
 }
 
