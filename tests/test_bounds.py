@@ -71,6 +71,39 @@ def test_an_object_that_is_larger_than_the_model_allows(what: str) -> None:
     np.testing.assert_array_equal(live["w"], before)
 
 
+@pytest.mark.parametrize("call", ["publish", "resume"])
+def test_a_publisher_that_resumes_downloads_no_more_than_the_model_allows(call: str) -> None:
+    """It knows the weights that are to be published; `resume` alone at least the size that the version says it has."""
+    store = pulse.open_store("memory://")
+    run = Run(store)
+    run.publish(1)
+    head = History(store).head()
+    assert head is not None
+    ref = msgspec.structs.replace(head.anchor[0], nbytes=1 << 40)
+    nbytes = head.full_nbytes if call == "resume" else 1 << 40
+    changed = msgspec.structs.replace(head, anchor=(ref,), full_nbytes=nbytes)
+    store.put(manifest_name(0), seal(changed, None))
+    endless = Endless(store, ref.name)
+    publisher = pulse.Publisher(endless)
+    with pytest.raises(pulse.IntegrityError, match=f"expected at most {limit_of(head.full_nbytes)} bytes"):
+        publisher.resume() if call == "resume" else publisher.publish(run.empty())
+    assert endless.sent == 0
+
+
+def test_an_anchor_that_the_disk_has_no_room_for_is_not_downloaded() -> None:
+    """Where a forged manifest contradicts itself nowhere, the room for temporary files is still what exists."""
+    store = pulse.open_store("memory://")
+    Run(store).publish(1)
+    head = History(store).head()
+    assert head is not None
+    ref = msgspec.structs.replace(head.anchor[0], nbytes=1 << 60)
+    store.put(manifest_name(0), seal(msgspec.structs.replace(head, anchor=(ref,), full_nbytes=1 << 60), None))
+    endless = Endless(store, ref.name)
+    with pytest.raises(pulse.StoreError, match=f"expected room for {1 << 60} bytes, found"):
+        pulse.Publisher(endless).resume()
+    assert endless.sent == 0
+
+
 @pytest.mark.parametrize("sound", [False, True])
 def test_a_server_that_answers_to_every_name(sound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page for every address, or even a sound manifest: no list of 10**12 numbers."""

@@ -88,7 +88,7 @@ def _fetch_all(history: History, anchor: Manifest, refs: list[ObjectRef]) -> dic
             expected=MAX_ASSETS_NBYTES,
             found=total,
         )
-    return {_file(ref): fetch(history.store, ref) for ref in refs}
+    return {_file(ref): fetch(history.store, ref, MAX_ASSETS_NBYTES) for ref in refs}
 
 
 def _file(ref: ObjectRef) -> str:

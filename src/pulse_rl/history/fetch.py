@@ -33,15 +33,14 @@ def check_size(name: str, nbytes: int, limit: int) -> None:
         )
 
 
-def fetch(store: Store, ref: ObjectRef, limit: int | None = None) -> bytearray:
+def fetch(store: Store, ref: ObjectRef, limit: int) -> bytearray:
     """Read a whole object.
 
-    limit: bytes that it may have; None for any number.
+    limit: bytes that it may have.
     A damaged one is requested a second time: the transfer may be at fault, and without this object the route is
     longer. Raises IntegrityError if it is not what its reference promises, ObjectNotFoundError or StoreError.
     """
-    if limit is not None:
-        check_size(ref.name, ref.nbytes, limit)
+    check_size(ref.name, ref.nbytes, limit)
     with suppress(IntegrityError):
         return _fetch_once(store, ref)
     return _fetch_once(store, ref)

@@ -264,7 +264,10 @@ class History:
                     found=manifest.trail.nbytes,
                 )
             _remember(
-                self._trails, state, decode_trail(fetch(self.store, manifest.trail), manifest, where), KEPT_TRAILS
+                self._trails,
+                state,
+                decode_trail(fetch(self.store, manifest.trail, MAX_TRAIL_NBYTES), manifest, where),
+                KEPT_TRAILS,
             )
         return self._trails[state]
 

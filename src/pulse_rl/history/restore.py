@@ -6,6 +6,7 @@ and for a publisher that resumes: the anchor is downloaded, proved and patched o
 model, and live weights are written only when the requested version is proved.
 """
 
+import errno
 import shutil
 import tempfile
 import time
@@ -211,15 +212,17 @@ def restore(
     directory: Path,
     effort: Effort,
     faults: FaultLog,
-    model_nbytes: int | None = None,
+    model_nbytes: int | None,
 ) -> Layout:
     """Build a version in files of an empty directory, and prove it.
 
-    model_nbytes: of the weights that will hold it, which bound what is downloaded; None where they are not known.
+    model_nbytes: of the weights that will hold it, which bound what is downloaded. None where they are not known: then
+    the version's own size does.
     Starts from the newest anchor that has a chain of patches to the version; where that fails, from an older one.
     Returns the tensors, mapped from the files. Raises IntegrityError or StoreError, naming the objects that are
     wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
+    limit = limit_of(target.full_nbytes if model_nbytes is None else model_nbytes)
     for anchor in find_anchors(history, target, faults):
         held = state_of(anchor)
         if cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence) is None:
@@ -227,9 +230,7 @@ def restore(
         files = directory / str(anchor.sequence)
         files.mkdir()
         try:
-            if model_nbytes is not None:
-                check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit_of(model_nbytes))
-            tensors = load_anchor(history, anchor, files, effort)
+            tensors = load_anchor(history, anchor, files, effort, limit)
             _check_tied(target, tensors)
         except (IntegrityError, StoreError) as error:
             faults.add(anchor.anchor[0].name, error)
@@ -250,8 +251,15 @@ def restore(
     raise kind(message, url=history.store.url)
 
 
-def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Effort) -> Layout:
-    """Download an anchor into an empty directory and compare its digest. Raises IntegrityError or StoreError."""
+def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Effort, limit: int) -> Layout:
+    """Download an anchor into an empty directory and compare its digest.
+
+    limit: bytes that its files may have. Raises IntegrityError or StoreError, and OSError where the disk has no room.
+    """
+    check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit)
+    room = shutil.disk_usage(directory).free
+    if anchor.anchor_nbytes > room:
+        raise OSError(errno.ENOSPC, f"expected room for {anchor.anchor_nbytes} bytes, found {room}", str(directory))
     with effort.timing("fetch_s"):
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:

@@ -207,7 +207,7 @@ class Walk:
         files = self._scratch / str(manifest.sequence)
         files.mkdir()
         try:
-            tensors = load_anchor(self._history, manifest, files, self.effort)
+            tensors = load_anchor(self._history, manifest, files, self.effort, limit_of(manifest.full_nbytes))
             counts = (tensors.elements, tensors.nbytes)
             if counts != (manifest.elements, manifest.full_nbytes):
                 raise IntegrityError(

@@ -192,6 +192,10 @@ class Publisher:
             StoreError: The store failed, or another publisher has committed since.
             ValueError: The history is signed, and this publisher has no key.
         """
+        return self._resume(None)
+
+    def _resume(self, model_nbytes: int | None) -> int | None:
+        """See `resume`. model_nbytes: of the weights, which bound what is downloaded; None where they are not known."""
         self.flush()
         if self._baseline is None:
             self._await_pool()
@@ -204,7 +208,7 @@ class Publisher:
         if head is not None and self._baseline is None:
             faults = FaultLog()
             with add_recovery_hint(), scratch() as directory:
-                tensors = restore(self.history, head, directory, Effort(), faults).clone()
+                tensors = restore(self.history, head, directory, Effort(), faults, model_nbytes).clone()
             for fault in faults.messages:
                 log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
             tensors.tied = dict(head.tied)
@@ -268,8 +272,9 @@ class Publisher:
         cast = self._cast if cast is None else cast_name(cast)
         check_assets(assets or {})
         refuse_adapters(weights)
-        sequence, head = self._next_place(anchor)
-        base, tensors = self._newest_baseline(), layout(weights, cast)
+        tensors = layout(weights, cast)
+        sequence, head = self._next_place(anchor, tensors.nbytes)
+        base = self._newest_baseline()
         if version is None:
             version = next_version(head, sequence)
         if base is None:
@@ -372,8 +377,8 @@ class Publisher:
         """What the next version is encoded against."""
         return self._in_flight.upcoming.move.baseline if self._in_flight else self._baseline
 
-    def _next_place(self, anchor: bool) -> tuple[int, Manifest | None]:
-        """The sequence number of the next version, and the version before it."""
+    def _next_place(self, anchor: bool, model_nbytes: int) -> tuple[int, Manifest | None]:
+        """The sequence number of the next version, and the version before it. model_nbytes: of the weights."""
         if self._in_flight is not None:
             head: Manifest | None = self._in_flight.upcoming.manifest
             sequence = self._in_flight.upcoming.manifest.sequence + 1
@@ -383,7 +388,7 @@ class Publisher:
             self._check_end(head)
             check_key(self.history, head)
         else:
-            self.resume()
+            self._resume(model_nbytes)
             head = self._committed
             sequence = head.sequence + 1 if head else 0
         if sequence > MAX_SEQUENCE:

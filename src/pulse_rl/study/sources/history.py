@@ -14,7 +14,7 @@ from pulse_rl.codecs.base import Piece
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import VersionNotFoundError
-from pulse_rl.history.fetch import fetch
+from pulse_rl.history.fetch import fetch, limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
@@ -69,12 +69,12 @@ class Stored:
             link = link_of(manifest)
             if link is not None and found and link.base_sequence == found[-1].sequence:
                 path = directory / f"{manifest.sequence}.patch"
-                path.write_bytes(fetch(history.store, link.ref))
+                path.write_bytes(fetch(history.store, link.ref, limit_of(manifest.full_nbytes)))
                 self._states.append(_Patched(unpack_promised(map_file(path), link, state_of(found[-1]))))
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
-                load_anchor(history, manifest, files, Effort())
+                load_anchor(history, manifest, files, Effort(), limit_of(manifest.full_nbytes))
                 self._states.append(_Anchor(files))
             else:
                 self.notes.append(f"version {manifest.version} is left out: no patch leads to it from an anchor")
