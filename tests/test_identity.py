@@ -82,6 +82,10 @@ def test_a_manifest_of_another_run_is_refused(key: Any) -> None:
     with pytest.raises(pulse.IntegrityError, match="another history"):
         subscriber.sync(live)
     assert (live["w"] == weights(2)["w"]).all()
+    new = zeros()
+    with pytest.raises(pulse.IntegrityError, match="another history"):
+        pulse.Subscriber(ours, public_key=public).sync(new)
+    assert not new["w"].any()
     report = verify(ours, public_key=public)
     assert any("another history" in problem for problem in report.problems)
     assert report.good_versions == (0, 1, 2)

@@ -85,7 +85,7 @@ WRAPPED: dict[str, Any] = {
     "DDP of compiled": lambda model: torch.nn.parallel.DistributedDataParallel(torch.compile(model)),
     "compiled DDP": lambda model: torch.compile(torch.nn.parallel.DistributedDataParallel(model)),
     "DeepSpeed": DeepSpeedEngine,
-    "DeepSpeed's subclass, of compiled": lambda model: PipelineEngine(torch.compile(model)),
+    "DeepSpeed's subclass, compiled": lambda model: torch.compile(PipelineEngine(model)),
     "Accelerate": lambda model: accelerate.Accelerator(cpu=True, dynamo_backend="eager").prepare(model),
 }
 

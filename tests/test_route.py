@@ -119,7 +119,7 @@ def test_skip_patches_lead_where_a_diff_leads(run: Run) -> None:
         for skip in trail.links():
             spans[skip.to.sequence - skip.base_sequence] += 1
             live, after = run.sleeper(skip.base_sequence), run.states[skip.to.sequence]
-            info = pulse.apply(live, fetch(history.store, skip.ref))
+            info = pulse.apply(live, fetch(history.store, skip.ref, 1 << 20))
             assert (live["w"] == after).all()
             assert info.changes == np.count_nonzero(run.states[skip.base_sequence] != after)
     assert set(spans) == {1, 4, 16, 64}

@@ -121,7 +121,7 @@ def test_objects_are_bound_by_the_signed_manifest(tmp_path: Path, trainee: Train
         pulse.Subscriber(tmp_path / "ours", public_key=PUBLIC).sync(live)
     assert manifest.patch is not None
     with pytest.raises(pulse.IntegrityError) as raised:
-        fetch(pulse.open_store(tmp_path / "ours"), manifest.patch)
+        fetch(pulse.open_store(tmp_path / "ours"), manifest.patch, 1 << 20)
     error, size = raised.value, len(theirs.read_bytes())
     assert error.name == manifest.patch.name
     assert (error.expected, error.found) == (

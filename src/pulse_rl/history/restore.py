@@ -7,6 +7,7 @@ model, and live weights are written only when the requested version is proved.
 """
 
 import errno
+import os
 import shutil
 import tempfile
 import time
@@ -259,7 +260,8 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
     check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit)
     room = shutil.disk_usage(directory).free
     if anchor.anchor_nbytes > room:
-        raise OSError(errno.ENOSPC, f"expected room for {anchor.anchor_nbytes} bytes, found {room}", str(directory))
+        reason = f"{os.strerror(errno.ENOSPC)}: expected room for {anchor.anchor_nbytes} bytes, found {room}"
+        raise OSError(errno.ENOSPC, reason, str(directory))
     with effort.timing("fetch_s"):
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:

@@ -21,6 +21,20 @@ from pulse_rl.history.trail import PatchLink, costs, link_of
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
 
 
+def check_line(history: History, manifest: Manifest) -> None:
+    """Raise IntegrityError if the version before this one is of another history.
+
+    A manifest before it that is pruned, damaged or out of reach proves nothing, and raises nothing.
+    """
+    if manifest.sequence == 0:
+        return
+    try:
+        before = history.read(manifest.sequence - 1)
+    except PulseError:
+        return
+    check_same_history(manifest, before)
+
+
 class FaultLog:
     """What was wrong with a history during one operation, and which objects to avoid for the rest of it."""
 

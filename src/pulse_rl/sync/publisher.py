@@ -58,8 +58,8 @@ from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.reports import PublishReport, publish_report
 from pulse_rl.sync.successor import (
     check_key,
-    check_line,
     check_metadata,
+    check_place,
     check_readable,
     check_successor,
     new_manifest,
@@ -204,7 +204,7 @@ class Publisher:
         self._check_end(head)
         if self._baseline is None:
             with add_recovery_hint():
-                check_line(self.history, head)
+                check_place(self.history, head)
         if head is not None and self._baseline is None:
             faults = FaultLog()
             with add_recovery_hint(), scratch() as directory:

@@ -21,7 +21,7 @@ from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
 from pulse_rl.history.restore import Effort, add_recovery_hint, follow
-from pulse_rl.history.search import FaultLog, find_links
+from pulse_rl.history.search import FaultLog, check_line, find_links
 from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
@@ -301,12 +301,14 @@ class Subscriber:
     def _find_target(self, version: int | None) -> Manifest:
         """The version to sync to. Raises as `sync`."""
         target = self.history.find(version) if version is not None else self._find_newest()
-        if self._reached is not None:
-            try:
-                check_same_history(target, self._reached)
-            except IntegrityError as error:
-                error.add_note("if that is intended, follow it with a new Subscriber")
-                raise
+        if self._reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
+            check_line(self.history, target)
+            return target
+        try:
+            check_same_history(target, self._reached)
+        except IntegrityError as error:
+            error.add_note("if that is intended, follow it with a new Subscriber")
+            raise
         return target
 
     def _find_newest(self) -> Manifest:

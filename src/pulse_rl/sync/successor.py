@@ -6,14 +6,13 @@ What no reader would accept is refused here, before anything is put, by the code
 import math
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
-from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PulseError, translate
+from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
 from pulse_rl.history.heartbeat import software
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import (
@@ -22,10 +21,10 @@ from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
     Manifest,
     Scalar,
-    check_same_history,
     manifest_name,
     new_token,
 )
+from pulse_rl.history.search import check_line
 from pulse_rl.patch import format as patch_format
 from pulse_rl.sync.baseline import Baseline
 from pulse_rl.weights.layout import Layout, compare_layouts
@@ -87,7 +86,7 @@ def check_key(history: History, head: Manifest | None) -> None:
         )
 
 
-def check_line(history: History, head: Manifest | None) -> None:
+def check_place(history: History, head: Manifest | None) -> None:
     """Compare the newest version with what is before it, where a publisher begins to continue from it.
 
     Raises IntegrityError if the newest manifests are lost or this one is of another history, ValueError as `check_key`.
@@ -101,12 +100,8 @@ def check_line(history: History, head: Manifest | None) -> None:
             f"{manifest_name(head.sequence) if head else 'none'} as the last",
             name=manifest_name(first),
         )
-    if head is not None and head.sequence > 0:
-        before = None
-        with suppress(PulseError):  # it may be pruned, or damaged
-            before = history.read(head.sequence - 1)
-        if before is not None:
-            check_same_history(head, before)
+    if head is not None:
+        check_line(history, head)
 
 
 def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, version: int) -> None:
