@@ -21,20 +21,6 @@ from pulse_rl.history.trail import PatchLink, costs, link_of
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
 
 
-def check_line(history: History, manifest: Manifest) -> None:
-    """Raise IntegrityError if the version before this one is of another history.
-
-    A manifest before it that is pruned, damaged or out of reach proves nothing, and raises nothing.
-    """
-    if manifest.sequence == 0:
-        return
-    try:
-        before = history.read(manifest.sequence - 1)
-    except PulseError:
-        return
-    check_same_history(manifest, before)
-
-
 class FaultLog:
     """What was wrong with a history during one operation, and which objects to avoid for the rest of it."""
 
@@ -65,6 +51,23 @@ class FaultLog:
         """Report what was wrong, in words, once."""
         if message not in self.messages:
             self.messages.append(message)
+
+
+def check_line(history: History, manifest: Manifest, faults: FaultLog) -> None:
+    """Raise IntegrityError if the version before this one is of another history.
+
+    A manifest before it that is pruned says nothing; one that cannot be read is reported to faults.
+    """
+    if manifest.sequence == 0:
+        return
+    try:
+        before = history.read(manifest.sequence - 1)
+    except VersionNotFoundError:
+        return
+    except PulseError as error:
+        faults.add(manifest_name(manifest.sequence - 1), error)
+        return
+    check_same_history(manifest, before)
 
 
 def find_links(

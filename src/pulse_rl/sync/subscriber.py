@@ -234,7 +234,7 @@ class Subscriber:
         altered = self._recount(live, effort)
         before, previous = self._held, self.version
         try:
-            target = self._find_target(version)
+            target = self._find_target(version, faults)
             self._newest = max(self._newest, target.sequence)
             loaded = self._advance_to(target, live, effort, faults)
             self._reached = target
@@ -298,11 +298,11 @@ class Subscriber:
         elif self._held != before:  # the same memory: this subscriber has written to it
             self._memory.count_writes(live.tensors)
 
-    def _find_target(self, version: int | None) -> Manifest:
-        """The version to sync to. Raises as `sync`."""
+    def _find_target(self, version: int | None, faults: FaultLog) -> Manifest:
+        """The version to sync to. What is wrong with the one before it is reported to faults. Raises as `sync`."""
         target = self.history.find(version) if version is not None else self._find_newest()
         if self._reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
-            check_line(self.history, target)
+            check_line(self.history, target, faults)
             return target
         try:
             check_same_history(target, self._reached)

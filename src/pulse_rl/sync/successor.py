@@ -24,7 +24,7 @@ from pulse_rl.history.manifest import (
     manifest_name,
     new_token,
 )
-from pulse_rl.history.search import check_line
+from pulse_rl.history.search import FaultLog, check_line
 from pulse_rl.patch import format as patch_format
 from pulse_rl.sync.baseline import Baseline
 from pulse_rl.weights.layout import Layout, compare_layouts
@@ -101,7 +101,7 @@ def check_place(history: History, head: Manifest | None) -> None:
             name=manifest_name(first),
         )
     if head is not None:
-        check_line(history, head)
+        check_line(history, head, FaultLog())
 
 
 def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, version: int) -> None:
