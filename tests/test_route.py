@@ -136,7 +136,8 @@ def test_few_objects_from_anywhere(run: Run, distance: int, most: int) -> None:
     for newest in range(distance, VERSIONS):
         view, live = View(run.store, newest), run.sleeper(newest - distance)
         subscriber = pulse.Subscriber(view)
-        subscriber._held = state_of(pulse.History(run.store).read(newest - distance))
+        subscriber._reached = pulse.History(run.store).read(newest - distance)
+        subscriber._held = state_of(subscriber._reached)
         report = subscriber.sync(live)
         assert (report.route, report.version, report.recovered) == ("patches", newest, None)
         assert (live["w"] == run.states[newest]).all()
