@@ -33,7 +33,7 @@ from stateful_machine import Follower, Trainer
 from stateful_world import FOLDERS, TaggedWire, Wire, expect, warm_up
 
 import pulse_rl as pulse
-from pulse_rl.history.prune import Retention, delete_planned
+from pulse_rl.history.operate.prune import Retention, delete_planned
 
 STEPS = 60
 

@@ -69,6 +69,12 @@ def test_a_module_imports_only_lower_rooms(name: str) -> None:
         assert other == room or ORDER[other] < ORDER[room], f"{name} imports {imported}"
 
 
+def test_a_history_is_published_and_read_without_what_operates_it() -> None:
+    for name in MODULES:
+        if name.startswith("history.") and not name.startswith("history.operate"):
+            assert not any(module.startswith("history.operate") for module in _imports(name)), name
+
+
 def test_no_two_modules_need_each_other() -> None:
     try:
         TopologicalSorter({name: _imports(name) for name in MODULES}).prepare()

@@ -11,7 +11,7 @@ from test_status import Run, command
 
 import pulse_rl as pulse
 from pulse_rl.history.log import History
-from pulse_rl.history.prune import Retention, delete_planned
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.store.base import ObjectInfo, Store
 
 FOLDERS = ("manifests", "patches", "trails", "anchors")

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.history.verify import VerifyReport, verify
+from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.weights.bits import HostBits
 

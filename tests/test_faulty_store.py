@@ -10,7 +10,7 @@ from conftest import Trainee
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import OFFERED
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
 
 

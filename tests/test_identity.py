@@ -15,10 +15,10 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
-from pulse_rl.history import prune
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate import prune
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.sync import delivery, successor
 from pulse_rl.sync.skips import Skips

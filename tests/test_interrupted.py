@@ -12,7 +12,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.sync import baseline, delivery, encoding, reports, skips, successor, turn
 from pulse_rl.sync import publisher as module
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 
 DISK_NBYTES = 4 << 20  # room for 25 anchors
 

@@ -17,7 +17,7 @@ from test_status import Run, command, until
 import pulse_rl as pulse
 from pulse_rl.history.heartbeat import Heartbeat
 from pulse_rl.history.log import History
-from pulse_rl.history.prune import Retention, delete_planned
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.store.base import Store
 
 

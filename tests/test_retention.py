@@ -15,9 +15,9 @@ import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.prune import Retention, delete_planned
+from pulse_rl.history.operate.prune import Retention, delete_planned
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.trail import SPANS
-from pulse_rl.history.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
 
 

@@ -15,7 +15,7 @@ from runs import COMMAND, WIDE, children, resume, run, start, wait_for
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import OFFERED
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 import pulse_rl as pulse
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import manifest_name, parse, seal
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()

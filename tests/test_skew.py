@@ -18,7 +18,7 @@ from patch_tools import take_apart
 import pulse_rl as pulse
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 
 GOLDEN = Path(__file__).parent / "golden" / "history-2"

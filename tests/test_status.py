@@ -20,13 +20,13 @@ import pulse_rl as pulse
 from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
-from pulse_rl.history.describe import store_info
 from pulse_rl.history.heartbeat import Heartbeat, software
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import manifest_name
-from pulse_rl.history.prune import GRACE_S, Retention, delete_planned
-from pulse_rl.history.status import Objects, status
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.describe import store_info
+from pulse_rl.history.operate.prune import GRACE_S, Retention, delete_planned
+from pulse_rl.history.operate.status import Objects, status
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
 
 ERASE = "\x1b[2J"  # what erases a terminal's screen

@@ -12,7 +12,7 @@ from conftest import Trainee
 from obstore.store import S3Store
 
 import pulse_rl as pulse
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.store.objects import CloudStore
 

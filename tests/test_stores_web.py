@@ -18,7 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import newest
 from pulse_rl.history.log import FIRST, History
-from pulse_rl.history.verify import verify
+from pulse_rl.history.operate.verify import verify
 
 
 @pytest.fixture(params=["nginx", "python"])

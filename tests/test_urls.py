@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pulse_rl as pulse
-from pulse_rl.history.targets import kind_of
+from pulse_rl.history.operate.targets import kind_of
 
 
 @pytest.mark.parametrize(

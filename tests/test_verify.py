@@ -13,7 +13,7 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, seal
-from pulse_rl.history.verify import VerifyReport, verify
+from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.store.objects import open_store
 
 VERSIONS = (0, 5, 10, 15, 20, 25, 30)  # anchors at 0, 15 and 30

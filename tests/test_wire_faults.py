@@ -18,7 +18,7 @@ from obstore.store import S3Store
 from proxy import STATUSES, Fault, Proxy, What
 
 import pulse_rl as pulse
-from pulse_rl.history.verify import VerifyReport, verify
+from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.store.objects import CLIENT, CloudStore
 
 # All requests of a run except deletions: method, part of the path or query.

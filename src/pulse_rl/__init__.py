@@ -40,10 +40,10 @@ if TYPE_CHECKING:
         VersionSkewError,
     )
     from pulse_rl.history.assets import load_assets
-    from pulse_rl.history.copying import CopyReport, copy_history
     from pulse_rl.history.log import History
-    from pulse_rl.history.status import Status, status
-    from pulse_rl.history.verify import VerifyReport, verify
+    from pulse_rl.history.operate.copying import CopyReport, copy_history
+    from pulse_rl.history.operate.status import Status, status
+    from pulse_rl.history.operate.verify import VerifyReport, verify
     from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.report import LocoReport
@@ -63,7 +63,7 @@ _HOME = {
     "BaseMismatchError": "errors",
     "CannotListError": "errors",
     "CheckpointFormatError": "errors",
-    "CopyReport": "history.copying",
+    "CopyReport": "history.operate.copying",
     "DiLoCo": "loco.optimizer",
     "ExchangeError": "errors",
     "FormatError": "errors",
@@ -82,25 +82,25 @@ _HOME = {
     "Publisher": "sync.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
-    "Status": "history.status",
+    "Status": "history.operate.status",
     "Store": "store.base",
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
-    "VerifyReport": "history.verify",
+    "VerifyReport": "history.operate.verify",
     "VersionNotFoundError": "errors",
     "VersionSkewError": "errors",
     "apply": "patch.verbs",
-    "copy_history": "history.copying",
+    "copy_history": "history.operate.copying",
     "diff": "patch.verbs",
     "digest": "weights.digests",
     "inspect": "patch.verbs",
     "load_assets": "history.assets",
     "open_store": "store.objects",
     "plan": "planner",
-    "status": "history.status",
-    "verify": "history.verify",
+    "status": "history.operate.status",
+    "verify": "history.operate.verify",
 }
 _ROOMS = ("integrations", "study")
 

@@ -13,7 +13,7 @@ from pulse_rl.errors import printable
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
-    from pulse_rl.history.describe import CheckpointInfo, StoreInfo
+    from pulse_rl.history.operate.describe import CheckpointInfo, StoreInfo
     from pulse_rl.patch.verbs import PatchInfo
 
 Target = Annotated[
@@ -131,9 +131,9 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
     Example: pulse-rl inspect runs/main
     """
     from pulse_rl.checkpoint.files import open_checkpoint
-    from pulse_rl.history.describe import checkpoint_info, store_info
     from pulse_rl.history.log import History
-    from pulse_rl.history.targets import kind_of
+    from pulse_rl.history.operate.describe import checkpoint_info, store_info
+    from pulse_rl.history.operate.targets import kind_of
     from pulse_rl.patch.files import read_patch
     from pulse_rl.patch.verbs import info
 
@@ -173,7 +173,7 @@ def verify(
     Example: pulse-rl verify runs/main
     """
     from pulse_rl.checkpoint.files import open_checkpoint
-    from pulse_rl.history.verify import verify as prove
+    from pulse_rl.history.operate.verify import verify as prove
 
     with output.checking():
         weights = open_checkpoint(deep) if deep is not None else None

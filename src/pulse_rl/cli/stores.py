@@ -15,9 +15,9 @@ from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
     from pulse_rl.history.log import History
-    from pulse_rl.history.prune import Pruning
-    from pulse_rl.history.status import Objects, Status
-    from pulse_rl.history.subscribers import SubscriberInfo
+    from pulse_rl.history.operate.prune import Pruning
+    from pulse_rl.history.operate.status import Objects, Status
+    from pulse_rl.history.operate.subscribers import SubscriberInfo
 
 OK, PROBLEM, UNREADABLE = 0, 1, 2  # exit codes of `status`, for monitors
 CLEAR = "\x1b[H\x1b[2J"
@@ -62,7 +62,7 @@ def status(
     Example: pulse-rl status s3://bucket/run-a
     """
     from pulse_rl.errors import PulseError, StoreError, VersionNotFoundError, VersionSkewError, one_line
-    from pulse_rl.history.status import status as look
+    from pulse_rl.history.operate.status import status as look
 
     code = OK
     try:
@@ -126,8 +126,8 @@ def prune(
 
     Example: pulse-rl prune s3://bucket/run-a --retain 100 --keep-every 10 --dry-run
     """
-    from pulse_rl.history.prune import Retention, delete_planned
-    from pulse_rl.history.targets import open_history
+    from pulse_rl.history.operate.prune import Retention, delete_planned
+    from pulse_rl.history.operate.targets import open_history
 
     with output.checking():
         retention = Retention(retain, keep_every, grace, expire)
@@ -163,7 +163,7 @@ def copy(
 
     Example: pulse-rl copy s3://bucket/run-a /archive/run-a
     """
-    from pulse_rl.history.copying import copy_history
+    from pulse_rl.history.operate.copying import copy_history
 
     with output.progress("copy") as update:
         report = copy_history(

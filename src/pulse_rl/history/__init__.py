@@ -3,8 +3,7 @@
 Formats: `manifest` is the commit of a version, `signing` signs it, `trail` lists the patches between recent versions
 and finds the cheapest chain of them, `ending` marks the end of a run. Writing: `anchor` writes a full checkpoint, `log`
 commits. Reading: `log` reads versions, which `newest` and `find` find (`base` is what they need of it), `search` finds
-the patches and anchors that lead to one, `fetch` reads those, `restore` rebuilds the weights. Operating: `heartbeat` is
-what subscribers report and `subscribers` judges it, `status` and `describe` summarize a store, `verify` proves one by
-`walk`, `prune` deletes what is not kept and `partial` finds unfinished uploads, `copying` copies a history, `assets`
-fetches an anchor's small files, `targets` tells what a path names. Live weights belong to `sync`.
+the patches and anchors that lead to one, `fetch` reads those, `restore` rebuilds the weights, `assets` fetches an
+anchor's small files. `heartbeat` is what subscribers report. The sub-room `operate` has what is done with a history
+besides: status, verify, prune, copy. Live weights belong to `sync`.
 """

@@ -20,7 +20,7 @@ from pulse_rl.history.anchor import put_anchor
 from pulse_rl.history.ending import END
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
-from pulse_rl.history.prune import Retention, delete_planned
+from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.trail import PatchLink, Trail, decode_trail, state_of
 from pulse_rl.parallel import submit
 from pulse_rl.patch import encode

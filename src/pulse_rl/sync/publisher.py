@@ -45,7 +45,7 @@ from pulse_rl.errors import StoreError, VersionNotFoundError
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
-from pulse_rl.history.prune import GRACE_S, Retention
+from pulse_rl.history.operate.prune import GRACE_S, Retention
 from pulse_rl.history.restore import Effort, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.patch import format as patch_format

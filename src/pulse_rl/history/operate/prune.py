@@ -23,7 +23,7 @@ from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import FIRST, History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.partial import delete_partial, partial_uploads
+from pulse_rl.history.operate.partial import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
 from pulse_rl.store.base import ObjectInfo
 

@@ -29,7 +29,7 @@ from pulse_rl.history.ending import END, MAX_END_NBYTES
 from pulse_rl.history.fetch import fetch_parts
 from pulse_rl.history.log import FIRST, MAX_FIRST_NBYTES, History
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, manifest_name
-from pulse_rl.history.targets import open_history
+from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.trail import link_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.objects import PART_NBYTES, DirectoryStore

@@ -27,9 +27,9 @@ from pulse_rl.errors import (
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.partial import partial_uploads
-from pulse_rl.history.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
-from pulse_rl.history.targets import open_history
+from pulse_rl.history.operate.partial import partial_uploads
+from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
+from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
 
