@@ -146,6 +146,28 @@ def _no_room(*_: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("until", [0, 1])
+def test_a_history_that_was_rolled_back_is_not_gone_on_with(
+    store: Store, trainee: Trainee, until: int, background: bool
+) -> None:
+    """As when a backup is restored: a version whose base is gone could be loaded by nobody, so it is not committed."""
+    publisher = pulse.Publisher(store, cast="bfloat16")
+    for version in range(3):
+        publisher.publish(trainee.step(), version=version, background=True)
+    publisher._in_flight.future.result()  # type: ignore[union-attr]  # committed, which the publisher has not looked at
+    for sequence in range(until + 1, 3):
+        store.delete(f"manifests/{sequence:012d}.json")
+    with pytest.raises(pulse.StoreError, match="another publisher"):
+        publisher.publish(trainee.step(), version=3, background=background)
+        publisher.flush()
+    assert [manifest.version for manifest in pulse.History(store).manifests()] == [*range(until + 1)]
+    successor = pulse.Publisher(store, cast="bfloat16")
+    successor.publish(trainee.step(), version=3)
+    live = trainee.empty()
+    assert pulse.Subscriber(store).sync(live).version == 3
+
+
 def test_a_first_version_that_fails_leaves_nothing(gate: Gate, trainee: Trainee) -> None:
     publisher = pulse.Publisher(gate, cast="bfloat16")
     gate.failing = "anchors"

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from contextlib import suppress
 
-from pulse_rl.errors import IntegrityError, VersionNotFoundError, VersionSkewError
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, VersionNotFoundError, VersionSkewError
 from pulse_rl.history.base import Manifests
-from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, manifest_name, parse
+from pulse_rl.store.base import Store, read_up_to
 
 
 def find_version(history: Manifests, version: int) -> Manifest:
@@ -40,6 +41,22 @@ def find_version(history: Manifests, version: int) -> Manifest:
     raise VersionNotFoundError(
         f"no version {version} in {history.store.url}: it holds {held}", url=history.store.url, version=version
     )
+
+
+def holds(store: Store, manifest: Manifest) -> bool:
+    """Whether a store still holds a manifest that was committed: one request.
+
+    One that was damaged since counts, as what it said is known. Raises StoreError.
+    """
+    name = manifest_name(manifest.sequence)
+    try:
+        data = read_up_to(store, name, MAX_MANIFEST_NBYTES)
+    except ObjectNotFoundError:
+        return False
+    try:
+        return parse(data, manifest.sequence, None, f"{name} in {store.url}") == manifest
+    except IntegrityError:
+        return True
 
 
 def _first_readable(

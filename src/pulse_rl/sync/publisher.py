@@ -43,6 +43,7 @@ from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import StoreError, VersionNotFoundError
 from pulse_rl.history.anchor import check_assets, model_config
+from pulse_rl.history.find import holds
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
 from pulse_rl.history.operate.prune import GRACE_S, Retention
@@ -273,6 +274,7 @@ class Publisher:
         check_assets(assets or {})
         refuse_adapters(weights)
         tensors = layout(weights, cast)
+        looked = self._in_flight is None
         sequence, head = self._next_place(anchor, tensors.nbytes)
         base = self._newest_baseline()
         if version is None:
@@ -301,9 +303,9 @@ class Publisher:
             move = self._move(application, manifest)
         upcoming = Upcoming(move, encoded.patch, files)
         if background:
-            return self._deliver_in_background(upcoming, encoded, start)
+            return self._deliver_in_background(upcoming, looked, encoded, start)
         try:
-            delivered = self._delivery.deliver(upcoming)
+            delivered = self._deliver(upcoming, looked)
         except BaseException:
             self._settle(upcoming)
             raise
@@ -413,10 +415,12 @@ class Publisher:
             self._baseline = None
             self._committed = None
             return
-        raise StoreError(
-            f"another publisher ({head.publisher if head else 'unknown'}) has changed {self.history.store.url} since "
-            f"version {self._committed.version}: a history has one publisher at a time; open a new Publisher to "
-            "continue from its newest version",
+        raise self._changed(self._committed, head.publisher if head else "unknown")
+
+    def _changed(self, since: Manifest, by: str) -> StoreError:
+        return StoreError(
+            f"another publisher ({by}) has changed {self.history.store.url} since version {since.version}: a history "
+            "has one publisher at a time; open a new Publisher to continue from its newest version",
             url=self.history.store.url,
         )
 
@@ -444,10 +448,22 @@ class Publisher:
         self._record(upcoming, delivered.manifest)
         return publish_report(delivered.manifest, encoded, delivered, start)
 
-    def _deliver_in_background(self, upcoming: Upcoming, encoded: Encoded, start: float) -> PublishReport:
+    def _deliver(self, upcoming: Upcoming, looked: bool) -> Delivered:
+        """Put and commit a version. looked: whether this call has looked where the history ends.
+
+        If not, as a version was in flight, the history may have been rolled back: then no patch can start from its end.
+        """
+        base = upcoming.move.base
+        if base is not None and not looked and not holds(self.history.store, base):
+            raise self._changed(base, "unknown")
+        return self._delivery.deliver(upcoming)
+
+    def _deliver_in_background(
+        self, upcoming: Upcoming, looked: bool, encoded: Encoded, start: float
+    ) -> PublishReport:
         def deliver() -> Delivered:
             try:
-                return self._delivery.deliver(upcoming)
+                return self._deliver(upcoming, looked)
             except Exception as error:
                 # Perhaps nobody asks for the result any more.
                 log.error("version %d could not be published: %s", upcoming.manifest.version, error)
