@@ -14,7 +14,7 @@ PACKAGE = Path(pulse_rl.__file__).parent
 ROOMS = [
     {"errors", "dtypes", "units", "disk"},
     {"parallel", "kernels", "documents"},
-    {"weights"},
+    {"weights", "group"},
     {"checkpoint", "codecs"},
     {"patch"},
     {"store"},

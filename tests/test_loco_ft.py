@@ -17,9 +17,9 @@ from blake3 import blake3
 from loco_ranks import Model, adam, bits, inner_step, picklable, seen, trainable
 
 import pulse_rl as pulse
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco import payload
 from pulse_rl.loco.elastic import ElasticMembers
-from pulse_rl.loco.group import Group
 
 EVERY = 2
 

@@ -26,8 +26,8 @@ from pulse_rl.bench.bound import bounds
 from pulse_rl.bench.loco import MODEL_EVERY as SYNC_EVERY
 from pulse_rl.bench.loco import ModelResult
 from pulse_rl.bench.supervised import loss
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco.gate import cast
-from pulse_rl.loco.group import Group
 from pulse_rl.loco.members import FixedMembers
 from pulse_rl.rl import model, tasks
 from pulse_rl.weights.bits import Bits, HostBits

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pulse_rl.errors import IntegrityError
-from pulse_rl.loco.group import Group
+from pulse_rl.group.collectives import Group
 
 
 def compare(group: Group, values: Mapping[str, int | str], when: str, remedy: str) -> None:

@@ -1,14 +1,15 @@
 """PULSELoCo: trainers that exchange only what the next forward pass can see, and DiLoCo, the same without a gate.
 
     gate, payload           what one trainer sends of a segment, and its bytes
-    group, exchange         collectives, and the mean of what all send
+    exchange                the mean of what all send
     masters, checkpoint     what a trainer holds, and its state as a dict
     contributions, verdicts, collect
                             what a trainer adds to a round, whether it can, and the exchange of the round
     members, membership     who takes part: a fixed group, or trainers that come and go (elastic, lighthouse)
     rounds, optimizer       the states of a trainer, and PulseLoCo and DiLoCo themselves
 
-Inner steps and their data are the caller's. How weights reach rollout workers is another room's (`sync`).
+Inner steps and their data are the caller's. How weights reach rollout workers is another room's (`sync`), and so are
+collectives (`group`).
 """
 
 from pulse_rl.errors import require

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pulse_rl.errors import printable
-from pulse_rl.loco.group import Place
+from pulse_rl.group.collectives import Place
 from pulse_rl.loco.masters import Masters
 
 _COUNTS = ("round", "inner_steps", "workers")

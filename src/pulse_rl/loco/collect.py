@@ -6,7 +6,6 @@ from pulse_rl.errors import ExchangeError
 from pulse_rl.loco.contributions import Contribution, NonFinite
 from pulse_rl.loco.exchange import Mean, Timings
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.group import rank_failed
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.members import Members
 from pulse_rl.loco.report import LocoReport
@@ -87,7 +86,7 @@ def _ready_counts(
     timings.spent("exchange")
     for rank, verdict in enumerate(verdicts):
         if verdict.readiness is Readiness.FAILED:
-            raise rank_failed(rank, "its own error says why")
+            raise members.group.rank_failed(rank, "its own error says why")
         if verdict.readiness is Readiness.NON_FINITE:
             message = (
                 f"rank {rank}, round {round}: expected finite numbers in the pseudo-gradient of "

@@ -5,12 +5,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
 from pulse_rl.loco.gate import Gate, Sends, cast, find_sends
-from pulse_rl.loco.group import Group
 from pulse_rl.loco.masters import Masters, MasterSegment
 from pulse_rl.loco.payload import SharedSegment, ValueDtype, rounded
 from pulse_rl.parallel import ordered_map

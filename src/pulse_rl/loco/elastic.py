@@ -32,10 +32,11 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import ExchangeError, IntegrityError, require
+from pulse_rl.group.collectives import Group, Place, torch_errors
 from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.group import Group, Place, torch_errors
 from pulse_rl.loco.lighthouse import Lighthouse, Offer, Quorum
 from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.wording import TRAINERS
 
 log = logging.getLogger(__name__)
 
@@ -204,10 +205,10 @@ class ElasticMembers:
         """Connect to the other members."""
         gloo = self._gloo(self._timeout)
         place = Place(decision.ids.index(self._id), len(decision.ids))
-        with torch_errors():
+        with torch_errors(TRAINERS):
             gloo.configure(decision.rendezvous, self._id, *place)
         self._ids = decision.ids
-        return Group(gloo.parent, *place)
+        return Group(gloo.parent, *place, wording=TRAINERS)
 
     def _hand_over(self, group: Group, decision: Decision) -> None:
         """Give newcomers the counters, θ and the momentum. A newcomer's residual becomes empty."""
@@ -228,7 +229,7 @@ class ElasticMembers:
         self._agreed = decision.name
 
     def _transfer(self, group: Group, arrays: Sequence[Any], rank: int, send_or_receive: Callable[..., Any]) -> None:
-        with torch_errors():
+        with torch_errors(TRAINERS):
             for array in arrays:
                 send_or_receive(torch.from_numpy(array), None, group.handle, 0, rank).wait()
 

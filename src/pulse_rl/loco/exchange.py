@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.errors import ExchangeError, FormatError, translate
+from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.group import Group, rank_failed
 from pulse_rl.loco.payload import SharedSegment
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import find_changes
@@ -225,7 +225,7 @@ def fail_together(group: Group) -> Iterator[None]:
     if failures:
         rank, found = next(iter(failures.items()))
         at_fault = tuple(sorted({fault for each in failures.values() for fault in each.at_fault}))
-        raise rank_failed(rank, found.error, at_fault=at_fault)
+        raise group.rank_failed(rank, found.error, at_fault=at_fault)
 
 
 def owned(segments: Sequence[SharedSegment], ranks: int) -> list[range]:

@@ -9,9 +9,9 @@ Nothing is exchanged here but proofs that all hold the same.
 from collections.abc import Callable
 from typing import Protocol
 
-from pulse_rl.loco import agreement
+from pulse_rl.group import agreement
+from pulse_rl.group.collectives import Group, Place
 from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.group import Group, Place
 from pulse_rl.loco.masters import Masters
 
 

@@ -12,9 +12,10 @@ from typing import Self
 
 import torch.distributed as dist
 
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco.elastic import ElasticMembers
-from pulse_rl.loco.group import Group
 from pulse_rl.loco.members import FixedMembers, Members
+from pulse_rl.loco.wording import TRAINERS
 
 
 class Membership:
@@ -60,4 +61,4 @@ def members_of(process_group: dist.ProcessGroup | Membership | None) -> Members:
     """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`."""
     if isinstance(process_group, Membership):
         return process_group._members
-    return FixedMembers(Group.of(process_group))
+    return FixedMembers(Group.of(process_group, TRAINERS))

@@ -54,7 +54,8 @@ import torch.distributed as dist
 from blake3 import blake3
 
 from pulse_rl.errors import ExchangeError
-from pulse_rl.loco import agreement, arguments, checkpoint
+from pulse_rl.group import agreement
+from pulse_rl.loco import arguments, checkpoint
 from pulse_rl.loco.collect import Outcome, collect
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings

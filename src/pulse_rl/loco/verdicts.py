@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from pulse_rl.loco.group import Group
+from pulse_rl.group.collectives import Group
 
 
 class Readiness(IntEnum):

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import IntegrityError
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
-from pulse_rl.loco.group import Group
 from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
+from pulse_rl.loco.wording import TRAINERS
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import node_address
@@ -103,7 +104,7 @@ class _SeveralTrainers(SoloTrainer):
 
     def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
         self._mode = config.trainer_sync
-        self._group = Group.of()
+        self._group = Group.of(wording=TRAINERS)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._elements = sum(parameter.numel() for parameter in self._parameters.values())
         self._round_steps = config.round_steps
