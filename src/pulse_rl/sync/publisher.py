@@ -458,9 +458,7 @@ class Publisher:
             raise self._changed(base, "unknown")
         return self._delivery.deliver(upcoming)
 
-    def _deliver_in_background(
-        self, upcoming: Upcoming, looked: bool, encoded: Encoded, start: float
-    ) -> PublishReport:
+    def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, start: float) -> PublishReport:
         def deliver() -> Delivered:
             try:
                 return self._deliver(upcoming, looked)
