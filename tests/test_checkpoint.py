@@ -83,7 +83,22 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", "", "a/../b", 7, None, ["x"]]
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "sub/model.safetensors",
+        "..",
+        ".",
+        "",
+        "a/../b",
+        7,
+        None,
+        ["x"],
+        "a\0b",
+        "\ud800",
+        "a\nb",
+    ],
 )
 def test_an_index_cannot_lead_out_of_its_directory(tmp_path: Path, name: Any) -> None:
     """Even where the file is there and sound."""

@@ -55,9 +55,14 @@ def _index_names(index: Path) -> list[str]:
         raise CheckpointFormatError(
             f"expected a JSON index with a weight_map, found other content ({error!r})", source=str(index)
         ) from None
-    if any(not isinstance(name, str) or name in ("", "..") or Path(name).name != name for name in names):
+    if not all(map(_is_plain, names)):
         raise CheckpointFormatError(f"expected plain file names, found {names}", source=str(index))
     return names
+
+
+def _is_plain(name: object) -> bool:
+    """Whether this can be the name of a file in a directory; no file system takes NUL or a lone surrogate."""
+    return isinstance(name, str) and name.isprintable() and name not in ("", "..") and Path(name).name == name
 
 
 def open_shards(path: Path, *, writable: bool = False) -> Iterator[OpenShard]:
