@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pulse_rl.errors import (
         BaseMismatchError,
         CannotListError,
+        CannotReadRangeError,
         CheckpointFormatError,
         ExchangeError,
         FormatError,
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BaseMismatchError": "errors",
     "CannotListError": "errors",
+    "CannotReadRangeError": "errors",
     "CheckpointFormatError": "errors",
     "CopyReport": "history.operate.copying",
     "DiLoCo": "loco.optimizer",
@@ -107,6 +109,7 @@ _ROOMS = ("integrations", "study")
 __all__ = [
     "BaseMismatchError",
     "CannotListError",
+    "CannotReadRangeError",
     "CheckpointFormatError",
     "CopyReport",
     "DiLoCo",

@@ -12,6 +12,7 @@
     │   ├── ObjectNotFoundError     it holds no object of that name (also FileNotFoundError)
     │   ├── ObjectExistsError       it holds that object already, put with mode="create" (also FileExistsError)
     │   ├── CannotListError         its objects can be read by name but not listed, as behind a web server
+    │   ├── CannotReadRangeError    its objects can only be read whole, as behind some web servers
     │   └── VersionNotFoundError    the history does not hold that version (also LookupError)
     ├── ProcessDiedError            a process of a run is gone: killed, out of memory, or its node was lost
     └── MissingExtraError           an optional dependency is not installed (also ImportError)
@@ -215,6 +216,16 @@ class CannotListError(StoreError):
     Attributes:
         url: The store, without credentials.
         name: The prefix that was to be listed.
+        temporary: False.
+    """
+
+
+class CannotReadRangeError(StoreError):
+    """The store's objects can only be read whole, as behind a web server that ignores ranges.
+
+    Attributes:
+        url: The store, without credentials.
+        name: The object.
         temporary: False.
     """
 

@@ -1,4 +1,4 @@
-"""The protocol of a store: six methods, and what they guarantee.
+"""The protocol of a store: six methods, what they guarantee, and one more for a store that reads parts of objects.
 
 Names are relative, "/"-separated, made of letters, digits, ".", "_" and "-". Objects are immutable: pulse-rl writes no
 name twice, except for `put` with mode="create", which decides who was first, and for small objects that no version
@@ -27,7 +27,7 @@ class Store(Protocol):
     """A flat set of named, immutable objects.
 
     `pulse.open_store` opens one; any object with these methods is one too. It must be thread-safe, and every failure
-    must be a StoreError.
+    must be a StoreError. One that can also read a part of an object is a `RangedStore`.
     """
 
     @property
@@ -107,6 +107,32 @@ class Store(Protocol):
 
         Raises:
             StoreError: If it cannot be deleted.
+        """
+
+
+class RangedStore(Store, Protocol):
+    """A store that can also read a part of an object, as those of `pulse.open_store` can.
+
+    A rank that holds a part of the model's tensors reads little more than that part of a patch. From a store without
+    this method it reads patches whole.
+    """
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Read a part of an object.
+
+        Args:
+            name: The object.
+            start: The first byte, counted from 0.
+            stop: The end: the byte after the last one.
+
+        Returns:
+            These bytes, all of them. For an empty range nothing is requested.
+
+        Raises:
+            ValueError: If start or stop is negative, or stop lies before start.
+            ObjectNotFoundError: If the object does not exist.
+            CannotReadRangeError: If objects can only be read whole.
+            StoreError: If they cannot be read, or the object ends before `stop`.
         """
 
 

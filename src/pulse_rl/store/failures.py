@@ -2,10 +2,13 @@
 
 import re
 
-from obstore.exceptions import GenericError
+from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
 # What may pass, in obstore's words: no answer, or one of the server but those that say that it cannot do this at all.
-_MAY_PASS = re.compile(r"status code: (408|429|5\d\d)|HTTP error: (?!builder error)|error decoding response body")
+# Every failure of a web server begins with "Generic HTTP error".
+_MAY_PASS = re.compile(
+    r"status code: (408|429|5\d\d)|(?<!Generic )HTTP error: (?!builder error)|error decoding response body"
+)
 _NEVER_PASS = re.compile(r"status code: (501|505)")
 
 
@@ -13,6 +16,11 @@ def may_pass(error: Exception) -> bool:
     """Whether a failure of obstore's may pass. Those of a directory are OSErrors or without an answer."""
     text = str(error).partition("\n\nDebug source")[0]
     return isinstance(error, GenericError) and bool(_MAY_PASS.search(text)) and not _NEVER_PASS.search(text)
+
+
+def ignores_range(error: BaseError) -> bool:
+    """Whether a server has sent a whole object in spite of a range; obstore then reads none of it."""
+    return isinstance(error, NotSupportedError) or "Received non-partial response when range requested" in str(error)
 
 
 def one_line(error: Exception) -> str:

@@ -11,7 +11,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
@@ -24,7 +23,9 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemorySto
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.store.failures import may_pass, one_line
+from pulse_rl.store.client import CLIENT, RETRY, client_of, need_threads
+from pulse_rl.store.failures import ignores_range, may_pass, one_line
+from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
 from pulse_rl.store.urls import as_path, is_url, refusal
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
@@ -33,47 +34,13 @@ PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 tak
 # By the scheme of their URLs: the store, and the prefix of its environment variables.
 CLOUDS = {"s3": (S3Store, "AWS"), "gs": (GCSStore, "GOOGLE"), "az": (AzureStore, "AZURE")}
 
-# obstore's default of 30 s for a whole request would end every download of an anchor over a home connection. What
-# counts is that bytes arrive: the response to one part of an upload may take read_timeout, which is enough for three
-# concurrent parts at 1.6 Mbit/s.
-CLIENT = {"timeout": "1 day", "read_timeout": "2 min", "connect_timeout": "10 s"}
-# Options given in code make obstore ignore those of the environment, so these are passed on: AWS_ALLOW_HTTP, ….
-CLIENT_ENVIRONMENT = (*CLIENT, "allow_http", "allow_invalid_certificates", "proxy_url", "proxy_excludes")
-# obstore itself repeats a request (a part of an upload, the rest of a download) over a short interruption, for about a
-# second in all. Outages are the part of `patient`, whose time is a setting.
-RETRY: Any = {
-    "max_retries": 3,
-    "retry_timeout": timedelta(seconds=5),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1)},
-}
-
-
-_threads = {"started": False, "lost": False}  # obstore's own threads, which make all requests
-
-
-def _forked() -> None:
-    _threads["lost"] = _threads["started"]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
-def need_threads() -> None:
-    """Raise StoreError in a forked child of a process that has used a store: its requests would wait for ever."""
-    if _threads["lost"]:
-        raise StoreError(
-            "no store can be used in this process: it was forked from one that had used a store, and a fork takes no "
-            'threads along; start it by spawn (multiprocessing.get_context("spawn")), or fork before the first use'
-        )
-    _threads["started"] = True
-
 
 class ObjectStore:
     """A Store over one of obstore's stores."""
 
     def __init__(self, inner: Any, url: str) -> None:
         self._inner = inner
+        self._ignores_ranges = False  # whether its server has sent a whole object in spite of a range
         self.url = url
 
     def _open(self, *, write: bool) -> Any:
@@ -129,6 +96,22 @@ class ObjectStore:
     def get(self, name: str) -> memoryview:
         with self._translated("read", name):
             return memoryview(obstore.get(self._open_existing(name), name).bytes())
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        if is_empty(start, stop):
+            return memoryview(b"")
+        with self._translated("read", name):
+            inner = self._open_existing(name)
+            if self._ignores_ranges:
+                raise cannot_read_range(self, name)
+            try:
+                found = memoryview(obstore.get_range(inner, name, start=start, end=stop))
+            except BaseError as error:
+                if ignores_range(error):
+                    self._ignores_ranges = start > 0  # from 0 on, the range may be the whole object
+                    raise cannot_read_range(self, name) from None
+                raise
+        return whole_range(self, name, start, stop, found)
 
     def stream(self, name: str) -> Iterator[memoryview]:
         return self.stream_from(name, 0)
@@ -364,9 +347,8 @@ def _open_remote(parts: SplitResult) -> Store:
     try:
         if parts.scheme in CLOUDS:
             kind, prefix = CLOUDS[parts.scheme]
-            given = {name: os.environ.get(f"{prefix}_{name.upper()}") for name in CLIENT_ENVIRONMENT}
-            client = CLIENT | {name: value for name, value in given.items() if value is not None}
-            return CloudStore(kind.from_url(url, client_options=client, retry_config=RETRY), url)
+            inner = kind.from_url(url, client_options=client_of(prefix), retry_config=RETRY)
+            return CloudStore(inner, url)
         options: Any = CLIENT | {"allow_http": parts.scheme == "http"}
         return WebStore(HTTPStore(url, client_options=options, retry_config=RETRY), url)
     except BaseError as error:

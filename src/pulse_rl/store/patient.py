@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 from pulse_rl.errors import StoreError
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.objects import CloudStore, ObjectStore
+from pulse_rl.store.ranges import read_range
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,9 @@ class PatientStore:
 
     def get(self, name: str) -> memoryview:
         return self._repeat(lambda: self.inner.get(name))
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        return self._repeat(lambda: read_range(self.inner, name, start, stop))
 
     def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
         return self._repeat(lambda: self.inner.list(prefix, after))
