@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import pulse_rl as pulse
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, VersionNotFoundError
-from pulse_rl.history.log import FIRST
+from pulse_rl.history.beginning import FIRST
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.restore import scratch

@@ -18,6 +18,7 @@ from patch_tools import take_apart
 import pulse_rl as pulse
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.operate.prune import Retention
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 
@@ -99,6 +100,21 @@ def test_a_newest_manifest_of_a_newer_format(key: Any) -> None:
     assert any("newer pulse-rl" in problem for problem in verify(store).problems)
     # An older version can be pinned.
     assert pulse.Subscriber(store, public_key=public).sync(live, version=1).version == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_history_of_a_newer_format_is_not_pruned(damaged: bool) -> None:
+    """What a newer release keeps, an older one cannot know; also where its very newest manifest is damaged."""
+    store = history_of(6, anchor_every=2)
+    newer(store, 4 if damaged else 5)
+    if damaged:
+        store.put(manifest_name(5), b"other bytes")
+    before = {info.name for info in store.list("")}
+    for leftovers in (False, True):
+        with pytest.raises(pulse.VersionSkewError, match="upgrade pulse-rl") as raised:
+            Retention(1, None, 0).plan(History(store), leftovers=leftovers)
+        assert raised.value.found_version == 3
+    assert {info.name for info in store.list("")} == before
 
 
 def test_a_publisher_that_a_newer_one_has_overtaken() -> None:

@@ -17,7 +17,8 @@ from proxy import Proxy
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import newest
-from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.beginning import FIRST
+from pulse_rl.history.log import History
 from pulse_rl.history.operate.verify import verify
 
 

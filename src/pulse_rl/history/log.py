@@ -22,19 +22,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pulse_rl.documents import Count, decode_json
 from pulse_rl.errors import (
     CannotListError,
-    FormatError,
     IntegrityError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
     VersionNotFoundError,
-    translate,
 )
 from pulse_rl.history import ending
 from pulse_rl.history import manifest as manifests
+from pulse_rl.history.beginning import read_first
 from pulse_rl.history.fetch import fetch
 from pulse_rl.history.find import find_version
 from pulse_rl.history.manifest import (
@@ -53,8 +51,6 @@ from pulse_rl.store.patient import PATIENCE_S, patient
 if TYPE_CHECKING:
     from pulse_rl.history.signing import PrivateKey, PublicKey
 
-FIRST = "first.json"  # the number of the oldest manifest from which on there is no gap; only after a pruning
-MAX_FIRST_NBYTES = 64  # a number and white space
 KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History keeps in memory
 
 K = TypeVar("K")
@@ -166,12 +162,7 @@ class History:
         Raises:
             IntegrityError: If the object that says so, `first.json`, is damaged.
         """
-        try:
-            data = read_up_to(self.store, FIRST, MAX_FIRST_NBYTES)
-        except ObjectNotFoundError:
-            return 0
-        with translate(FormatError, to=lambda reason: IntegrityError(reason, name=FIRST)):
-            return decode_json(data, Count, f"{FIRST} in {self.store.url} is not a sequence number")
+        return read_first(self.store)
 
     def end(self) -> tuple[int, Manifest | None]:
         """Find where the history ends, even where its newest manifests are damaged.

@@ -25,9 +25,10 @@ from pulse_rl.errors import (
     StoreError,
     VersionNotFoundError,
 )
+from pulse_rl.history.beginning import FIRST, MAX_FIRST_NBYTES
 from pulse_rl.history.ending import END, MAX_END_NBYTES
 from pulse_rl.history.fetch import fetch_parts
-from pulse_rl.history.log import FIRST, MAX_FIRST_NBYTES, History
+from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.trail import link_of

@@ -14,6 +14,7 @@ interrupted pruning, and the next one deletes it.
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,7 +22,8 @@ import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
-from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.beginning import FIRST, encode_first
+from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.partial import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
@@ -79,13 +81,15 @@ class Retention:
 
         leftovers: look also for what interrupted prunings, publishers that were killed and subscribers that are gone
         have left. That lists the whole store, which is too expensive after every version.
-        Raises StoreError, also where the store cannot be listed, and IntegrityError where damage hides what is needed.
+        Raises StoreError, also where the store cannot be listed, IntegrityError where damage hides what is needed, and
+        VersionSkewError where a newer release has published: it may keep what this one knows nothing of.
         """
         store = history.store
         manifests = {
             sequence: info for info in store.list("manifests") if (sequence := manifest_sequence(info.name)) is not None
         }
         sequences = sorted(manifests)
+        _refuse_newer(history, sequences)
         before = history.first()
         unpruned = [sequence for sequence in sequences if sequence >= before]
         if sequences and not unpruned:
@@ -185,6 +189,14 @@ class Retention:
         return permanent
 
 
+def _refuse_newer(history: History, sequences: Sequence[int]) -> None:
+    """Raise VersionSkewError if the newest manifest that can be read is of a newer format."""
+    for sequence in reversed(sequences):
+        with suppress(IntegrityError, VersionNotFoundError):
+            history.read(sequence)
+            return
+
+
 def _count_old(written: Sequence[float], grace: float) -> int:
     """How many versions were there a grace period before the newest one was written.
 
@@ -223,7 +235,7 @@ def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, 
     """
     # Another pruning may have moved it further in the meantime.
     if pruning.first > pruning.first_before and history.first() < pruning.first:
-        history.store.put(FIRST, msgspec.json.encode(pruning.first))
+        history.store.put(FIRST, encode_first(pruning.first))
     names = [*map(manifest_name, pruning.manifests), *pruning.objects, *pruning.heartbeats, *pruning.partial]
     for done, name in enumerate(names):
         if progress is not None:

@@ -21,8 +21,9 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     one_line,
 )
+from pulse_rl.history.beginning import FIRST
 from pulse_rl.history.fetch import fetch, limit_of
-from pulse_rl.history.log import FIRST, History
+from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
 from pulse_rl.history.trail import PatchLink, link_of, state_of
