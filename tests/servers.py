@@ -161,6 +161,9 @@ class _Ranges(SimpleHTTPRequestHandler):
             return
         data, wanted = path.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         start, stop = (int(wanted[1]), min(int(wanted[2]) + 1, len(data))) if wanted else (0, len(data))
+        if start >= stop and wanted:
+            self.send_error(416)
+            return
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
