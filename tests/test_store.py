@@ -1,9 +1,15 @@
 """The store protocol: the same tests for every writable store; the servers are real."""
 
-from collections.abc import Iterator
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import servers
 
@@ -41,6 +47,71 @@ def test_put_get_list_delete(store: Store) -> None:
     store.put("x/a", b"again")
     assert bytes(store.get("x/a")) == b"again"
     assert store.list("probes") == []
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # a socket's path must be short
+        bound.bind(path.name)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+@pytest.mark.parametrize("make", [_pipe, _socket, _device])
+@pytest.mark.parametrize("kind", ["manifests", "patches", "anchors", "trails", "first.json", "heartbeats"])
+def test_what_is_no_file_is_refused_and_not_waited_for(make: Callable[[Path], None], kind: str, tmp_path: Path) -> None:
+    """Somebody put it into the directory: a read ends in one sentence, and whoever can goes another way."""
+    source = {"w": np.zeros(100, np.uint16)}
+    publisher = pulse.Publisher(tmp_path, anchor_every=2, codec="gap")
+    for version in range(4):
+        source["w"][version] = 7
+        publisher.publish(source, version=version)
+    names = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and kind in path.parts]
+    path = (
+        names[0 if kind == "patches" else -1]
+        if names
+        else tmp_path / {"first.json": kind}.get(kind, "heartbeats/a.json")
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    make(path)
+    store, name = pulse.open_store(tmp_path), path.relative_to(tmp_path).as_posix()
+    live = {"w": np.zeros(100, np.uint16)}
+
+    def act() -> None:
+        for read in (store.get, lambda name: list(store.stream(name))):
+            with pytest.raises(
+                pulse.StoreError, match="expected a regular file, found a pipe, a socket or a device"
+            ) as raised:
+                read(name)
+            assert (raised.value.url, raised.value.name, raised.value.temporary) == (store.url, name, False)
+        with pytest.raises(pulse.StoreError) if kind == "first.json" else contextlib.nullcontext():
+            pulse.status(store)
+        report = pulse.Subscriber(store).sync(live)
+        if kind == "manifests":  # it is not listed, and what it stands in the way of says so
+            assert report.version == 2
+            with pytest.raises(pulse.StoreError, match="regular file"):
+                pulse.Publisher(store).publish(source)
+        else:
+            assert report.version == 3
+            np.testing.assert_array_equal(live["w"], source["w"])
+
+    done = Future[None]()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # noqa: BLE001
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # where it hangs, nothing else does
+    done.result(timeout=60)
 
 
 def test_create_is_put_if_absent(store: Store) -> None:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from threading import Lock
 from typing import Any, Literal
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -190,6 +190,20 @@ class DirectoryStore(ObjectStore):
             self.path.mkdir(parents=True, exist_ok=True)
             self._inner = LocalStore(self.path)
         return self._inner
+
+    def _open_existing(self, name: str) -> Any:
+        """As in `ObjectStore`. Raises StoreError for a pipe, a socket or a device, which obstore would wait for."""
+        try:
+            mode = (self.path / name).stat().st_mode
+        except OSError:
+            return super()._open_existing(name)  # obstore says what is wrong
+        if not (S_ISREG(mode) or S_ISDIR(mode)):
+            raise StoreError(
+                f"cannot read {name} in {self.url}: expected a regular file, found a pipe, a socket or a device",
+                url=self.url,
+                name=name,
+            )
+        return super()._open_existing(name)
 
     def _is_foreign(self, error: BaseError) -> bool:
         return True  # or a link that leads nowhere, or round in a circle
