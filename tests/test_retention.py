@@ -338,6 +338,20 @@ def test_an_anchor_to_keep_whose_manifest_cannot_be_read_is_not_deleted() -> Non
     run.check()
 
 
+def test_a_beginning_whose_manifest_is_lost_keeps_its_anchor() -> None:
+    """The versions after it need that anchor, and the manifest may be found again."""
+    run = grown()
+    run.prune(Retention(8, None, 0))
+    sound, before = bytes(run.store.get(manifest_name(6))), run.store.names()
+    run.store.delete(manifest_name(6))
+    for retain in (7, 8):
+        run.prune(Retention(retain, None, 0))
+        assert History(run.store).first() == 6
+    run.store.put(manifest_name(6), sound)
+    assert run.store.names() == before
+    run.check()
+
+
 def test_a_damaged_beginning_deletes_nothing() -> None:
     """Any flipped bit of the number or of its check, and a check of which a part is cut off."""
     run = grown()

@@ -372,6 +372,24 @@ def test_verify_live_recounts_before_every_nth_sync(store: Store, trainee: Train
             pulse.Subscriber(store, verify_live=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_altered_weights_from_which_a_patch_does_not_decode(trainee: Trainee, seed: int) -> None:
+    """`context` decodes from the old bits: where something else wrote over them, the patch itself looks damaged."""
+    store = pulse.open_store("memory://")
+    publisher = pulse.Publisher(store, cast="bfloat16", codec="context")
+    publisher.publish(trainee.step(), version=0)
+    live = trainee.empty()
+    subscriber = pulse.Subscriber(store)
+    subscriber.sync(live)
+    published = publisher.publish(trainee.step(), version=1)
+    bits = live["a"].view(torch.uint8).numpy()
+    bits[...] = np.random.default_rng(seed).integers(0, 256, bits.shape, np.uint8)  # which torch does not count
+    report = subscriber.sync(live)
+    assert (report.version, report.route) == (1, "anchor")
+    assert report.recovered is not None
+    assert pulse.digest(live) == published.digest
+
+
 def test_altered_weights_that_cannot_be_repaired_have_no_version(tmp_path: Path, trainee: Trainee) -> None:
     publisher = _history(tmp_path, trainee, 1)
     subscriber, live = pulse.Subscriber(tmp_path, verify_live=True), trainee.empty()

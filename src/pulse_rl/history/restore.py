@@ -146,7 +146,7 @@ def follow(
     were proved just now, so that a patch that does not fit them is itself at fault. Faulty objects are reported to
     faults and avoided: then the next cheapest chain is taken. Returns the version that the weights hold in the end,
     which is not the target where no chain is left.
-    Raises IntegrityError or BaseMismatchError where the weights do not hold what was assumed, and StoreError where
+    Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
     the store is unreachable.
     """
     while held.sequence != target.sequence:
@@ -171,6 +171,8 @@ def follow(
             except (FormatError, IntegrityError, BaseMismatchError) as error:
                 if not sure and not isinstance(error, FormatError):
                     raise
+                if not sure and patch.codec.conditional:  # from other bits than the base's it does not decode either
+                    raise IntegrityError(f"{link.ref.name} on these weights: {error}", name=link.ref.name) from error
                 faults.add(link.ref.name, error)
                 break
             moved(None)

@@ -100,7 +100,8 @@ class Retention:
             )
         first, reason = before, None
         if unpruned:
-            first, reason = self._begin(history, unpruned, [manifests[sequence].modified for sequence in unpruned])
+            written = [manifests[sequence].modified for sequence in unpruned]
+            first, reason = self._begin(history, _beginning(history, before, unpruned[0]), unpruned, written)
         if not leftovers and first <= before:
             return Pruning(store.url, first, before, tuple(sequences), (), (), (), (), 0, None, reason)
 
@@ -137,31 +138,34 @@ class Retention:
         now = max([time.time(), *(info.modified for info in (*beats, *others))])
         return [info for info in beats if now - info.modified > self.expire]
 
-    def _begin(self, history: History, unpruned: Sequence[int], written: Sequence[float]) -> tuple[int, str | None]:
+    def _begin(
+        self, history: History, begins: int, unpruned: Sequence[int], written: Sequence[float]
+    ) -> tuple[int, str | None]:
         """The sequence number from which on everything stays, and why no version goes if so.
 
-        unpruned: the sequence numbers of the versions since the last pruning. written: when their manifests were.
+        begins: where the history begins so far. unpruned: the sequence numbers of the versions since the last pruning.
+        written: when their manifests were.
         """
         # 1. Of the versions that were there a grace period ago the newest `retain` stay, and all later ones.
         old = _count_old(written, self.grace)
         if len(unpruned) <= self.retain:
-            return unpruned[0], None
+            return begins, None
         if old <= self.retain:
-            return unpruned[0], (
+            return begins, (
                 f"only {old} of {len(unpruned)} versions are older than the grace period of {self.grace:g} s, counted "
                 "back from the newest version; on a run that has ended use a grace period of 0"
             )
         # 2. The oldest of those is the oldest version to keep.
         oldest = history.read(unpruned[old - self.retain])
-        if oldest.anchor_sequence <= unpruned[0]:
-            return unpruned[0], (
+        if oldest.anchor_sequence <= begins:
+            return begins, (
                 f"version {oldest.version}, the oldest to keep, can only be reached from the oldest anchor: a version "
                 "goes when a later one to keep has an anchor (Publisher(anchor_every=…), publish(…, anchor=True))"
             )
         # 3. It needs an anchor. One with a missing or truncated file leads nowhere: then the one before is needed.
         files = {info.name: info.nbytes for info in history.store.list("anchors")}
         for anchor in find_anchors(history, oldest, FaultLog()):
-            if anchor.sequence >= unpruned[0] and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
+            if anchor.sequence >= begins and all(files.get(ref.name) == ref.nbytes for ref in anchor.anchor):
                 return anchor.sequence, None
         raise IntegrityError(
             f"nothing is deleted from {history.store.url}: no anchor that is complete leads to version "
@@ -195,6 +199,18 @@ def _refuse_newer(history: History, sequences: Sequence[int]) -> None:
         with suppress(IntegrityError, VersionNotFoundError):
             history.read(sequence)
             return
+
+
+def _beginning(history: History, before: int, oldest: int) -> int:
+    """Where a history begins: where the last pruning let it, or later if that is not known, but always with an anchor.
+
+    before: as the last pruning left it. oldest: the first manifest from there on; a later one if some are lost.
+    """
+    if oldest != before:
+        with suppress(IntegrityError, VersionNotFoundError):
+            if history.read(oldest).anchor:
+                return oldest
+    return before
 
 
 def _count_old(written: Sequence[float], grace: float) -> int:
