@@ -1,6 +1,8 @@
 """Ranks that work together over torch.distributed: collectives, and one clear error when a rank fails.
 
     collectives   a process group, and what is exchanged in it
+    private       one of our own beside the caller's, which knows the ranks that are lost
+    sharing       work that succeeds on all ranks or on none
     agreement     what all ranks must hold alike
 
 What ranks exchange, and what is to be done after a failure, is their owner's: the text for it is a `Wording`.

@@ -1,8 +1,7 @@
 """A fixed process group: collectives of numbers and byte strings between its ranks, on Gloo and NCCL alike.
 
 Every call is a collective: all ranks make the same ones in the same order. When a rank is lost they raise
-ExchangeError within the group's timeout (`init_process_group(timeout=…)`). Who belongs to a group is decided elsewhere
-.
+ExchangeError within the group's timeout (`init_process_group(timeout=…)`). Who belongs to a group is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,11 @@ from pulse_rl.errors import ExchangeError, require
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+Bytes: TypeAlias = NDArray[np.uint8]
+
 _FAILED = -1  # in place of a length: this rank cannot go on
 _RELEASED: Any = object()  # instead of a process group; None would be torch's default one
+_SHOWN = 16  # ranks in a message
 
 
 class Wording(NamedTuple):
@@ -32,12 +34,12 @@ class Wording(NamedTuple):
     )
     advice: str = ""  # how things stand after a failure, and what to do
 
-    def with_advice(self, what: str, why: str) -> str:
+    def with_advice(self, what: str, why: str = "") -> str:
         """What happened, the advice, and in brackets why it happened."""
-        return f"{what}; {self.advice} ({why})" if self.advice else f"{what} ({why})"
+        return "".join([what, self.advice and f"; {self.advice}", why and f" ({why})"])
 
 
-_PLAIN = Wording()
+PLAIN = Wording()
 
 
 class Place(NamedTuple):
@@ -48,19 +50,22 @@ class Place(NamedTuple):
 
 
 class Group:
-    """A process group of torch; None is the default one. device: where its tensors are, as torch writes it."""
+    """A process group of torch; None is the default one. device: where its tensors are, as torch writes it.
 
-    def __init__(
-        self, process_group: Any, rank: int, size: int, device: str = "cpu", wording: Wording = _PLAIN
-    ) -> None:
+    sent_nbytes: what this rank has sent, without what the transport adds. A row that is gathered goes to W − 1 ranks;
+    what is broadcast is counted where it comes from, once.
+    """
+
+    def __init__(self, process_group: Any, rank: int, size: int, device: str = "cpu", wording: Wording = PLAIN) -> None:
         self.handle = process_group
         self._device = device
         self.rank = rank
         self.size = size
         self.wording = wording
+        self.sent_nbytes = 0
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None = None, wording: Wording = _PLAIN) -> Self:
+    def of(cls, process_group: dist.ProcessGroup | None = None, wording: Wording = PLAIN) -> Self:
         """A group that torch.distributed knows. Raises ExchangeError if there is none, or this rank is not in it."""
         torch = require("torch", "torch")
         dist = torch.distributed
@@ -120,6 +125,41 @@ class Group:
         width = [values.shape[1]] * self.size
         return self._all_to_all(values.reshape(-1), width, width).reshape(self.size, -1)
 
+    def broadcast(self, source: int, data: Bytes | bytes | None, limit: int) -> Bytes:
+        """The bytes of rank `source`, uint8, on all ranks. There it is `data` itself if that can be written to.
+
+        Raises ExchangeError on all ranks if they are more than `limit`.
+        """
+        mine = writable(data) if data is not None and self.rank == source else np.empty(0, np.uint8)
+        length = np.array([len(mine)], np.int64)
+        self._broadcast(source, length)
+        if length[0] > limit:
+            raise _too_long(source, int(length[0]), limit)
+        found = mine if self.rank == source else np.empty(int(length[0]), np.uint8)
+        if len(found):
+            self._broadcast(source, found)
+        return found
+
+    def send(self, to: int, data: Bytes | bytes) -> None:
+        """Send bytes to one rank, which receives as many. Returns when it has them."""
+        import torch
+        import torch.distributed as dist
+
+        array = writable(data)
+        with torch_errors(self.wording):
+            dist.send(torch.from_numpy(array).to(self._device), group=self.handle, group_dst=to)
+        self.sent_nbytes += array.nbytes
+
+    def receive(self, source: int, nbytes: int) -> Bytes:
+        """The bytes, uint8, that one rank sends here."""
+        import torch
+        import torch.distributed as dist
+
+        with torch_errors(self.wording):
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            dist.recv(tensor, group=self.handle, group_src=source)
+            return tensor.cpu().numpy()
+
     def report_failure(self, lengths: int) -> None:
         """Take part in `gather` (1 length) or `all_to_all` (W lengths) only to report that this rank cannot go on."""
         self.gather_numbers([_FAILED] * lengths)
@@ -134,9 +174,7 @@ class Group:
             if row.min() <= _FAILED:
                 raise self.rank_failed(rank, "its own error says why")
             if row.max() > limit:
-                raise ExchangeError(
-                    f"rank {rank}: expected payloads of at most {limit} bytes, found {row.max()}", ranks=(rank,)
-                )
+                raise _too_long(rank, int(row.max()), limit)
 
     def _gather(self, mine: NDArray[Any]) -> NDArray[Any]:
         import torch
@@ -149,6 +187,7 @@ class Group:
             found = torch.empty(self.size * len(tensor), dtype=tensor.dtype, device=self._device)
             if len(tensor):
                 all_gather(found, tensor, group=self.handle)
+                self.sent_nbytes += mine.nbytes * (self.size - 1)
             return found.cpu().numpy()
 
     def _all_to_all(self, mine: NDArray[Any], out: list[int], into: list[int]) -> NDArray[Any]:
@@ -159,7 +198,37 @@ class Group:
             tensor = torch.from_numpy(mine).to(self._device)
             found = torch.empty(sum(into), dtype=tensor.dtype, device=self._device)
             dist.all_to_all_single(found, tensor, into, out, group=self.handle)
+            self.sent_nbytes += mine.nbytes - out[self.rank] * mine.itemsize
             return found.cpu().numpy()
+
+    def _broadcast(self, source: int, array: NDArray[Any]) -> None:
+        """Fill the array, (n,), with that of rank `source`."""
+        import torch
+        import torch.distributed as dist
+
+        with torch_errors(self.wording):
+            tensor = torch.from_numpy(array).to(self._device)
+            dist.broadcast(tensor, group=self.handle, group_src=source)
+            if self.rank == source:
+                self.sent_nbytes += array.nbytes
+            elif self._device != "cpu":
+                array[:] = tensor.cpu().numpy()
+
+
+def writable(data: Bytes | bytes) -> Bytes:
+    """The bytes as a contiguous array that torch takes: itself, or a copy if it cannot be written to."""
+    array = np.ascontiguousarray(np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data)
+    return array if array.flags.writeable else array.copy()
+
+
+def name_ranks(ranks: Sequence[int], size: int) -> str:
+    """ "rank 2 of 4", or "ranks 1, 2 of 4": at most 16 of them."""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (", …" if len(ranks) > _SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown} of {size}"
+
+
+def _too_long(rank: int, found: int, limit: int) -> ExchangeError:
+    return ExchangeError(f"rank {rank}: expected payloads of at most {limit} bytes, found {found}", ranks=(rank,))
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""Ranks that a test may kill: processes in a Gloo group, forked from one that has imported torch already."""
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from loco_ranks import picklable, port, start
+
+PATIENCE_S = 60  # until a rank counts as one that hangs
+
+
+def _serve(rank: int, size: int, at: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    start(rank, size, at, 20)
+    try:
+        result = function(rank, size, *arguments)
+    except BaseException as error:  # noqa: BLE001
+        result = error
+    pipe.send(picklable(result) if isinstance(result, BaseException) else result)
+    with suppress(EOFError):
+        pipe.recv()  # until the others are done too
+    os._exit(0)
+
+
+def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """Call function(rank, size, *arguments) on each rank of a new default group.
+
+    Returns what it returned on each, or the error that it raised there; None for a rank that was killed.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "pulse_rl.group.private", "loco_ranks"])
+    at, pipes, processes, results = port(), [], [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, size, at, there, function, arguments), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(PATIENCE_S), "a rank hangs"
+            with suppress(EOFError):
+                results.append(pipe.recv())
+                continue
+            results.append(None)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

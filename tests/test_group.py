@@ -1,0 +1,327 @@
+"""Work that ranks do together: shared results, failures that all are told, and ranks that are killed or stopped."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import group_world
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from loco_ranks import Ranks, good, picklable
+
+import pulse_rl as pulse
+from pulse_rl.group import agreement, private
+from pulse_rl.group.collectives import Group, Wording
+from pulse_rl.group.private import PrivateGroup
+from pulse_rl.group.sharing import LIMIT, share
+
+ADVICE = "nothing was published"
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank finds."""
+
+    changes: int
+    digest: str
+
+
+def found(rank: int) -> Found:
+    return Found(10 * rank, f"{rank:016x}")
+
+
+def caught(call: Callable[[], Any]) -> BaseException:
+    """The error of a call, as it can be sent to the test."""
+    with pytest.raises(BaseException) as raised:
+        call()
+    return picklable(raised.value)
+
+
+def share_twice(torch_group: Any, rank: int, size: int, kind: str) -> tuple[list[Any], int]:
+    group = PrivateGroup.of(torch_group) if kind == "private" else Group.of(torch_group)
+    before = group.sent_nbytes
+    results = [share(group, "the count", lambda: found(rank), Found) for _ in range(2)]
+    return results, (group.sent_nbytes - before) // 2
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["private", "the caller's"])
+def test_every_rank_gets_what_all_found(ranks: Ranks, kind: str, size: int) -> None:
+    for results, sent_nbytes in good(ranks(share_twice, size, kind)):
+        assert results == 2 * [[found(rank) for rank in range(size)]]
+        assert sent_nbytes <= 70 * (size - 1)  # of three in a publish with four ranks: below 1 KB
+
+
+def fail(torch_group: Any, rank: int, size: int, kind: str, failing: dict[int, BaseException]) -> Any:
+    wording = Wording(advice=ADVICE)
+    group = PrivateGroup.of(torch_group, wording) if kind == "private" else Group.of(torch_group, wording)
+
+    def work() -> Found:
+        if rank in failing:
+            raise failing[rank]
+        return found(rank)
+
+    error = caught(lambda: share(group, "the publish of version 7", work, Found))
+    return error, share(group, "the next one", lambda: found(rank), Found)
+
+
+@pytest.mark.parametrize("kind", ["private", "the caller's"])
+@pytest.mark.parametrize(
+    "error", [pulse.StoreError("the bucket \x1b is full", url="s3://b"), KeyboardInterrupt(), SystemExit(3)]
+)
+def test_all_raise_when_the_work_of_one_fails_and_may_try_again(ranks: Ranks, kind: str, error: BaseException) -> None:
+    for rank, (raised, after) in enumerate(good(ranks(fail, 4, kind, {2: error}))):
+        assert after == [found(each) for each in range(4)]
+        if rank == 2:
+            assert (type(raised), str(raised)) == (type(error), str(error))
+            continue
+        assert isinstance(raised, pulse.ExchangeError)
+        assert raised.ranks == (2,)
+        said = str(raised)
+        assert said.startswith(f"the publish of version 7 failed on rank 2 of 4: {type(error).__name__}")
+        assert said.endswith(f"; {ADVICE}")
+        assert said.isprintable()
+
+
+def test_all_ranks_that_fail_are_named_with_bounded_texts(ranks: Ranks) -> None:
+    errors: dict[int, BaseException] = {0: ValueError("x" * 10_000), 3: MemoryError()}
+    first, second, third, fourth = (error for error, _ in good(ranks(fail, 4, "private", errors)))
+    assert isinstance(first, ValueError)
+    assert isinstance(fourth, MemoryError)
+    for error in (second, third):
+        assert isinstance(error, pulse.ExchangeError)
+        assert error.ranks == (0, 3)
+        assert "rank 0: ValueError: xxx" in str(error)
+        assert "rank 3: MemoryError" in str(error)
+        assert len(str(error)) < 1000
+
+
+def share_badly(torch_group: Any, rank: int, size: int, what: str) -> Any:
+    group = PrivateGroup.of(torch_group)
+    results: dict[str, Any] = {"long": "x" * LIMIT, "no JSON": object(), "other type": ["a"]}
+    error = caught(lambda: share(group, "it", lambda: results[what] if rank == 1 else "fine", str))
+    return error, share(group, "the next one", lambda: rank, int)
+
+
+@pytest.mark.parametrize(("what", "own"), [("long", ValueError), ("no JSON", TypeError), ("other type", None)])
+def test_a_result_that_cannot_be_sent_is_an_error_on_all(ranks: Ranks, what: str, own: Any) -> None:
+    for rank, (error, after) in enumerate(good(ranks(share_badly, 2, what))):
+        assert after == [0, 1]
+        if rank == 1 and own:
+            assert type(error) is own
+        else:
+            assert isinstance(error, pulse.ExchangeError)
+            assert error.ranks == (1,)
+
+
+def differ(torch_group: Any, rank: int, size: int, kind: str) -> list[Any]:
+    group = PrivateGroup.of(torch_group) if kind == "private" else Group.of(torch_group)
+
+    def compare(**settings: Any) -> BaseException:
+        return caught(lambda: agreement.compare_settings(group, "Publisher", settings, "give all ranks the same"))
+
+    before = group.sent_nbytes
+    agreement.compare_settings(group, "Publisher", {"codec": "auto", "anchor_every": 50}, "")
+    assert group.sent_nbytes - before <= 24 * (size - 1)
+    return [
+        compare(codec="context" if rank == 1 else "auto", anchor_every=50),
+        compare(codec="auto", **({"ca\x1bst": None} if rank % 3 == 0 else {})),
+        compare(metadata="y" * 500 + str(rank % 2 and rank)),
+        compare(metadata="y" * (1 << 17 if rank == 2 else 1)),
+        *[caught(lambda: agreement.compare(group, {"models differ": f"{rank // 3:016x}"}, "now", "load one"))],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["private", "the caller's"])
+def test_settings_that_differ_are_named_on_all(ranks: Ranks, kind: str) -> None:
+    for errors in good(ranks(differ, 4, kind)):
+        codec, absent, long, oversize, digest = errors
+        assert [error.ranks for error in errors] == [(1,), (1, 2), (1, 3), (2,), (3,)]
+        assert 'codec is "context" on rank 1 of 4, and "auto" elsewhere' in str(codec)
+        assert "anchor_every" not in str(codec)
+        assert "ca\N{REPLACEMENT CHARACTER}st is absent on ranks 1, 2 of 4, and null elsewhere" in str(absent)
+        assert len(str(long)) < 500
+        assert f"at most {agreement.LIMIT} bytes" in str(oversize)
+        assert isinstance(digest, pulse.IntegrityError)
+
+
+def move_bytes(torch_group: Any, rank: int, size: int, kind: str) -> list[int]:
+    """Broadcasts of several sizes from every rank, and a ring of messages; returns what this rank sent in each."""
+    group = PrivateGroup.of(torch_group) if kind == "private" else Group.of(torch_group)
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(private, "CHUNK", 1000)
+        for nbytes in (0, 1, 999, 1000, 1001, 4500):
+            for source in range(size):
+                data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+                before = group.sent_nbytes
+                mine = (data.tobytes() if source else data) if rank == source else None
+                assert np.array_equal(group.broadcast(source, mine, 4500), data)
+                sent.append(group.sent_nbytes - before)
+    error = caught(lambda: group.broadcast(0, np.zeros(11, np.uint8), 10))
+    assert isinstance(error, pulse.ExchangeError)
+    assert (error.ranks, "at most 10 bytes" in str(error)) == ((0,), True)
+    for nbytes in (1, 5000):
+        data = np.full(nbytes, rank, np.uint8)
+        for sender in range(size if size > 1 else 0):
+            if rank == sender:
+                group.send((rank + 1) % size, bytes(data) if rank % 2 else data)
+            elif rank == (sender + 1) % size:
+                assert set(group.receive(sender, nbytes)) == {sender}
+    pieces = [bytes([rank]) * (rank + to) for to in range(size)]
+    assert group.all_to_all(pieces, 100) == [bytes([by]) * (by + rank) for by in range(size)]
+    return sent
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["private", "the caller's"])
+def test_bytes_arrive_and_are_counted(ranks: Ranks, kind: str, size: int) -> None:
+    sent = good(ranks(move_bytes, size, kind))
+    if kind == "private":
+        for number, by_rank in enumerate(zip(*sent, strict=True)):
+            nbytes = (0, 1, 999, 1000, 1001, 4500)[number // size]
+            assert max(by_rank) <= nbytes + 200  # the chain: nobody sends it twice
+            assert sum(by_rank) >= nbytes * (size - 1)
+
+
+def disagree_on_length(torch_group: Any, rank: int, size: int) -> BaseException:
+    group = PrivateGroup.of(torch_group)
+    error = caught(lambda: group.send(1, bytes(5)) if rank == 0 else group.receive(0, 6))
+    assert share(group, "after", lambda: rank, int) == [0, 1]
+    return error
+
+
+def test_a_message_of_another_length_is_refused_on_both_sides(ranks: Ranks) -> None:
+    for rank, error in enumerate(ranks(disagree_on_length, 2)):
+        assert isinstance(error, pulse.ExchangeError)
+        assert error.ranks == (1 - rank,)
+
+
+def work_behind(torch_group: Any, rank: int, size: int) -> bool:
+    """A thread shares, while the main thread averages in the group that ours was made from."""
+    group, done = PrivateGroup.of(torch_group), []
+
+    def background() -> None:
+        for step in range(50):
+            assert share(group, "step", lambda step=step: step, int) == size * [step]  # type: ignore[misc]
+        done.append(True)
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    for step in range(50):
+        tensor = torch.tensor([float(rank + step)])
+        dist.all_reduce(tensor, group=torch_group)
+        assert tensor.item() == sum(range(size)) + size * step
+    thread.join()
+    return done == [True]
+
+
+def test_a_private_group_works_in_the_background_of_the_callers(ranks: Ranks) -> None:
+    assert all(good(ranks(work_behind, 3)))
+
+
+def leave_out(rank: int, size: int) -> BaseException | None:
+    """Rank 0 is in one group more than rank 1, and rank 2 in none of ours."""
+    dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        return caught(lambda: PrivateGroup.of(pair))
+    assert share(PrivateGroup.of(pair), "it", lambda: rank, int) == [0, 1]
+    return None
+
+
+def test_a_group_may_be_made_of_some_ranks_only() -> None:
+    first, second, outside = group_world.run(leave_out, 3)
+    assert (first, second) == (None, None)
+    assert isinstance(outside, pulse.ExchangeError)
+    assert "not a member" in str(outside)
+
+
+def test_without_torch_distributed_the_error_says_what_to_call() -> None:
+    with pytest.raises(pulse.ExchangeError, match="init_process_group"):
+        PrivateGroup.of()
+
+
+def _die(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _share(group: PrivateGroup, rank: int, size: int) -> None:
+    share(group, "the publish", lambda: found(rank), Found)
+
+
+def _compare(group: PrivateGroup, rank: int, size: int) -> None:
+    agreement.compare_settings(group, "the publish", {"codec": "auto"}, "")
+
+
+def _broadcast(group: PrivateGroup, rank: int, size: int) -> None:
+    group.broadcast(0, bytes(5000) if rank == 0 else None, 5000)
+
+
+def _pass_on(group: PrivateGroup, rank: int, size: int) -> None:
+    """From each rank to the next one."""
+    for sender in range(size - 1):
+        if rank == sender:
+            group.send(rank + 1, bytes(5000))
+        elif rank == sender + 1:
+            group.receive(sender, 5000)
+
+
+CALLS = {"share": _share, "compare": _compare, "broadcast": _broadcast, "send": _pass_on}
+
+
+def lose(rank: int, size: int, call: str, lost: int, after: int) -> tuple[BaseException, float]:
+    """One rank is killed in a call, after it has started so many transfers.
+
+    The others make the call, and then share, unless the call raised already. Returns the error and its seconds.
+    """
+    group = PrivateGroup.of(timeout=20, wording=Wording(advice=ADVICE))
+    private.CHUNK = 1000
+    if rank == lost:
+        start, left = group._start, iter(range(after))
+
+        def starts(*arguments: Any) -> Any:
+            return start(*arguments) if next(left, None) is not None else _die()
+
+        group._start = starts  # type: ignore[method-assign,assignment]
+    clock = time.monotonic()
+
+    def calls() -> None:
+        CALLS[call](group, rank, size)
+        share(group, "the next one", lambda: rank, int)
+
+    error = caught(calls)
+    seconds = time.monotonic() - clock
+    assert str(caught(lambda: _compare(group, rank, size))) in str(error)
+    return error, seconds
+
+
+@pytest.mark.parametrize(
+    ("call", "lost", "after"),
+    [
+        ("share", 0, 0),
+        ("share", 1, 2),  # of the first exchange it has told rank 0 alone
+        ("share", 2, 7),  # in the second
+        ("compare", 2, 0),
+        ("broadcast", 0, 11),
+        ("broadcast", 1, 14),
+        ("broadcast", 3, 12),
+        ("send", 1, 2),
+        ("send", 2, 3),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_on_all_at_once(call: str, lost: int, after: int) -> None:
+    results = group_world.run(lose, 4, call, lost, after)
+    assert results.pop(lost) is None
+    for error, seconds in results:
+        assert isinstance(error, pulse.ExchangeError)
+        assert error.ranks == (lost,), str(error)
+        assert f"rank {lost} of 4 is lost; {ADVICE}" in str(error)
+        assert seconds < 5
+    if call == "share" and after != 2:
+        assert all(str(error).startswith("the publish: ") for error, _ in results)
