@@ -18,7 +18,8 @@ import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_sequence, parse, seal
 from pulse_rl.store.base import Store
 from pulse_rl.weights.bits import TorchBits
-from pulse_rl.weights.memory import Memory
+from pulse_rl.weights.memory import Memory, live_tensors
+from pulse_rl.weights.pieces import Shard
 
 
 class Model(torch.nn.Module):
@@ -196,6 +197,37 @@ def test_views_of_parameters_are_live(run: Run) -> None:
     subscriber.sync(fused)
     assert torch.equal(fused.both, source.both)
     assert subscriber.sync(fused).route == "none"
+
+
+def test_shards_are_live_as_their_memory_is() -> None:
+    """Made anew at each access, over the same memory or over copies; alone, in lists, and with nothing in them."""
+    memory: dict[str, Any] = {"a": torch.arange(12.0).reshape(3, 4), "b": np.arange(5.0), "none": torch.zeros(0)}
+
+    class Made(Mapping[str, Any]):
+        def __init__(self, copy: Callable[[Any], Any]) -> None:
+            self._copy = copy
+
+        def __getitem__(self, name: str) -> Any:
+            tensor = self._copy(memory[name])
+            if name == "a":
+                return [Shard(tensor[:1], shape=(9, 4), offset=(2, 0)), Shard(tensor[1:], shape=(9, 4), offset=(6, 0))]
+            return Shard(tensor, shape=(9, 4), flat_offset=3)
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(memory)
+
+        def __len__(self) -> int:
+            return len(memory)
+
+    live = Made(lambda tensor: tensor[...])
+    recorded = Memory(live_tensors(live))
+    assert recorded.is_still(live_tensors(live))
+    assert not recorded.is_still({**live, "b": Shard(memory["b"], shape=(9, 4), flat_offset=4)})  # another part
+    assert not recorded.is_still({**live, "a": live["a"][:1]})
+    memory["a"][0] += 1
+    assert not recorded.is_still(live_tensors(live))
+    with pytest.raises(TypeError, match="expected live memory, found a copy"):
+        live_tensors(Made(lambda tensor: tensor + 0))
 
 
 # The memory of a proof

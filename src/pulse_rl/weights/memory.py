@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pulse_rl.weights.bits import as_bits
-from pulse_rl.weights.layout import Layout, layout, named_tensors
+from pulse_rl.weights.bits import as_bits, is_dtensor
+from pulse_rl.weights.layout import Layout, as_tensor, layout, named_tensors
+from pulse_rl.weights.pieces import Pieces, Shard
 
 
 def live_tensors(weights: Any) -> Mapping[str, Any]:
@@ -39,13 +40,20 @@ def live_tensors(weights: Any) -> Mapping[str, Any]:
     tensors = {}
     for name, tensor in named.items():
         again = named[name]  # while the first is held, so that a copy cannot have its address
-        if again is not tensor and as_bits(again).storage != as_bits(tensor).storage:
+        if again is not tensor and not _same_memory(again, tensor):
             raise TypeError(
                 f"tensor {name!r}: expected live memory, found a copy: this {type(named).__name__} makes it anew at "
                 "each access, so what is written to it is lost; give dict(weights), and use the tensors in it"
             )
         tensors[name] = tensor
     return tensors
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    first, second = as_tensor(one), as_tensor(other)
+    if isinstance(first, Pieces) and isinstance(second, Pieces) and first.held == second.held == 0:
+        return first.shape == second.shape  # nothing can be written to either
+    return first.storage == second.storage
 
 
 def live_layout(weights: Any) -> Layout:
@@ -71,17 +79,17 @@ def _refuse_copies(module: Any, named: Mapping[str, Any]) -> None:
     others = {name: tensor for name, tensor in named.items() if id(tensor) not in known}
     if not others:
         return  # the ordinary case: the parameters and buffers themselves
-    torch = sys.modules["torch"]
-    addresses = {_address(tensor) for tensor in own} - {0}  # 0: empty, or freed for the moment
+    addresses = {_address(part) for tensor in own for _, part in _parts(tensor)} - {0}  # 0: empty, or freed for now
     for name, tensor in others.items():
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and _address(tensor) not in addresses:
-            kinds = {f"{type(part).__module__}.{type(part).__name__}" for part in module.modules()}
-            fsdp = any(kind.startswith("torch.distributed.fsdp.") for kind in kinds)
+        parts = [part for _, part in _parts(tensor) if _is_torch(part) and part.numel()]
+        if any(_address(part) not in addresses for part in parts):
+            fsdp = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
             reason = "FSDP1 (FullyShardedDataParallel) gathers" if fsdp else "this module's state_dict makes"
+            shards = "give pulse_rl.integrations.fsdp.shards(model), or " if fsdp else ""
             raise TypeError(
                 f"tensor {name!r}: expected live memory, found a copy: {reason} it anew at each call, so what is "
-                "written to it is lost; keep a state dict, sync that, and load it: state = model.state_dict(), "
-                "subscriber.sync(state), model.load_state_dict(state)"
+                f"written to it is lost; {shards}keep a state dict, sync that, and load it: state = "
+                "model.state_dict(), subscriber.sync(state), model.load_state_dict(state)"
             )
 
 
@@ -93,11 +101,32 @@ def _address(tensor: Any) -> int | None:
         return None
 
 
-class _Place(NamedTuple):
-    """Where one tensor is."""
+def _parts(tensor: Any) -> list[tuple[object, Any]]:
+    """The tensors and arrays that hold what stands behind a name, each with where in the whole tensor it lies."""
+    if isinstance(tensor, Shard):
+        return [((tensor.place, tensor.shape), tensor.tensor)]
+    if isinstance(tensor, list | tuple):
+        return [part for shard in tensor for part in _parts(shard)]
+    if is_dtensor(tensor):
+        from pulse_rl.weights import dtensor
 
+        return [((tensor.shape, tensor.placements, tensor.device_mesh), dtensor.local_tensor(tensor))]
+    return [(None, tensor)]
+
+
+class _Place(NamedTuple):
+    """Where the memory of one tensor is, or of a part of it."""
+
+    part: object  # where in the whole tensor it lies
     view: tuple[object, ...]  # address, strides, shape, dtype, device
     owner: Callable[[], object]  # what owns the memory, or None once it is gone: then the address may be another's
+
+    @classmethod
+    def of(cls, part: object, tensor: Any) -> _Place:
+        return cls(part, _view(tensor), _reference(_owner(tensor)))
+
+    def holds(self, part: object, tensor: Any) -> bool:
+        return self.part == part and self.view == _view(tensor) and self.owner() is _owner(tensor)
 
 
 class Memory:
@@ -107,12 +136,14 @@ class Memory:
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._places = {name: _Place(_view(tensor), _reference(_owner(tensor))) for name, tensor in tensors.items()}
+        self._places = {
+            name: [_Place.of(part, memory) for part, memory in _parts(tensor)] for name, tensor in tensors.items()
+        }
         self.count_writes(tensors)
 
     def count_writes(self, tensors: Mapping[str, Any]) -> None:
         """Note how often torch has written to the same tensors by now."""
-        self._writes = {name: _writes(tensor) for name, tensor in tensors.items()}  # None where nothing counts them
+        self._writes = {name: _writes(tensor) for name, tensor in tensors.items()}
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit."""
@@ -124,8 +155,12 @@ class Memory:
             return False
 
     def _holds(self, name: str, tensor: Any) -> bool:
-        place = self._places[name]
-        return self._writes[name] == _writes(tensor) and place.view == _view(tensor) and place.owner() is _owner(tensor)
+        places, parts = self._places[name], _parts(tensor)
+        return (
+            len(places) == len(parts)
+            and self._writes[name] == _writes(tensor)
+            and all(place.holds(*part) for place, part in zip(places, parts, strict=True))
+        )
 
 
 def _reference(owner: object) -> Callable[[], object]:
@@ -155,5 +190,9 @@ def _owner(tensor: Any) -> object:
     return tensor.untyped_storage() if _is_torch(tensor) else tensor
 
 
-def _writes(tensor: Any) -> int | None:
-    return int(tensor._version) if _is_torch(tensor) and not tensor.is_inference() else None
+def _writes(tensor: Any) -> tuple[int | None, ...]:
+    """How often torch has written to a tensor and its parts: a DTensor has a counter, its local tensor another."""
+    return tuple(
+        int(part._version) if _is_torch(part) and not part.is_inference() else None
+        for part in (tensor, *(part for _, part in _parts(tensor)))
+    )
