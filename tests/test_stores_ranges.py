@@ -24,7 +24,7 @@ from pulse_rl.store.patient import patient
 from pulse_rl.store.ranges import REQUEST_NBYTES, plan_requests, read_range, read_ranges
 
 DATA = np.random.default_rng(0).bytes(50_000)
-KINDS = ["memory", "file", "s3", "rclone", "azure", "nginx", "python", "patient"]
+KINDS = ["memory", "file", "s3", "rclone", "azure", "nginx", "python", "patient", "cached"]
 
 
 @pytest.fixture(params=KINDS)
@@ -47,7 +47,7 @@ def ranged(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         url = f"http://127.0.0.1:{port}/run"
     elif kind == "memory":
         url = "memory://"
-    store: Any = pulse.open_store(url)
+    store: Any = pulse.open_store(url, cache=tmp_path / "cache" if kind == "cached" else False)
     for name in ("x/data", PATCH):
         (writable or store).put(name, DATA)
     return patient(store, 1.0) if kind == "patient" else store  # type: ignore[return-value]

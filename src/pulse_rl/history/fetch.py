@@ -8,6 +8,7 @@ from blake3 import blake3
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import ObjectRef
 from pulse_rl.store.base import Store
+from pulse_rl.store.cache import drop_cached
 
 # What manifests and trails promise is only bound by a signature, if there is one. So what is allocated for an object is
 # bounded by what its receiver knows: its own model. A patch that gives every element a new value is about as large as
@@ -38,7 +39,8 @@ def fetch(store: Store, ref: ObjectRef, limit: int) -> bytearray:
 
     limit: bytes that it may have.
     A damaged one is requested a second time: the transfer may be at fault, and without this object the route is
-    longer. Raises IntegrityError if it is not what its reference promises, ObjectNotFoundError or StoreError.
+    longer. That request reaches the store in spite of a cache. Raises IntegrityError if it is not what its reference
+    promises, ObjectNotFoundError or StoreError.
     """
     check_size(ref.name, ref.nbytes, limit)
     with suppress(IntegrityError):
@@ -67,6 +69,7 @@ def fetch_parts(store: Store, ref: ObjectRef) -> Iterator[memoryview]:
         yield part
     found = hasher.hexdigest()
     if received != ref.nbytes or found != ref.blake3:
+        drop_cached(store, ref.name)
         sizes = received != ref.nbytes
         raise IntegrityError(
             f"{ref.name} in {store.url} is corrupt: expected {ref.nbytes} bytes with BLAKE3 {ref.blake3[:16]}…, "

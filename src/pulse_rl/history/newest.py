@@ -21,6 +21,7 @@ from pulse_rl.errors import (
 from pulse_rl.history.base import Manifests
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
 from pulse_rl.store.base import ObjectInfo, read_up_to
+from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.patient import PatientStore, unwrapped
 
@@ -100,7 +101,7 @@ class Finder:
         store, name = self._history.store, manifest_name(sequence)
         tag = self._tag[1] if self._tag[0] == sequence else None
         try:
-            if isinstance(store, ObjectStore | PatientStore):
+            if isinstance(store, ObjectStore | PatientStore | CachedStore):
                 found = store.read_changed(name, tag, MAX_MANIFEST_NBYTES)
                 if found is None:
                     return True

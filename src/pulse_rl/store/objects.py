@@ -23,6 +23,7 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemorySto
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.store.cache import CACHE_NBYTES, cached
 from pulse_rl.store.client import CLIENT, RETRY, client_of, need_threads
 from pulse_rl.store.failures import ignores_range, may_pass, one_line
 from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
@@ -310,7 +311,7 @@ class WebStore(ObjectStore):
         )
 
 
-def open_store(url: str | Path) -> Store:
+def open_store(url: str | Path, *, cache: bool | str | Path = False, cache_nbytes: int = CACHE_NBYTES) -> Store:
     """Open a store.
 
     Nothing is read or written yet. A directory is created at the first write; a bucket must exist. Credentials and
@@ -323,17 +324,27 @@ def open_store(url: str | Path) -> Store:
             `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`: a bucket;
             `https://host/path` or `http://host/path`: the files of a store behind any web server, read-only;
             `memory://`: a new, empty store in this process.
+        cache: Where to keep what is read, so that the processes of one machine download each object once: a directory
+            on its own disk, or True for `objects` in $PULSE_CACHE, or else in `~/.cache/pulse-rl`. Give each process
+            the same. Patches, trails and anchors are kept, which never change; all else is asked of the store. By
+            default nothing is kept.
+        cache_nbytes: The most bytes that the files in that directory may have, of all stores together. Those that were
+            not read for longest are deleted first; a larger object is not kept. By default 8 GiB.
 
     Returns:
         The store.
 
     Raises:
         ValueError: For any other URL, for credentials in it, and for the directory of a run, whose store is the
-            directory `store` in it.
+            directory `store` in it. For a cache of `memory://`, or on Windows; for a bound below 1.
         NotADirectoryError: For a file.
         TypeError: For anything that is neither text nor a path.
         StoreError: If the environment lacks what the cloud needs.
     """
+    return cached(_open(url), cache, cache_nbytes)
+
+
+def _open(url: str | Path) -> Store:
     if not isinstance(url, str | Path):
         raise TypeError(f"store: expected a URL or a path, found {type(url).__name__}")
     text = str(url)

@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 from pulse_rl.errors import StoreError
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
+from pulse_rl.store.cache import CachedStore, uncached
 from pulse_rl.store.objects import CloudStore, ObjectStore
 from pulse_rl.store.ranges import read_range
 
@@ -43,18 +44,24 @@ def check_patience(patience: float) -> float:
 
 def patient(store: Store, patience: float) -> Store:
     """The same store, with this patience in seconds; 0 for none. Raises ValueError."""
-    inner, patience = unwrapped(store), check_patience(patience)
+    patience = check_patience(patience)
+    if isinstance(store, CachedStore):  # a download into its cache goes on where it was interrupted
+        return store.over(patient(store.inner, patience))
+    inner = unwrapped(store)
     return PatientStore(inner, patience) if patience else inner
 
 
 def unwrapped(store: Store) -> Store:
-    """The store that a patient one asks; any other as it is."""
-    return store.inner if isinstance(store, PatientStore) else store
+    """The store that a patient or a cached one asks; any other as it is."""
+    while isinstance(store, PatientStore | CachedStore):
+        store = store.inner
+    return store
 
 
 @contextmanager
 def impatient(store: Store) -> Iterator[None]:
     """For the time of a block, let a store raise at once: its caller has a loop of attempts."""
+    store = uncached(store)
     if not isinstance(store, PatientStore):
         yield
         return

@@ -27,10 +27,15 @@ def is_empty(start: int, stop: int) -> bool:
 
 def whole_range(store: Store, name: str, start: int, stop: int, found: memoryview) -> memoryview:
     """Return what a store has sent for a range. Raises StoreError if it is not of the range's size."""
-    if len(found) == stop - start:
-        return found
-    raise StoreError(
-        f"cannot read {name} in {store.url}: expected {stop - start} bytes from byte {start} on, found {len(found)}",
+    if len(found) != stop - start:
+        raise wrong_size(store, name, start, stop, len(found))
+    return found
+
+
+def wrong_size(store: Store, name: str, start: int, stop: int, found: int) -> StoreError:
+    """The error of a range that has another size than was asked for, in bytes."""
+    return StoreError(
+        f"cannot read {name} in {store.url}: expected {stop - start} bytes from byte {start} on, found {found}",
         url=store.url,
         name=name,
     )

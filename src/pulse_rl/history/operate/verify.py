@@ -22,6 +22,7 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.live import live_digest, resolve
 from pulse_rl.store.base import Store
+from pulse_rl.store.cache import uncached
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
 
@@ -96,7 +97,8 @@ def verify(
     step = progress or (lambda done, total, what: None)
     weights = layout(deep) if deep is not None else None
     if not isinstance(target, str | Path):
-        return _verify_history(History(target, public_key=public_key), step, weights)
+        # What a cache holds proves nothing of the store.
+        return _verify_history(History(uncached(target), public_key=public_key), step, weights)
     try:
         kind, place = kind_of(str(target))
     except FormatError as error:
