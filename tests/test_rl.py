@@ -13,7 +13,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.cli.train import _reward_change
 from pulse_rl.rl import config as settings
-from pulse_rl.rl import directory, grpo, metrics, model, policy
+from pulse_rl.rl import directory, grpo, metrics, model, model_name, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.rollout import RolloutWorker
@@ -256,17 +256,19 @@ def test_dither_spreads_within_half_a_step() -> None:
 
 def test_a_bad_model_name_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     for name in ("smollm2", "tiny", "someone/some-model", "gpt2"):
-        model.check(name, dither=None)
+        model_name.check(name, dither=None)
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="directory with a config.json"):
-        model.check(str(tmp_path / "model"), dither=None)
+        model_name.check(str(tmp_path / "model"), dither=None)
     (tmp_path / "model" / "config.json").write_text("{")
-    model.check(str(tmp_path / "model"), dither=None)
+    model_name.check(str(tmp_path / "model"), dither=None)
     with pytest.raises(OSError, match=f"model: Transformers cannot load {tmp_path}"):
         model.load(str(tmp_path / "model"), seed=0)
+    with pytest.raises(OSError, match=f"model: Transformers cannot load {tmp_path}"):
+        model_name.require_config(str(tmp_path / "model"))
     for name in ("./missing", str(tmp_path / "missing"), "a/b/c", ""):
         with pytest.raises(ValueError, match="model: expected .* which does not exist|with a config.json"):
-            model.check(name, dither=None)
+            model_name.check(name, dither=None)
 
 
 # --- what is kept of a run ------------------------------------------------------------------------------------

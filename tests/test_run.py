@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from runs import COMMAND, WIDE, children, resume, run, start, wait_for
 
 import pulse_rl as pulse
+from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.rl import config as settings
@@ -205,16 +207,19 @@ def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) ->
     assert "died 5 times without proving a version" in stderr.splitlines()[-1]
 
 
-def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> None:
+def test_a_run_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
     """First a model that only the trainer finds broken, then Ctrl-C while starting, then the run itself."""
     out, broken = tmp_path / "run", tmp_path / "model"
     broken.mkdir()
-    (broken / "config.json").write_text("{")
+    (broken / "config.json").write_text('{"model_type": "llama"}')  # and no weights
     process = start(out, "--model", str(broken), "--steps", "2")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-1].startswith("error: model: Transformers cannot load")
+    assert not out.exists()
 
+    out.mkdir()
+    (out / "note.txt").write_text("of the user")
     process = start(out, "--steps", "2")
     wait_for(lambda: (out / "running").exists() and children("raylet", process.pid))
     process.send_signal(signal.SIGINT)
@@ -222,6 +227,7 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-2] == "stopping …"
     assert "nothing to resume" in stderr.splitlines()[-1]
+    assert [path.name for path in out.iterdir()] == ["note.txt"]
 
     summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--warmup", "4", "--lr", "1e-5")
     assert (summary["steps"], summary["trainer_version"]) == (2, 2)
@@ -230,13 +236,22 @@ def test_a_run_that_did_not_begin_leaves_its_directory_free(tmp_path: Path) -> N
     assert (config.betas, config.warmup) == ((0.5, 0.75), 4)
 
 
-def test_bad_calls_are_answered_with_what_to_do(tmp_path: Path) -> None:
+def test_bad_calls_are_answered_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence, and without leaving anything."""
+    monkeypatch.setenv("COLUMNS", "1000")  # so that no message is folded
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
     def failing(*options: str, code: int = 2) -> str:
-        done = subprocess.run([*COMMAND, "train", *options], capture_output=True, text=True, timeout=120, env=WIDE)
-        assert done.returncode == code, done.stderr
-        assert done.stdout == ""
-        assert "Traceback" not in done.stderr
-        return " ".join(done.stderr.split())
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as stop:
+            main(["train", *options])
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out) == (code, ""), err
+        assert "Traceback" not in err
+        assert sorted(tmp_path.rglob("*")) == before
+        return " ".join(err.split())
 
     assert "no run in" in failing("--resume", str(tmp_path / "none"), code=1)
     (tmp_path / "taken").mkdir()
@@ -254,7 +269,23 @@ def test_bad_calls_are_answered_with_what_to_do(tmp_path: Path) -> None:
     message = failing("--out", inside, "--model", "tiny", code=1)
     assert message == f"error: out: cannot make the run directory {inside}: Not a directory"
     assert "which does not exist" in failing("--out", str(tmp_path / "e"), "--model", "./none")
-    assert not (tmp_path / "e").exists()
+    # A model that is nowhere: on disk, or on a hub that cannot be reached.
+    assert "with a config.json" in failing("--out", str(tmp_path / "e"), "--model", "/dev/null")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "config.json")
+    assert "with a config.json" in failing("--out", str(tmp_path / "e"), "--model", str(tmp_path / "pipe"))
+    message = failing("--out", str(tmp_path / "e"), "--model", "someone/some-model", code=1)
+    assert message.startswith("error: model: Transformers cannot load someone/some-model: ")
+
+
+def test_a_model_that_is_no_directory_is_answered_before_anything_is_imported(tmp_path: Path) -> None:
+    missing = "import sys; sys.modules |= dict.fromkeys(['torch', 'ray', 'reasoning_gym'])"
+    code = f"{missing}; from pulse_rl.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "train", "--model", "/dev/null", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected a directory with a config.json" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

@@ -106,7 +106,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(make: Callable[[Path], No
 
     def run() -> None:
         try:
-            done.set_result(act())
+            act()
+            done.set_result(None)
         except BaseException as error:  # noqa: BLE001
             done.set_exception(error)
 

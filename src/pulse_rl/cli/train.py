@@ -9,7 +9,7 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.errors import printable
-from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.config import RunConfig, check, resumed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,6 +147,12 @@ def train(
         for name, value in context.params.items()
         if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
     }
+    # What can be said at once is said before seconds of imports.
+    with output.checking():
+        if resume is not None:
+            resumed(resume, given)
+        else:
+            config = check(RunConfig(**{"out": _free(_D.out)} | given))
     from pulse_rl.errors import require
 
     for module in ("torch", "ray", "reasoning_gym"):
@@ -158,7 +164,7 @@ def train(
         if resume is not None:
             config = run.resume(resume, given)
         else:
-            config = run.prepare(RunConfig(**{"out": _free(_D.out)} | given))
+            config = run.prepare(config)
     with Display(f"{config.model} · {config.task} · {config.sync} · {config.out}", config.steps) as display:
         summary = run.train(config, display, resume=resume is not None)
     if as_json:

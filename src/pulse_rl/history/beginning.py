@@ -36,14 +36,12 @@ def read_first(store: Store) -> int:
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=FIRST)):
         sequence = decode_json(data, Count, f"{FIRST} in {store.url} is not a sequence number")
     digits = data.rstrip(_BITS)
-    found = data[len(digits) :]
-    if found not in (*_LINE_ENDS, _check(digits)):
+    if data[len(digits) :] not in (*_LINE_ENDS, _check(digits)):
         raise IntegrityError(
             f"{FIRST} in {store.url} is damaged: it says {sequence}, and the check after the number does not match; "
             "delete it, and the next pruning writes it anew",
             name=FIRST,
-            expected=_check(digits),
-            found=found,
+            found=sequence,
         )
     return sequence
 

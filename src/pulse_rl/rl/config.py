@@ -9,6 +9,7 @@ import msgspec
 
 from pulse_rl.disk import read_file
 from pulse_rl.errors import require
+from pulse_rl.rl import model_name
 
 FILE = "config.toml"
 
@@ -94,6 +95,9 @@ def check(config: RunConfig) -> RunConfig:
         raise ValueError(f"max_staleness: expected at least 0, found {config.max_staleness}")
     if config.sync not in ("patch", "full"):
         raise ValueError(f"sync: expected patch or full, found {config.sync!r}")
+    if config.store is not None and config.store.startswith("memory:"):
+        raise ValueError("store: expected a directory that every process reaches; memory:// lives in one process only")
+    model_name.check(config.model, dither=config.dither)
     _check_trainers(config)
     return config
 

@@ -13,7 +13,7 @@ running          locked by the driver while the run goes on
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -23,15 +23,17 @@ from pulse_rl.rl.config import RunConfig, begun
 from pulse_rl.store.objects import open_store
 
 RUNNING = "running"
+LOG = "ray.log"
 REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
 PROBE = "probe-"  # prefix of objects that are written and deleted to check that a store can be written
 
 
 def make(config: RunConfig) -> None:
-    """Make the run's directory and check that it and the store can be written.
+    """Make the run's directory and check that it and the store can be written. Leaves none that is new, if they cannot.
 
     Raises OSError or StoreError, naming the option and its value.
     """
+    new = not config.directory.exists()
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -47,11 +49,22 @@ def make(config: RunConfig) -> None:
         store.put(probe, b"")
         store.delete(probe)
     except StoreError as error:
+        if new:
+            config.directory.rmdir()
         # The store's own message names the probe's files, which mean nothing to a user.
         reason = str(error).rsplit(": ", 1)[-1].partition(" (os error")[0]
         if isinstance(error.__cause__, OSError) and error.__cause__.strerror:
             reason = error.__cause__.strerror
         raise StoreError(f"store: cannot write to {config.store_url}: {reason}", url=config.store_url) from None
+
+
+def remove(config: RunConfig) -> None:
+    """Remove what a run has made that has not begun, in the directory and the directory itself; nothing else in it."""
+    for name in (RUNNING, LOG, *(path.name for path in config.directory.glob(f"{REQUEST}*"))):
+        (config.directory / name).unlink(missing_ok=True)
+    for empty in (config.directory / "store", config.directory):
+        with suppress(OSError):  # it holds something
+            empty.rmdir()
 
 
 def free(directory: Path) -> bool:

@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 from pulse_rl.errors import ProcessDiedError, PulseError
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.directory import LOG
 
 BUFFER = "buffer"  # the actor's name in the run's namespace
-LOG = "ray.log"
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell

