@@ -1,4 +1,4 @@
-"""A process that reads objects through a cache, for `test_cache.py`.
+"""A process that reads objects through a cache, for `cache_world.py`.
 
     python cache_process.py URL DIRECTORY BOUND SEED NAME …    # prints the name and the BLAKE3 of each object
 

@@ -67,9 +67,13 @@ def read_ranges(
     gap: bytes; ranges that lie further apart are never read by one request. spare: of the bytes in all ranges, the
     share that may be read between them at most. The narrowest gaps are read first.
 
-    From a store that reads objects only whole, the object is read once, up to the last byte that is needed.
+    From a store that reads objects only whole, the object is read once, up to the last byte that is needed. A store
+    that has a method of this name reads them its own way.
     Returns the bytes of each range, as views of what the requests brought. Raises as `RangedStore.read_range`.
     """
+    own: Callable[..., list[memoryview]] | None = getattr(store, "read_ranges", None)
+    if own is not None:
+        return own(name, ranges, gap=gap, spare=spare)
     wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
     requests = plan_requests(wanted, gap, spare)
     try:
@@ -77,6 +81,13 @@ def read_ranges(
     except CannotReadRangeError:
         requests = [(0, max(stop for _, stop in wanted))]
         bodies = [_read_front(store, name, requests[0][1])]
+    return cut_ranges(ranges, requests, bodies)
+
+
+def cut_ranges(
+    ranges: Sequence[tuple[int, int]], requests: list[tuple[int, int]], bodies: list[memoryview]
+) -> list[memoryview]:
+    """The bytes of each range, from what the planned requests brought."""
     starts = [start for start, _ in requests]
 
     def cut(start: int, stop: int) -> memoryview:
@@ -96,7 +107,7 @@ def plan_requests(ranges: Sequence[tuple[int, int]], gap: int, spare: float) -> 
             runs[-1] = (runs[-1][0], max(stop, runs[-1][1]))
         else:
             runs.append((start, stop))
-    left = int(spare * sum(stop - start for start, stop in runs))
+    left = spare * sum(stop - start for start, stop in runs)
     bridged = set()
     for width, after in sorted((runs[at][0] - runs[at - 1][1], at) for at in range(1, len(runs))):
         if width > min(gap, left):
