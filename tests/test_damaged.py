@@ -1,8 +1,9 @@
 """Damage that a route does not need stops nobody."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -117,3 +118,35 @@ def test_a_lost_trail_does_not_cut_off_what_follows(published: Published) -> Non
         assert (live["w"] == weights["w"]).all()
         assert pulse.Publisher(store).resume() == 14
         store.delete(trail)
+
+
+class Garbling:
+    """A store of which one read of one object arrives with a flipped bit."""
+
+    def __init__(self, inner: Store, name: str) -> None:
+        self._inner, self._name = inner, name
+        self.url = inner.url
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        for part in self._inner.stream(name):
+            if name == self._name:
+                self._name = ""
+                part = memoryview(bytes([part[0] ^ 1]) + bytes(part[1:]))
+            yield part
+
+
+def test_a_manifest_that_arrives_damaged_is_asked_for_again(published: Published) -> None:
+    """Else publish(…, anchor=True) would follow an older version, or begin another history."""
+    store, states = published
+    for sequence in range(11):
+        store.delete(manifest_name(sequence))
+    before = pulse.History(store).read(11)
+    publisher = pulse.Publisher(Garbling(store, manifest_name(11)))
+    publisher.publish({"w": states[-1]}, version=12, anchor=True)
+    after = pulse.History(store).read(12)
+    assert (after.history, after.anchor_number) == (before.history, before.anchor_number + 1)
+    live = {"w": np.zeros(100, np.uint16)}
+    assert pulse.Subscriber(Garbling(store, manifest_name(12))).sync(live).recovered is None

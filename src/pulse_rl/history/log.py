@@ -220,12 +220,10 @@ class History:
             VersionSkewError: If it is of a newer format.
         """
         if sequence not in self._manifests:
-            name = manifest_name(sequence)
             try:
-                data = read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
-            except ObjectNotFoundError:
-                raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
-            manifest = self._parse(sequence, data)
+                manifest = self._parse(sequence, self._get_manifest(sequence))
+            except IntegrityError:  # the transfer may be at fault
+                manifest = self._parse(sequence, self._get_manifest(sequence))
             _remember(self._manifests, sequence, manifest, KEPT)
         return self._manifests[sequence]
 
@@ -370,6 +368,13 @@ class History:
             return False
         except StoreError:
             return None
+
+    def _get_manifest(self, sequence: int) -> bytes:
+        name = manifest_name(sequence)
+        try:
+            return read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
+        except ObjectNotFoundError:
+            raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
 
     def _parse(self, sequence: int, data: bytes) -> Manifest:
         """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
