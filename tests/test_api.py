@@ -163,7 +163,7 @@ def _wrapped(text: str) -> Exception:
 @pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["diff", "--help"]])
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     code = (
-        "import sys; from pulse_rl.cli.main import app\n"
+        "import sys; from pulse_rl.cli.app import app\n"
         f"try: app({command!r})\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'numba', 'ray', 'obstore', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"

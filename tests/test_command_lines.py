@@ -169,6 +169,57 @@ def test_narrow_encodings_and_terminals(place: Path) -> None:
     assert "ü".encode() in done.stdout  # JSON is UTF-8
 
 
+INTERRUPT_AT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from pulse_rl.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("pulse_rl.cli.app", "inspect old"),
+        ("typer", "inspect old"),
+        ("pulse_rl.cli.files", "inspect old"),
+        ("numpy", "inspect old"),
+        ("pulse_rl.checkpoint.header", "inspect old"),
+        ("numba", "diff old new -o out"),
+        ("torch", "train --model tiny --out run"),
+        ("ray", "train --model tiny --out run"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported(place: Path, module: str, command: str) -> None:
+    """At any of them: quietly, with the exit code of an interruption."""
+    code = INTERRUPT_AT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+    assert not (place / "out").exists()
+    assert not (place / "run").exists()
+
+
+def test_an_import_that_an_interruption_turned_into_an_error(place: Path) -> None:
+    code = (
+        "import signal, sys, types\n"
+        "class Broken(types.ModuleType):\n"
+        "    def __getattr__(self, name):\n"
+        "        try: signal.raise_signal(signal.SIGINT)\n"
+        "        except KeyboardInterrupt: raise RecursionError from None\n"
+        "sys.modules['blake3'] = Broken('blake3')\n"
+        "from pulse_rl.cli.main import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "inspect", "patch"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_threads_that_are_no_number(place: Path) -> None:
     for setting in ("0", "²"):
         done = shell("PULSE inspect old", PULSE_THREADS=setting)

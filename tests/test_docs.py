@@ -24,7 +24,7 @@ import reference
 import typer.main
 from typer.testing import CliRunner
 
-from pulse_rl.cli.main import app
+from pulse_rl.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ import typer
 from measure import run
 
 from pulse_rl.cli import output
-from pulse_rl.cli.main import run_app
+from pulse_rl.cli.app import run_app
 from pulse_rl.cli.output import AsJson
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

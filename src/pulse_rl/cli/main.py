@@ -1,95 +1,22 @@
-"""`pulse-rl`: all commands, and the one place where an exception becomes a line on stderr.
+"""The entry point of `pulse-rl`. It imports nothing until Ctrl-C can end the process without a word.
 
-Exit codes: 0 success; 1 failure, or `verify` found a fault; 2 a bad command line or a bad value of an option; 141 the
-reader of stdout has closed it.
-Only Typer, Rich and the standard library are imported here, so that `pulse-rl --help` is fast.
+Modules take a second to import, and an interruption in their midst would show a traceback.
 """
 
 import os
 import signal
-import sys
-from typing import Annotated, NoReturn
-
-import typer
-
-from pulse_rl import __version__
-from pulse_rl.cli.bench import bench
-from pulse_rl.cli.files import apply, diff, inspect, verify
-from pulse_rl.cli.output import prepare_streams
-from pulse_rl.cli.plan import plan
-from pulse_rl.cli.stores import copy, prune, status
-from pulse_rl.cli.study import study
-from pulse_rl.cli.train import rollout, train
-from pulse_rl.cli.warmup import warmup
-from pulse_rl.errors import PulseError, install_hint, one_line
-
-app = typer.Typer(
-    name="pulse-rl",
-    help="The weight channel of RL post-training: lossless sparse patches from trainers to rollout workers.",
-    epilog="Every command has --help. Commands with a result have --json: then stdout holds one JSON document.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(train)
-app.command()(rollout)
-app.command()(diff)
-app.command()(apply)
-app.command()(inspect)
-app.command()(verify)
-app.command()(status)
-app.command()(prune)
-app.command()(copy)
-app.command()(study)
-app.command()(plan)
-app.command()(warmup)
-app.add_typer(bench, name="bench")
-
-
-# What input, files, stores and this machine can cause. FileNotFoundError and TimeoutError are OSErrors.
-EXPECTED = (PulseError, ValueError, TypeError, OSError, ImportError, MemoryError, RecursionError, ArithmeticError)
-
-
-def _version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"pulse-rl {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-def run_app(command_line: typer.Typer, *, prog_name: str, args: list[str] | None = None) -> NoReturn:
-    """Run a command line and exit. An error is one line on stderr.
-
-    args: instead of sys.argv. With PULSE_TRACEBACK set, errors keep their traceback.
-    """
-    try:
-        prepare_streams()
-        command_line(args, prog_name=prog_name)
-    except EXPECTED as error:
-        if os.environ.get("PULSE_TRACEBACK"):
-            raise
-        print(f"error: {_sentence(error)}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        if args is None:  # in a process of our own: Ctrl-C ends it from here on, without a traceback
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(0)
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError) and not isinstance(error, PulseError):
-        return f"{error.name} is needed for this and is not installed: {install_hint('run')}"
-    return one_line(error) if str(error) else f"{type(error).__name__}: too much for this machine"
+from typing import NoReturn
 
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run `pulse-rl` with the arguments of sys.argv, or with args. Always raises SystemExit."""
+    # In a process of our own, in which SIGINT is not ignored, as it is in a shell's background.
+    if args is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from pulse_rl.cli.app import app, run_app
+
     run_app(app, prog_name="pulse-rl", args=args)
+
+
+def _leave(*_: object) -> NoReturn:
+    os._exit(128 + signal.SIGINT)  # as a shell reports it; nothing is open yet
