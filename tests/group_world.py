@@ -1,13 +1,12 @@
 """Ranks that a test may kill: processes in a Gloo group, forked from one that has imported torch already."""
 
-import multiprocessing as mp
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loco_ranks import picklable, port, start
+from loco_ranks import forking, picklable, port, start
 
 PATIENCE_S = 60  # until a rank counts as one that hangs
 
@@ -29,9 +28,8 @@ def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
 
     Returns what it returned on each, or the error that it raised there; None for a rank that was killed.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "pulse_rl.group.private", "loco_ranks"])
-    at, pipes, processes, results = port(), [], [], []
+    context, at = forking(), port()
+    pipes, processes, results = [], [], []
     for rank in range(size):
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(rank, size, at, there, function, arguments), daemon=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ import pulse_rl as pulse
 
 RANKS = 4
 LR = 3e-4
+
+
+def forking() -> ForkServerContext:
+    """Processes forked from one that has imported torch already: four that are spawned take seconds to do it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.loco.optimizer", "pytest"])
+    return context
 
 
 def port() -> int:
@@ -64,7 +72,7 @@ def running() -> Iterator[Ranks]:
 
     Returns what the function returned on each rank, or the error that it raised there.
     """
-    context, at = mp.get_context("spawn"), port()
+    context, at = forking(), port()
     pipes, processes = [], []
     for rank in range(RANKS):
         here, there = context.Pipe()

@@ -7,7 +7,7 @@
     │   └── VersionSkewError        they are of a newer format than this release knows: upgrade it
     ├── BaseMismatchError           these weights are not the ones that a patch or a history expects (also ValueError)
     ├── IntegrityError              bits differ from what their hash, digest or signature promised
-    ├── ExchangeError               trainers could not exchange a round: one is lost, or they do not agree
+    ├── ExchangeError               ranks could not work together: one is lost or failed, or they do not agree
     ├── StoreError                  a store could not be read or written
     │   ├── ObjectNotFoundError     it holds no object of that name (also FileNotFoundError)
     │   ├── ObjectExistsError       it holds that object already, put with mode="create" (also FileExistsError)
@@ -158,10 +158,10 @@ class IntegrityError(PulseError):
 
 
 class ExchangeError(PulseError):
-    """Trainers could not exchange a round; the shared weights are those of the round before.
+    """Ranks could not work together; between trainers, the shared weights are those of the round before.
 
     Attributes:
-        ranks: The trainers at fault, if they are known.
+        ranks: The ranks at fault, if they are known.
         round: The round that could not be exchanged, from 1 as in LocoReport; None outside of a round.
     """
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 1800.0  # torch's own default
 CHUNK = 4 << 20  # bytes that a rank of the chain receives before it passes them on
+_CONNECT_S = 300.0  # at most
+_ATTEMPTS = 5  # of Gloo's to connect, each within the timeout that it is given
 _STATUS = 8  # bytes
 _MESSAGE, _BULK = 0, 1  # Gloo's tags
 _ROUNDING_S = 0.01  # Gloo counts whole milliseconds
 _NOTHING: Bytes = np.empty(0, np.uint8)
+# Groups that this process has left: their farewells can still be received when their owner drops them.
+_departed: deque[PrivateGroup] = deque(maxlen=4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +87,11 @@ class PrivateGroup(Group):
             known = dist.distributed_c10d
             rendezvous = known._get_process_group_store(process_group or known._get_default_group())
             store = known.PrefixStore(f"pulse-rl/{name:016x}", rendezvous)
-            gloo = dist.ProcessGroupGloo(store, *callers.place, timedelta(seconds=seconds))
-        return cls(gloo, *callers.place, seconds, wording)
+            connect = timedelta(seconds=min(seconds, _CONNECT_S) / _ATTEMPTS)
+            gloo = dist.ProcessGroupGloo(store, *callers.place, connect)
+        group = cls(gloo, *callers.place, seconds, wording)
+        group.gather_numbers([0])  # returns when all are connected
+        return group
 
     def release(self) -> None:
         """End the connections. The others' calls that wait for this rank raise."""
@@ -229,6 +237,7 @@ class PrivateGroup(Group):
 
     def _say_goodbye(self, message: str, ranks: Sequence[int]) -> None:
         self._left = message, ranks
+        _departed.append(self)
         status = np.array([-1 - ranks[0]], np.int64).view(np.uint8)
         for rank in range(self.size):
             if rank != self.rank:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -12,7 +13,9 @@ from pulse_rl.group.collectives import Group, name_ranks
 LIMIT = 1 << 16  # bytes of one rank's result as JSON
 _CHARACTERS = 300  # of an error's text, as one rank reports it to the others
 _SHOWN = 3  # errors of other ranks, in a message
-_FOUND, _FAILED = b"=", b"!"  # what the JSON after it is: a result, or the text of an error
+# A message is one of these, the CRC-32 of the work's name, and JSON: a result, or the text of an error.
+_FOUND, _FAILED = b"=", b"!"
+_HEAD = 5  # bytes
 
 T = TypeVar("T")
 
@@ -24,18 +27,20 @@ def share(group: Group, what: str, work: Callable[[], T], kind: type[T]) -> list
     that failed and their errors' text. If a rank is lost, all that are left raise one that names it, as far as the
     group knows (`PrivateGroup` does), and a failing rank still raises its own error.
 
-    what: the name of the work, which errors begin with. work: without collectives of this group. kind: what it
-    returns, as msgspec reads it from JSON of at most 64 KiB: structs with `array_like=True` are the shortest.
+    what: the name of the work, the same on all ranks: errors begin with it, and all raise if a rank is at other work.
+    work: without collectives of this group. kind: what it returns, as msgspec reads it from JSON of at most 64 KiB:
+    structs with `array_like=True` are the shortest.
     """
     failure: BaseException | None = None
+    name = crc32(what.encode()).to_bytes(4, "little")
     try:
-        message = _FOUND + msgspec.json.encode(work())
+        message = _FOUND + name + msgspec.json.encode(work())
         if len(message) > LIMIT:
             raise ValueError(f"{what}: expected a result of at most {LIMIT} bytes, found {len(message)}")
     except BaseException as error:  # noqa: BLE001 - raised below, when the others know
         failure = error
         text = f"{type(error).__name__}: {one_line(error)}"
-        message = _FAILED + msgspec.json.encode(text[:_CHARACTERS])
+        message = _FAILED + name + msgspec.json.encode(text[:_CHARACTERS])
     try:
         messages = group.gather(message, LIMIT)
     except ExchangeError as error:
@@ -44,6 +49,11 @@ def share(group: Group, what: str, work: Callable[[], T], kind: type[T]) -> list
         failure.add_note(f"the other ranks may not know it: {one_line(error)}")
     if failure is not None:
         raise failure
+    if elsewhere := [rank for rank, found in enumerate(messages) if found[1:_HEAD] != name]:
+        where = name_ranks(elsewhere, group.size)
+        raise ExchangeError(
+            f"{what}: expected the same work on all ranks, found other work on {where}", ranks=elsewhere
+        )
     _raise_if_one_failed(group, what, messages)
     return [_decode(group, what, rank, found, kind) for rank, found in enumerate(messages)]
 
@@ -59,6 +69,6 @@ def _raise_if_one_failed(group: Group, what: str, messages: list[memoryview]) ->
 
 def _decode(group: Group, what: str, rank: int, found: memoryview, kind: type[T]) -> T:
     try:
-        return decode_json(found[1:], kind, f"{what}, rank {rank} of {group.size}")
+        return decode_json(found[_HEAD:], kind, f"{what}, rank {rank} of {group.size}")
     except FormatError as error:
         raise ExchangeError(str(error), ranks=(rank,)) from None
