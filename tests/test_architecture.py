@@ -13,6 +13,7 @@ PACKAGE = Path(pulse_rl.__file__).parent
 # From the ground up: a room imports only rooms of earlier rows of this list, and its own modules.
 ROOMS = [
     {"errors", "dtypes", "units", "disk"},
+    {"logs"},
     {"parallel", "kernels", "documents"},
     {"weights", "group"},
     {"checkpoint", "codecs"},

@@ -9,7 +9,6 @@ its heartbeat was written by the store's clock; no worker's clock matters.
 """
 
 import atexit
-import logging
 import os
 import re
 import socket
@@ -23,10 +22,11 @@ import msgspec
 
 from pulse_rl.documents import Count, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, PulseError, translate
+from pulse_rl.logs import logger
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.patient import unwrapped
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 PREFIX = "heartbeats"
 # Seconds between unchanged heartbeats: a worker that polls 20 times a second would write (and pay for) as many objects.

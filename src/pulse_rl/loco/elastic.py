@@ -21,7 +21,6 @@ not hear it, ends with an error; started again, it is a newcomer. Groups are Glo
 case.
 """
 
-import logging
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -37,8 +36,9 @@ from pulse_rl.loco.checkpoint import Counters
 from pulse_rl.loco.lighthouse import Lighthouse, Offer, Quorum
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.wording import TRAINERS
+from pulse_rl.logs import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 class Decision(NamedTuple):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import logging
 import math
 import re
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from pulse_rl.errors import IntegrityError, one_line
+from pulse_rl.logs import logger
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cached_files import (
     BLOCK_NBYTES,
@@ -40,7 +40,7 @@ from pulse_rl.store.cached_files import (
 from pulse_rl.store.ranges import GAP_NBYTES, SPARE, cut_ranges, is_empty, plan_requests, read_ranges, wrong_size
 from pulse_rl.store.urls import as_path
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 CACHE_NBYTES = 8 << 30
 PART_NBYTES = 8 << 20

@@ -10,7 +10,6 @@ a call that needs several objects of a store that is gone takes no longer than o
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import time
@@ -19,12 +18,13 @@ from contextlib import contextmanager
 from typing import Literal, TypeVar
 
 from pulse_rl.errors import StoreError
+from pulse_rl.logs import logger
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cache import CachedStore, uncached
 from pulse_rl.store.objects import CloudStore, ObjectStore
 from pulse_rl.store.ranges import read_range
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 PATIENCE_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0

@@ -18,7 +18,6 @@ Measuring never ends a training. What goes wrong after the monitor was made is a
     that too, or no weights are left        the monitor stops: `step` returns None, and its hook is removed
 """
 
-import logging
 import operator
 import os
 import time
@@ -32,6 +31,7 @@ import numpy as np
 from pulse_rl.dtypes import field_of
 from pulse_rl.errors import one_line, require
 from pulse_rl.kernels.cpu import moves
+from pulse_rl.logs import logger
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
 from pulse_rl.weights.changes import find_changes
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 else:
     torch = require("torch", "torch")
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 CAST = "bfloat16"
 

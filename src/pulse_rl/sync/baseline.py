@@ -8,16 +8,16 @@ used again.
 This module knows nothing of stores, nor of what is committed.
 """
 
-import logging
 from dataclasses import dataclass
 
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.sync.skips import MAX_OVERLAY
 from pulse_rl.weights.layout import Layout
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 @dataclass(frozen=True)

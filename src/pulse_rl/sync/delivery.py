@@ -4,7 +4,6 @@ Everything here reads the publisher's baseline, which holds the version and does
 the background, while the trainer takes its next step.
 """
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,13 @@ from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, ObjectRef, PatchRef, anchor_name, new_token, patch_name, trail_name
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.trail import PatchLink, Trail, decode_trail, state_of
+from pulse_rl.logs import logger
 from pulse_rl.parallel import submit
 from pulse_rl.patch import encode
 from pulse_rl.sync.baseline import Move
 from pulse_rl.sync.skips import Skips, skip_patch
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ Wrappers are recognised by their class, never by a name: a model may have a laye
 only names, which stay as they are. PEFT is no wrapper in this sense: adapters change what the model computes.
 """
 
-import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-log = logging.getLogger(__name__)
+from pulse_rl.logs import logger
+
+log = logger(__name__)
 
 _INNER = {  # a wrapper's class → the attribute that holds the module inside
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",

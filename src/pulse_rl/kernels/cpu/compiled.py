@@ -10,7 +10,6 @@ It also compares a kernel with the source of its file only, and kernels call eac
 them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/test_compiled.py` holds what is used.
 """
 
-import logging
 import os
 import sys
 import time
@@ -27,7 +26,9 @@ from numba.core import event
 from numba.core.caching import IndexDataCacheFile, NullCache
 from numba.core.compiler import CompileResult
 
-log = logging.getLogger(__name__)
+from pulse_rl.logs import logger
+
+log = logger(__name__)
 
 ROOM = Path(__file__).parent
 VARIABLES = ("PULSE_CACHE", "NUMBA_CACHE_DIR")  # set to a directory for machine code; the first counts first

@@ -1,0 +1,57 @@
+"""What is logged is one printable line, whoever chose the names in it."""
+
+import ast
+import importlib
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from test_architecture import MODULES
+
+import pulse_rl as pulse
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07a\nERROR all is lost\r\u202egnp.exe"
+LOGGING = sorted(name for name, file in MODULES.items() if "logger(__name__)" in file.read_text())
+
+
+def test_every_logger_is_made_in_one_place() -> None:
+    assert len(LOGGING) > 8
+    for name, file in MODULES.items():
+        if name != "logs":
+            calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+            assert not any(ast.unparse(call.func).endswith("getLogger") for call in calls), name
+
+
+@pytest.mark.parametrize("name", LOGGING)
+def test_nothing_that_is_logged_reaches_a_terminal_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    module: Any = importlib.import_module(f"pulse_rl.{name}")
+    with caplog.at_level(logging.INFO):
+        module.log.warning("%s is damaged: %s", HOSTILE, pulse.StoreError(HOSTILE))
+        module.log.info(HOSTILE)
+        module.log.info("100 %")
+    assert len(caplog.records) == 3
+    for record in caplog.records:
+        assert record.getMessage().isprintable()
+        assert "\n" not in caplog.handler.format(record)
+    assert caplog.records[0].getMessage().startswith("\ufffd[2J\ufffd]0;owned\ufffda ERROR")
+    assert caplog.records[2].getMessage() == "100 %"
+
+
+def test_a_server_s_answer_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        inner, failed = pulse.open_store("memory://"), False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def check_create(self) -> None:
+            if not self.failed:
+                self.failed = True
+                raise pulse.StoreError(f"cannot write: {HOSTILE}", temporary=True)
+
+    pulse.Publisher(Failing(), patience=30).publish({"w": np.zeros(3, np.uint16)})
+    (record,) = caplog.records
+    assert record.name == "pulse_rl.store.patient"
+    assert "owned" in record.getMessage()
+    assert record.getMessage().isprintable()
