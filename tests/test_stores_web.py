@@ -114,6 +114,29 @@ def test_a_history_that_goes_back_behind_a_server(served: tuple[Path, str], trai
         assert (subscriber.version, pulse.digest(live)) == (5, before)
 
 
+@pytest.mark.parametrize("web", [False, True])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_copy_that_was_gone_on_with_takes_the_place_of_the_store(
+    served: tuple[Path, str], tmp_path: Path, trainee: Trainee, web: bool, ahead: int
+) -> None:
+    """As when a backup is restored: version 3 is another one now, and what follows builds on that."""
+    directory, url = served
+    pulse.Publisher(directory, cast="bfloat16").publish(trainee.step(), version=0)
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    live, subscriber = trainee.empty(), pulse.Subscriber(url if web else directory)
+    with pulse.Publisher(directory, cast="bfloat16") as publisher:
+        publisher.publish(trainee.step(), version=3)
+    subscriber.sync(live)
+    successor = pulse.Publisher(copy, cast="bfloat16")
+    for version in range(3, 4 + ahead):
+        report = successor.publish(trainee.step(), version=version, anchor=version == 3)
+    shutil.rmtree(directory)
+    shutil.copytree(copy, directory)
+    assert subscriber.sync(live).version == 3 + ahead
+    assert pulse.digest(live) == report.digest
+
+
 def test_an_anchor_that_is_kept_for_good_is_not_taken_for_the_newest(tmp_path: Path, trainee: Trainee) -> None:
     """A subscriber sleeps at an anchor while what follows it is published and pruned: there is a gap after it then."""
     publisher = pulse.Publisher(tmp_path / "run", anchor_every=2, retain=1, keep_every=1, grace=0, cast="bfloat16")

@@ -56,10 +56,12 @@ class Finder:
 
         polling: whether a store that can list is asked by two small requests first.
         """
-        if self._newest is not None and self._asks_at_rest(polling) and not self.exists(self._newest + 1):
-            if self._is_still(self._newest) and not self._is_before_a_gap(self._newest):
+        if self._newest is not None and self._asks_at_rest(polling):
+            # What is known is looked at first: where it is of another history, what is read next is not.
+            if not self._is_still(self._newest):
+                self._history.forget()
+            elif not self.exists(self._newest + 1) and not self._is_before_a_gap(self._newest):
                 return self._newest
-            self._history.forget()
         try:
             self._newest = self._newest_listed()
         except CannotListError:

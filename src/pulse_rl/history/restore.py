@@ -99,18 +99,25 @@ def scratch() -> Iterator[Path]:
 def unpack_promised(data: bytes | bytearray | memoryview, link: PatchLink, held: State) -> Patch:
     """Parse the patch of a link from a held version.
 
-    Raises PatchFormatError, and IntegrityError unless the patch has the base and the target of the link.
+    Raises PatchFormatError, IntegrityError unless it has the target of the link, and BaseMismatchError unless it starts
+    from the held version.
     """
     patch = patch_format.unpack(data)
     header = patch.header
-    found = (header.base, header.base_digest, header.target, header.target_digest)
-    promised = (held.version, held.digest, link.to.version, link.to.digest)
-    if found != promised:
+    target, promised = (header.target, header.target_digest), (link.to.version, link.to.digest)
+    if target != promised:
         raise IntegrityError(
-            f"{link.ref.name}: the history promises (base, target) {promised}, found {found}",
+            f"{link.ref.name}: the history promises the target {promised}, found {target}",
             name=link.ref.name,
             expected=link.to.digest,
             found=header.target_digest,
+        )
+    if (header.base, header.base_digest) != (held.version, held.digest):
+        raise BaseMismatchError(
+            f"{link.ref.name}: it starts from version {header.base} (digest {header.base_digest}), held is version "
+            f"{held.version} ({held.digest})",
+            expected=header.base_digest,
+            found=held.digest,
         )
     return patch
 
@@ -146,9 +153,10 @@ def follow(
     were proved just now, so that a patch that does not fit them is itself at fault. Faulty objects are reported to
     faults and avoided: then the next cheapest chain is taken. Returns the version that the weights hold in the end,
     which is not the target where no chain is left.
-    Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
-    the store is unreachable.
+    Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, or hold a version that
+    is not in this history any more, and StoreError where the store is unreachable.
     """
+    begin = held
     while held.sequence != target.sequence:
         chain = cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence)
         if chain is None:
@@ -163,7 +171,9 @@ def follow(
                     raise IntegrityError(
                         f"{link.ref.name}: the history ties {target.tied}, the patch {patch.tied}", name=link.ref.name
                     )
-            except (FormatError, IntegrityError) as error:
+            except (FormatError, IntegrityError, BaseMismatchError) as error:
+                if isinstance(error, BaseMismatchError) and held == begin and not sure:
+                    raise  # another version has this place now: the patch is not at fault
                 faults.add(link.ref.name, error)
                 break
             try:

@@ -367,7 +367,7 @@ class Subscriber:
             return
         try:
             follow(self.history, live, held, target, effort, faults, self._hold, sure=False)
-        except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
+        except BaseMismatchError as error:  # of other tensors, or another version: the weights hold what they held
             faults.note(str(error))
         except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
             faults.note(str(error))
