@@ -6,6 +6,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 from loco_ranks import forking, picklable, port, start
 
 PATIENCE_S = 60  # until a rank counts as one that hangs
@@ -49,3 +50,10 @@ def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         for process in processes:
             process.kill()
             process.join()
+
+
+def caught(call: Callable[[], Any]) -> BaseException:
+    """The error of a call, as it can be sent to the test."""
+    with pytest.raises(BaseException) as raised:
+        call()
+    return picklable(raised.value)
