@@ -29,7 +29,8 @@ from random import Random
 
 import torch
 from stateful_calls import Calls
-from stateful_machine import Follower, Trainer
+from stateful_machine import BEGUN, Follower, Trainer
+from stateful_turns import Turns, taken_by
 from stateful_world import FOLDERS, TaggedWire, Wire, expect, warm_up
 
 import pulse_rl as pulse
@@ -89,8 +90,10 @@ class Machine(Calls):
         self.add(other)
         self.trainers.remove(one)
         self.trainers.append(one)
-        within = self.hook(one.wire, lambda: self.published(other, foreground=True))
-        return f"{self.published(one, foreground=True)}; meanwhile {within}"
+        within = self.meanwhile(one.wire, lambda: self.published(other, foreground=True))
+        outcome = self.published(one, foreground=True)
+        self.turns.until(lambda: within != [BEGUN])
+        return f"{outcome}; meanwhile {within}"
 
     def raced_sync(self) -> str:
         """While one syncs, another one publishes, and perhaps prunes."""
@@ -98,8 +101,10 @@ class Machine(Calls):
             return self.new_follower()
         follower = self.random.choice(self.followers)
         trainer = self.trainers[-1]
-        within = self.hook(follower.wire, lambda: self.published(trainer, foreground=True))
-        return f"{self.synced(follower)}; meanwhile {within}"
+        within = self.meanwhile(follower.wire, lambda: self.published(trainer, foreground=True))
+        outcome = self.synced(follower)
+        self.turns.until(lambda: within != [BEGUN])
+        return f"{outcome}; meanwhile {within}"
 
     def flush(self) -> str:
         trainer = self.random.choice(self.trainers)
@@ -109,12 +114,14 @@ class Machine(Calls):
         trainer = self.random.choice(self.trainers)
         self.plan_faults(trainer.wire)
         trainer.release()
-        flying, trainer.flying = trainer.flying, None
+        self.turns.settle()
         disk, current, hurt = trainer.wire.disk, self.is_current(trainer), trainer.wire.disk.hurt
+        flying, trainer.flying = trainer.flying, None
         try:
             found = trainer.publisher.resume()
         except pulse.PulseError as error:
-            reason = trainer.wire.fired or hurt or disk.hurt or not current or (flying and flying.sequence is None)
+            unsure = flying is not None and (flying.sequence is None or flying.disturbed)
+            reason = trainer.wire.fired or hurt or disk.hurt or not current or unsure
             expect(reason or trainer.wire.dead, f"resume was refused without a reason: {error!r}")
             outcome = f"{self.name(trainer)}: {type(error).__name__}: {str(error)[:150]}"
         else:
@@ -135,7 +142,7 @@ class Machine(Calls):
             self.trainers.remove(old)
         else:
             old.release()
-            old.calm()
+            self.turns.settle()
         new = self.trainer(old.wire.disk)
         if self.random.random() < 0.8:
             new.bits = old.bits
@@ -286,7 +293,7 @@ class Machine(Calls):
         """A copy of the store, with which a publisher goes on; the old one may go on too."""
         for trainer in self.trainers:
             trainer.release()
-            trainer.calm()
+        self.turns.settle()
         disk = self.trainers[-1].wire.disk
         made = disk.copy(self.storage())
         self.disks = [*self.disks[-3:], made]
@@ -303,7 +310,7 @@ class Machine(Calls):
         client = self.random.choice(clients)
         if isinstance(client, Trainer):
             client.release()
-            client.calm()
+            self.turns.settle()
         old, new = client.wire.disk, self.random.choice(self.disks)
         client.wire.disk = new
         kind = type(client).__name__
@@ -315,7 +322,7 @@ class Machine(Calls):
         """Whatever has happened, a new publisher goes on by an anchor, and everybody can have its version."""
         for trainer in self.trainers:
             trainer.release()
-            trainer.calm()
+        self.turns.settle()
         disk = self.trainers[-1].wire.disk
         last = self.trainer(disk)
         self.trainers.append(last)
@@ -328,21 +335,24 @@ class Machine(Calls):
         return said
 
 
-def run_case(seed: int, case: int, steps: int = STEPS, *, verbose: bool = False) -> Counter[str]:
-    """Run one history. Returns how often each step was taken; raises its finding, with what led there as notes."""
+def run_case(seed: int, case: int, steps: int = STEPS, *, verbose: bool = False) -> Machine:
+    """Run one history. Returns what was counted and traced; raises its finding, with what led there as notes."""
     directory = Path(tempfile.mkdtemp(prefix="fuzz-stateful-"))
-    machine = Machine(f"{seed}/{case}", directory)
+    name = f"{seed}/{case}"
+    turns, log = Turns(Random(f"turns of {name}")), list[str]()
     try:
-        machine.run(steps, verbose=verbose)
+        with taken_by(turns, name):
+            machine = Machine(name, directory, turns, log)
+            machine.run(steps, verbose=verbose)
     except BaseException as error:
-        for line in machine.log[-12:]:
+        for line in log[-12:]:
             error.add_note(line)
         error.add_note(f"python tests/fuzz_stateful.py --seed {seed} --case {case} --steps {steps}")
         raise
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     machine.counts["steps"] = len(machine.log)
-    return machine.counts
+    return machine
 
 
 def main() -> int:
@@ -357,7 +367,7 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     if given.case is not None:
         warm_up()
-        run_case(given.seed, given.case, given.steps, verbose=True)
+        print(run_case(given.seed, given.case, given.steps, verbose=True).turns.trace)
         return 0
     warm_up()
     start, counts, found = time.monotonic(), Counter[str](), 0
@@ -365,7 +375,7 @@ def main() -> int:
         if time.monotonic() - start > given.seconds:
             break
         try:
-            counts += run_case(given.seed, case, given.steps)
+            counts += run_case(given.seed, case, given.steps).counts
         except Exception as error:  # noqa: BLE001 — any exception is a finding
             found += 1
             notes = "\n    ".join(error.__notes__)

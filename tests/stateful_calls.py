@@ -1,6 +1,5 @@
 """The calls that a stateful fuzzer makes, each compared with the naive model."""
 
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -27,7 +26,8 @@ class Calls(Clients):
         low = disk.head is not None and draw.random() < 0.04 and not anchor
         version = disk.head.version if low and disk.head else highest + draw.choice((1, 1, 1, 3, 1000))
         given: int | None = version
-        sure = not (low or disk.hurt or any(map(callable, trainer.wire.plan.values())))  # which version is the next
+        # Whether it is known which version is the next.
+        sure = not (low or disk.hurt or self.hooked or any(map(callable, trainer.wire.plan.values())))
         if sure and disk.head is not None and self.is_current(trainer) and draw.random() < 0.15:
             given, version = None, max(disk.head.version, trainer.flying.version if trainer.flying else -1) + 1
         attempt = Attempt(version, trainer.bits, digest=pulse.digest(weights), by=trainer)
@@ -35,9 +35,6 @@ class Calls(Clients):
         current, hurt, flying = self.is_current(trainer), disk.hurt, trainer.flying
         fresh, overtaken = publisher.version is None, f"it held {trainer.last}, the newest was {disk.head}"
         trainer.release()
-        if background and draw.random() < 0.5:
-            trainer.wire.gates[version] = threading.Event()
-        running = set(threading.enumerate())
         report, error = None, None
         try:
             report = publisher.publish(
@@ -45,12 +42,11 @@ class Calls(Clients):
             )
         except (pulse.PulseError, ValueError) as caught:
             error = caught
-        began = set(threading.enumerate()) - running
-        trainer.threads += [thread for thread in began if thread.name.startswith("pulse-publish")]
         if error is not None:
             trainer.release()
-            trainer.calm()
+            self.turns.settle()
         lost = flying is not None and flying.sequence is None  # what was in flight was not committed
+        unsure = flying is not None and (lost or flying.disturbed)  # whether it was, may not be known
         if publisher._in_flight is None or error is None:
             trainer.flying = None
         what = f"{version}{' anchor' * anchor}{' background' * background}"
@@ -58,9 +54,11 @@ class Calls(Clients):
             self.counts["published"] += 1
             expect(not lost, f"publish returned, and version {flying and flying.version} in flight was lost silently")
             expect((report.version, report.digest) == (version, attempt.digest), f"publish reports {report}")
-            expect(not low, f"version {version} was accepted, and is not new")
+            expect(not low or (background and not current), f"version {version} was accepted, and is not new")
             if background:
                 trainer.flying = attempt
+                if draw.random() < 0.5:
+                    trainer.wire.calls_left = draw.randrange(9)
             else:
                 expect(attempt.sequence is not None, "publish returned, and nothing was committed")
             outcome = f"by {self.name(trainer)}: published {what}"
@@ -69,7 +67,7 @@ class Calls(Clients):
             reason = attempt.sequence is None or trainer.wire.fired or self.hooked
             expect(reason, f"publish raised, and committed: {error!r}")
             wire = trainer.wire
-            undisturbed = not (wire.fired or wire.dead or self.hooked or lost or low or hurt or disk.hurt)
+            undisturbed = not (wire.fired or wire.dead or self.hooked or unsure or low or hurt or disk.hurt)
             expect(not (undisturbed and current), f"publish was refused without a reason: {error!r}")
         if not current and not (hurt or self.hooked):
             expect(
@@ -96,8 +94,8 @@ class Calls(Clients):
         here = (publisher.version, publisher.digest)
         if trainer.last is not None and (trainer.last.version, trainer.last.digest) == here:
             return
-        held = (*disk.lost.values(), *disk.line.values(), *trainer.wire.attempts)
-        found = [a for a in held if (a.version, a.digest) == here and a.sequence is not None]
+        found = [a for a in (*disk.committed_here, *trainer.wire.attempts) if (a.version, a.digest) == here]
+        found = [a for a in found if a.sequence is not None]
         expect(found, f"a publisher believes in version {here}, which nobody committed")
         trainer.last = next((a for a in found if a.by is trainer), found[0])
 
@@ -107,7 +105,8 @@ class Calls(Clients):
         try:
             verb()
         except pulse.PulseError as error:
-            expect(flying is not None and (flying.sequence is None or trainer.wire.fired), f"flush raised {error!r}")
+            unsure = flying is not None and (flying.sequence is None or flying.disturbed)
+            expect(unsure or trainer.wire.fired, f"flush raised {error!r}")
             outcome = f"{self.name(trainer)}: {type(error).__name__}: {str(error)[:150]}"
         else:
             expect(flying is None or flying.sequence is not None, "flush returned, and the version is lost")
@@ -139,7 +138,12 @@ class Calls(Clients):
             outcome = f"{who}: refused: {type(error).__name__}: {str(error)[:150]}"
             if not disturbed:
                 first = disk.began()
-                there = any(a.version == pin and (s >= first or follower.wire.listing) for s, a in before.items())
+                there = any(
+                    a.version == pin
+                    and (sequence >= first or follower.wire.listing)
+                    and (top is None or a.history == top.history)
+                    for sequence, a in before.items()
+                )
                 may = there if pin is not None else bool(heads) and not gone_back
                 expect(not may or self.hooked, f"{who} was refused without a reason: {error!r}")
         else:

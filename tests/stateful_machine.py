@@ -7,7 +7,6 @@ import faulthandler
 import itertools
 import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +17,13 @@ from typing import Any
 
 import torch
 from history_world import keys
+from stateful_turns import Turns
 from stateful_world import Attempt, Bits, Call, Disk, Model, TaggedWire, Wire, Wrong, expect
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
 
+BEGUN = "begun"  # what came of something that happens meanwhile, until it is over
 SECONDS = 60.0  # for one step; the slowest takes well under one
 
 
@@ -51,22 +52,13 @@ class Trainer:
         self.wire, self.publisher, self.bits = wire, publisher, bits
         self.last: Attempt | None = None  # where it believes the history to end
         self.flying: Attempt | None = None
-        self.threads: list[threading.Thread] = []  # that put versions in the background
 
     def release(self) -> None:
         """Let a version in flight be committed."""
-        for gate in self.wire.gates.values():
-            gate.set()
-
-    def calm(self) -> None:
-        """Wait until the version in flight is committed, unless it is held: so a history can be repeated."""
-        if all(gate.is_set() for gate in self.wire.gates.values()):
-            for thread in self.threads:
-                thread.join()
-            self.threads = []
+        self.wire.release()
 
     def kill(self) -> None:
-        """Let every call of the store fail from now on, as if the process were gone, and wait for its threads."""
+        """Let every call of the store fail from now on, as if the process were gone."""
         self.wire.dead = True
         self.release()
         with suppress(pulse.PulseError):
@@ -111,14 +103,15 @@ def differences(bits: Bits, others: Bits) -> set[tuple[str, int]]:
 class Clients:
     """The clients of one history and its copies."""
 
-    def __init__(self, seed: str, directory: Path) -> None:
+    def __init__(self, seed: str, directory: Path, turns: Turns, log: list[str]) -> None:
         self.random = Random(seed)
         draw = self.random
+        self.turns, self.log = turns, log
         self.ledger: dict[tuple[int, str], Bits] = {}
         self.model = Model(draw)
         self.directory = directory if draw.random() < 0.1 else None
         self.numbers = itertools.count()
-        self.disks = [Disk(self.storage(), self.ledger)]
+        self.disks = [Disk(self.storage(), self.ledger, self.turns)]
         self.signed = draw.random() < 0.2
         self.settings: dict[str, Any] = {
             "anchor_every": draw.choice((1, 2, 3, 5, 8, 50)),
@@ -129,7 +122,6 @@ class Clients:
             self.settings |= {"keep_every": draw.choice((None, 2, 3)), "grace": draw.choice((0.0, 0.0, 3600.0))}
         self.trainers = [self.trainer(self.disks[0])]
         self.followers: list[Follower] = []
-        self.log: list[str] = []
         self.counts: Counter[str] = Counter()
         self.calls: list[Call] = [Call("put", "manifests", 1)]  # that were made so far: each may fail
         self.hooked = False  # whether another client acts inside of the current step
@@ -179,13 +171,13 @@ class Clients:
         for _ in range(draw.choice((1, 1, 1, 2, 5))):
             call = draw.choice(self.calls)
             op, folder, _ = call
-            kinds = ["before", "after", "before", "after"]
-            if op in ("get", "stream", "read"):
+            kinds = ["before", "after", "before", "after", "out"]
+            if op in ("get", "stream", "read", "range"):
                 kinds += ["flip", "cut"]
+            if folder == "first.json" and "cut" in kinds:
+                kinds.remove("cut")  # a number without a check is believed
             if op == "put" and draw.random() < 0.2:
                 kinds += ["lose"]
-            if folder == "first.json":  # nothing protects this number but its transport
-                kinds = ["before", "after"]
             wire.plan[call] = draw.choice(kinds)
 
     def note_calls(self, wire: Wire) -> None:
@@ -200,11 +192,16 @@ class Clients:
             wire.begin()
         self.log.append(name)
         with watched(name):
+            self.turns.now += self.random.choice((0.0, 0.1, 1.0, 10.0, 100.0, 1000.0))
             outcome = verb()
             self.log[-1] = f"{name}: {outcome}"
-            self.calm()
+            self.turns.settle()
+            self.turns.note(self.log[-1])
             for wire in self.wires():
                 self.note_calls(wire)
+            for trainer in self.trainers:
+                if trainer.flying is not None:
+                    trainer.flying.disturbed |= bool(trainer.wire.fired)
             self.check()
         self.counts[verb.__name__] += 1
         if verbose:
@@ -212,14 +209,6 @@ class Clients:
 
     def wires(self) -> list[Wire]:
         return [trainer.wire for trainer in self.trainers] + [follower.wire for follower in self.followers]
-
-    def calm(self) -> None:
-        """Wait for the library's threads."""
-        for trainer in self.trainers:
-            trainer.calm()
-        for thread in threading.enumerate():
-            if thread.name.startswith("pulse-fetch"):
-                thread.join()
 
     def add(self, trainer: Trainer) -> None:
         """A publisher begins; the oldest one is gone."""
@@ -255,19 +244,29 @@ class Clients:
     def fired(self, wire: Wire) -> str:
         return f" [{'; '.join(wire.fired)}]" if wire.fired else ""
 
-    def hook(self, wire: Wire, act: Callable[[], str]) -> list[str]:
-        """Let something happen before one call of a wire takes effect. What came of it is appended to the result."""
+    def meanwhile(self, wire: Wire, act: Callable[[], str]) -> list[str]:
+        """Let something happen during the next calls of a wire. What came of it is appended to the result.
+
+        Either all of it before one call of the wire takes effect, or in a thread of its own, call by call.
+        """
         outcomes: list[str] = []
-        inside = threading.Lock()
 
         def once() -> None:
-            if inside.acquire(blocking=False):
-                self.hooked = True
-                try:
-                    outcomes.append(act())
-                except Wrong as error:  # a thread of the library may be running this
-                    wire.disk.wrongs.append(str(error))
+            if outcomes:
+                return
+            self.hooked = True
+            outcomes.append(BEGUN)
+            try:
+                outcomes[0] = act()
+            except Wrong as error:  # a thread of the library may be running this
+                wire.disk.wrongs.append(str(error))
+                outcomes[0] = "wrong"
 
+        if self.random.random() < 0.5:
+            self.hooked = True
+            self.turns.start(once, lambda: True, "meanwhile")
+            self.turns.until(lambda: bool(outcomes))
+            return outcomes
         for call in self.random.sample(self.calls, min(3, len(self.calls))):  # the first of them that is made
             wire.plan[call] = once
         return outcomes

@@ -5,7 +5,6 @@ changes the calls that a case draws. The model learns of a commit where its mani
 of the manifest alone, so it needs nothing of the library to know what is committed.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from blake3 import blake3
 from mutations import members
 from patch_tools import from_bytes, raw_bytes
+from stateful_turns import Turns
 
 import pulse_rl as pulse
 from pulse_rl.dtypes import DTYPES
@@ -109,6 +109,7 @@ class Attempt:
     by: object = field(kw_only=True, repr=False)  # the publisher
     sequence: int | None = None  # once committed
     history: str | None = None  # its id, likewise
+    disturbed: bool = False  # whether a call failed while it was in flight
 
     @property
     def place(self) -> int:
@@ -119,15 +120,18 @@ class Attempt:
 class Disk:
     """A store, and what the model knows of it."""
 
-    def __init__(self, inner: Store, ledger: dict[tuple[int, str], Bits]) -> None:
+    def __init__(self, inner: Store, ledger: dict[tuple[int, str], Bits], turns: Turns) -> None:
         self.inner = inner
         self.ledger = ledger  # every version that was ever committed anywhere, by version and digest
+        self.turns = turns
+        self.times: dict[str, float] = {}  # when each object was written
         self.line: dict[int, Attempt] = {}  # the versions whose manifests exist and are sound, by sequence number
+        self.committed_here: list[Attempt] = []  # also those that were pruned since
         self.lost: dict[int, Attempt] = {}  # those whose manifests were damaged on purpose
         self.damaged: dict[str, bytes] = {}  # objects that were damaged on purpose, as they were
+        self.mixed = False  # whether damaged manifests of another history are left before this one
         self.wrongs: list[str] = []  # found where no exception can be raised
         self.prunings = 0  # manifests deleted by the library
-        self._lock = threading.Lock()
 
     @property
     def head(self) -> Attempt | None:
@@ -135,13 +139,13 @@ class Disk:
 
     @property
     def hurt(self) -> bool:
-        return bool(self.damaged or self.lost)
+        return bool(self.damaged or self.lost or self.mixed)
 
     def began(self) -> int:
         """Where the history begins for readers that cannot list."""
         try:
-            return int(bytes(self.inner.get("first.json")))
-        except (pulse.ObjectNotFoundError, ValueError):
+            return int(bytes(self.inner.get("first.json")).split()[0])
+        except pulse.ObjectNotFoundError:
             return 0
 
     def highest(self) -> int:
@@ -152,42 +156,49 @@ class Disk:
         """A manifest has reached the disk."""
         document, _ = members(data)
         sequence, version, digest = document["sequence"], document["version"], document["digest"]
-        with self._lock:
-            found = [a for a in attempts if (a.version, a.digest) == (version, digest) and a.sequence is None]
-            head, began = self.head, self.began()
-            if found and sequence < began and (began, head) != (0, None):
-                self.ledger[version, digest] = found[-1].bits
-                return  # its publisher was overtaken, sees it, and deletes it
-            if not found:
-                self.wrongs.append(f"version {version} ({digest}) was committed, and nobody published it")
-                return
-            if sequence in self.line or (head and (sequence < max(self.line) or version <= head.version)):
-                self.wrongs.append(f"version {version} was committed as {sequence}, over {sorted(self.line)}")
-            if not self.line:  # its publisher saw no version at all: it has begun another history
-                oldest_kept, self.lost = 0, {}
-            else:
-                oldest_kept = sequence
-            self.lost = {number: lost for number, lost in self.lost.items() if number < sequence}
-            self.damaged = {
-                n: old
-                for n, old in self.damaged.items()
-                if not (n.startswith("manifests/") and int(n[10:22]) >= oldest_kept)
-            }
-            found[-1].sequence, found[-1].history = sequence, document.get("history")
-            self.line[sequence] = found[-1]
+        found = [a for a in attempts if (a.version, a.digest) == (version, digest) and a.sequence is None]
+        head, began = self.head, self.began()
+        if found and sequence < began and (began, head) != (0, None):
             self.ledger[version, digest] = found[-1].bits
+            return  # its publisher was overtaken, sees it, and deletes it
+        if not found:
+            self.wrongs.append(f"version {version} ({digest}) was committed, and nobody published it")
+            return
+        if sequence in self.line or (head and (sequence < max(self.line) or version <= head.version)):
+            self.wrongs.append(f"version {version} was committed as {sequence}, over {sorted(self.line)}")
+        oldest_kept = sequence
+        if not self.line and any(lost.history != document.get("history") for lost in self.lost.values()):
+            # Its publisher saw no sound version: it has begun another history, with what is left of this one before it.
+            oldest_kept = 0
+            self.mixed |= any(int(info.name[10:22]) < sequence for info in self.listed("manifests"))
+        self.lost = {number: lost for number, lost in self.lost.items() if number < oldest_kept}
+        self.damaged = {
+            n: old
+            for n, old in self.damaged.items()
+            if not (n.startswith("manifests/") and int(n[10:22]) >= oldest_kept)
+        }
+        found[-1].sequence, found[-1].history = sequence, document.get("history")
+        self.line[sequence] = found[-1]
+        self.committed_here.append(found[-1])
+        self.ledger[version, digest] = found[-1].bits
 
     def deleted(self, name: str) -> None:
         """An object was deleted by the library."""
-        with self._lock:
-            self.damaged.pop(name, None)
-            if name.startswith("manifests/"):
-                self.prunings += 1
-                self.line.pop(int(name[10:22]), None)
-                self.lost.pop(int(name[10:22]), None)
+        self.damaged.pop(name, None)
+        if name.startswith("manifests/"):
+            self.prunings += 1
+            self.line.pop(int(name[10:22]), None)
+            self.lost.pop(int(name[10:22]), None)
+
+    def put(self, name: str, data: bytes, *, mode: Any = "overwrite") -> None:
+        self.inner.put(name, data, mode=mode)
+        self.times[name] = self.turns.now
+
+    def listed(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+        return [info._replace(modified=self.times[info.name]) for info in self.inner.list(prefix, after)]
 
     def names(self) -> list[str]:
-        return [info.name for folder in FOLDERS for info in self.inner.list(folder)]
+        return [info.name for folder in FOLDERS for info in self.listed(folder)]
 
     def damage(self, name: str, data: bytes | None) -> None:
         """Replace an object by other bytes; None deletes it."""
@@ -198,29 +209,32 @@ class Disk:
         if data is None:
             self.inner.delete(name)
         else:
-            self.inner.put(name, data)
+            self.put(name, data)
 
     def repair(self) -> None:
         """Put back whatever was damaged."""
-        began = self.began()  # what was pruned meanwhile is not put back
-        self.lost = {sequence: lost for sequence, lost in self.lost.items() if sequence >= began}
+        began, there = self.began(), set(self.names())
         for name, data in self.damaged.items():
             sequence = int(name.split("/")[1][:12])
-            if sequence >= began or sequence in self.line:
-                self.inner.put(name, data)
+            # What a pruning would have deleted is not put back.
+            if name in there or sequence >= began or sequence in self.line:
+                self.put(name, data)
+            elif name.startswith("manifests/"):
+                del self.lost[sequence]
         self.damaged = {}
         self.line = dict(sorted((self.line | self.lost).items()))
         self.lost = {}
 
     def copy(self, inner: Store) -> "Disk":
         """Another disk with the same objects."""
+        made = Disk(inner, self.ledger, self.turns)
         for name in ["first.json", *reversed(self.names())]:
             try:
-                inner.put(name, bytes(self.inner.get(name)))
+                made.put(name, bytes(self.inner.get(name)))
             except pulse.ObjectNotFoundError:
                 continue
-        made = Disk(inner, self.ledger)
         made.line, made.lost, made.damaged = dict(self.line), dict(self.lost), dict(self.damaged)
+        made.committed_here, made.mixed = list(self.committed_here), self.mixed
         return made
 
 
@@ -238,7 +252,7 @@ class Wire:
 
     plan: what happens at which call: "before" (fails, without effect), "after" (fails, having taken effect), "flip" and
     "cut" (what is read arrives changed), "lose" (what is written is stored changed), "die" (this and all later calls
-    fail), or a function, which is called before the call takes effect.
+    fail), "out" (this and some more calls fail), or a function, which is called before the call takes effect.
     """
 
     disk: Disk
@@ -249,30 +263,40 @@ class Wire:
     attempts: list[Attempt] = field(default_factory=list)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     dead: bool = False
+    failing: int = 0  # calls that still fail, in an outage
     fired: list[str] = field(default_factory=list)  # in this step
-    gates: dict[int, threading.Event] = field(default_factory=dict)  # the commit of a version waits for it
+    calls_left: int | None = None  # until its calls wait for `release`; None while they do not
 
     def __post_init__(self) -> None:
         self.url = "fuzz://" + ("" if self.listing else "web")
-        self._guard = threading.Lock()
 
     def begin(self) -> None:
         """A step begins."""
-        self.plan, self.fired, self.counts, self.temporary = {}, [], Counter(), False
+        self.plan, self.fired, self.counts, self.temporary, self.failing = {}, [], Counter(), False, 0
+
+    def release(self) -> None:
+        """Let calls that wait go on."""
+        self.calls_left = None
 
     def _call(self, op: str, name: str) -> str:
         """What is to happen to a call."""
+        self.disk.turns.call(f"{op} {name}")
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            self.disk.turns.until(lambda: self.calls_left is None or self.calls_left >= 0)
         folder = name.split("/")[0]
-        with self._guard:
-            self.counts[op, folder] += 1
-            what = self.plan.pop(Call(op, folder, self.counts[op, folder]), "")
-            if what:
-                how = what if isinstance(what, str) else "hook"
-                self.fired.append(f"{op} {folder} {self.counts[op, folder]}: {how}")
-            if what == "die":
-                self.dead = True
-            if self.dead:
-                raise self._error(op, name)
+        self.counts[op, folder] += 1
+        what = self.plan.pop(Call(op, folder, self.counts[op, folder]), "")
+        if what:
+            how = what if isinstance(what, str) else "hook"
+            self.fired.append(f"{op} {folder} {self.counts[op, folder]}: {how}")
+        if what == "die":
+            self.dead = True
+        if what == "out":
+            self.failing = self.random.randint(2, 12)
+        if self.failing or self.dead:
+            self.failing = max(0, self.failing - 1)
+            raise self._error(op, name)
         if what == "before":
             raise self._error(op, name)
         if callable(what):
@@ -292,11 +316,8 @@ class Wire:
 
     def put(self, name: str, data: bytes | Iterable[bytes], *, mode: Any = "overwrite") -> None:
         whole = data if isinstance(data, bytes) else b"".join(data)
-        gate = self.gates.get(members(whole)[0]["version"]) if name.startswith("manifests/") else None
-        if gate is not None:
-            gate.wait(30)
         what = self._call("put", name)
-        self.disk.inner.put(name, whole, mode=mode)
+        self.disk.put(name, whole, mode=mode)
         if name.startswith("manifests/"):
             self.disk.committed(name, whole, self.attempts)
         elif what == "lose":
@@ -328,7 +349,7 @@ class Wire:
         if not self.listing:
             raise CannotListError(f"cannot list {prefix}", url=self.url, name=prefix)
         what = self._call("list", prefix)
-        found = self.disk.inner.list(prefix, after)
+        found = self.disk.listed(prefix, after)
         if what == "after":
             raise self._error("list", prefix)
         return found
@@ -342,7 +363,7 @@ class Wire:
 
 
 class TaggedWire(Wire, ObjectStore):
-    """A Wire to a store that knows tags, so that a history at rest is followed by them."""
+    """A Wire to a store that knows tags, by which a history at rest is followed, and reads parts of objects."""
 
     def read_changed(self, name: str, tag: str | None, limit: int) -> tuple[bytes, str | None] | None:
         what = self._call("read", name)
@@ -351,6 +372,13 @@ class TaggedWire(Wire, ObjectStore):
             raise self._error("read", name)
         found = blake3(data).hexdigest()
         return None if tag == found else (self._altered(what, data) if what else data, found)
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        what = self._call("range", name)
+        data = bytes(self.disk.inner.get(name))[start:stop]
+        if what == "after" or len(data) < stop - start:
+            raise self._error("read a part of", name)
+        return memoryview(self._altered("flip", data) if what else data)
 
 
 def warm_up() -> None:
