@@ -1,11 +1,12 @@
 """Maps learned from converters: layouts as Megatron has them, on one rank and cut among several, bit for bit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from held import assemble, flip, held_by_rank
+from loco_ranks import RANKS, Ranks, good, running
 
 from pulse_rl.integrations import megatron
 from pulse_rl.integrations.megatron import Learned, learn
@@ -216,3 +217,147 @@ def test_tensors_other_than_those_learned() -> None:
         learn(to_hugging_face, whole(torch.float32), ranks=[{}])
     with pytest.raises(KeyError, match="lost"):  # the converter's own error
         learn(lambda t: t["lost"], whole(torch.float32))
+
+
+# megatron-core itself
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pytest.importorskip("megatron.core")
+    with running() as run:
+        yield run
+
+
+def moved(name: str, parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One parameter of megatron-core's GPT, from its tensor-parallel parts, under Hugging Face's names."""
+    layer = name.split(".")[2] if "layers" in name else ""
+    at = f"model.layers.{layer}."
+    if name == "embedding.word_embeddings.weight":
+        return {"model.embed_tokens.weight": torch.cat(parts)[:VOCABULARY]}
+    if name == "output_layer.weight":
+        return {"lm_head.weight": torch.cat(parts)[:VOCABULARY]}
+    if "linear_qkv" in name:
+        groups = torch.cat(parts).view(4, 3, 4, *parts[0].shape[1:])  # of one query, a key and a value each
+        kind = name.split(".")[-1]
+        return {f"{at}self_attn.{p}_proj.{kind}": groups[:, i].flatten(0, 1) for i, p in enumerate("qkv")}
+    if "linear_proj" in name:
+        return {at + "self_attn.o_proj.weight": torch.cat(parts, 1)}
+    if "linear_fc1" in name:
+        gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+        return {at + "mlp.gate_proj.weight": torch.cat(gates), at + "mlp.up_proj.weight": torch.cat(ups)}
+    if "linear_fc2" in name:
+        return {at + "mlp.down_proj.weight": torch.cat(parts, 1)}
+    return {name: parts[0]}  # norms and routers
+
+
+def convert_dense(ranks: Any) -> Tensors:
+    found: Tensors = {}
+    for name in ranks[0]:
+        found |= moved(name, [rank[name] for rank in ranks])
+    return found
+
+
+def convert_experts(ranks: Any) -> Tensors:
+    """Of expert-parallel ranks, each with two experts, which are numbered anew on each."""
+    found: Tensors = {}
+    for block, rank in enumerate(ranks):
+        for name, tensor in rank.items():
+            local = int(name.split("local_experts.")[1].split(".")[0])
+            for to, part in moved(name, [tensor]).items():
+                found[to.replace(".mlp.", f".mlp.experts.{2 * block + local}.")] = part
+    return found
+
+
+def gpt(experts: bool) -> Any:
+    from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
+    from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-not-found, unused-ignore]
+        get_gpt_layer_local_spec,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel  # type: ignore[import-not-found, unused-ignore]
+    from megatron.core.transformer.transformer_config import (  # type: ignore[import-not-found, unused-ignore]
+        TransformerConfig,
+    )
+
+    parallel_state.destroy_model_parallel()
+    parallel: dict[str, Any] = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 4}
+    if not experts:
+        parallel = {"tensor_model_parallel_size": 2}
+    parallel_state.initialize_model_parallel(**parallel)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=24,
+        kv_channels=4,
+        num_attention_heads=4,
+        num_query_groups=4,
+        ffn_hidden_size=20,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        normalization="RMSNorm",
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        num_moe_experts=8 if experts else None,
+        **parallel,
+    )
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=8 if experts else None)
+    model = GPTModel(config, layer, 40, 8, position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    torch.manual_seed(parallel_state.get_tensor_model_parallel_rank())
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".local_experts." in name:
+                torch.manual_seed(10 * expert_rank)
+            elif not getattr(parameter, "tensor_model_parallel", False):
+                torch.manual_seed(99)
+            parameter.normal_()
+    return model
+
+
+def gathered(tensors: Tensors, process_group: Any) -> list[Tensors]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(found, tensors, group=process_group)
+    return found
+
+
+def read_megatron(group: Any, rank: int, size: int, experts: bool, write: bool) -> Any:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    model = gpt(experts)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    dense = {name: tensor for name, tensor in parameters.items() if ".local_experts." not in name}
+    theirs = {name: tensor for name, tensor in parameters.items() if ".local_experts." in name}
+    parts = [(convert_dense, dense, parallel_state.get_tensor_model_parallel_group())]
+    if experts:
+        parts.append((convert_experts, theirs, group))
+    shards: dict[str, Any] = {}
+    full: Tensors = {}
+    for convert, mine, process_group in parts:
+        metas = gathered({name: torch.empty_like(t, device="meta") for name, t in mine.items()}, process_group)
+        replicated = [name for name in mine if not getattr(model.get_parameter(name), "partition_dim", -1) >= 0]
+        at = dist.get_rank(process_group)
+        layout = learn(convert, mine, ranks=metas, rank=at, replicated=replicated if convert is convert_dense else ())
+        assert layout.unused == ()
+        shards |= layout.shards(mine)
+        if write:
+            flip(layout.shards(mine))
+        full |= convert(gathered(mine, process_group))
+    return held_by_rank(shards, full=full)[0], len(parameters)
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+def test_megatron_core(ranks: Ranks, experts: bool, write: bool) -> None:
+    held = [result[0] for result in good(ranks(read_megatron, RANKS, experts, write))]
+    names = held[0].keys()
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"} < names
+    mlp = "mlp.experts.7.up_proj" if experts else "mlp.up_proj"
+    assert f"model.layers.1.{mlp}.weight" in names
+    for name in names:
+        assert (assemble(held, name) == held[0][name].full).all(), name
