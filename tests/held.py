@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.memory import live_layout
-from pulse_rl.weights.pieces import Tensor, pieces_of
+from pulse_rl.weights.pieces import pieces_of
 
 
 class Held(NamedTuple):
@@ -25,7 +26,7 @@ def bits_of(tensor: torch.Tensor) -> Any:
     return tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy().copy()
 
 
-def held_pieces(tensor: Tensor) -> list[tuple[Box, Any]]:
+def held_pieces(tensor: Bits) -> list[tuple[Box, Any]]:
     return [(box, bits.read(0, bits.size).reshape(box.sizes).copy()) for box, bits, _ in pieces_of(tensor)]
 
 
@@ -50,15 +51,13 @@ def held_by_rank(weights: Any, cast: str | None = None, full: Any = None) -> tup
 
 
 def flip(weights: Any) -> None:
-    """Change the lowest bit of every element in live memory, and another bit of every second element of a piece."""
+    """Change the lowest bit of every element in live memory, half of them at once and half one by one."""
     for tensor in live_layout(weights).values():
         for _, bits, _ in pieces_of(tensor):
             assert bits.writable
-            values = bits.read(0, bits.size) ^ 1
-            odd = np.arange(1, bits.size, 2, dtype=np.uint32)
-            bits.scatter(0, odd, values[odd] ^ 2)
-            values[odd] ^= 2
-            bits.write(0, values)
+            values, half = bits.read(0, bits.size) ^ 1, bits.size // 2
+            bits.write(0, values[:half])
+            bits.scatter(0, np.arange(half, bits.size, dtype=np.uint32), values[half:])
 
 
 def assemble(ranks: list[dict[str, Held]], name: str) -> Any:
