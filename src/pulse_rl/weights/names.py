@@ -122,6 +122,6 @@ def refuse_adapters(weights: Any) -> None:
         return
     raise TypeError(
         "weights: expected a model without adapters, found one with adapters of PEFT, which plain workers cannot load: "
-        "publish copy.deepcopy(model).merge_and_unload(), or the adapters alone by "
-        "peft.get_peft_model_state_dict(model), or, for workers with the same adapters, model.state_dict()"
+        "publish pulse_rl.integrations.peft.merged_weights(model) for them, or for workers with the same base model "
+        "pulse_rl.integrations.peft.adapter_weights(model), or for those with the same adapters model.state_dict()"
     )
