@@ -21,6 +21,7 @@ ROOMS = [
     {"store"},
     {"history"},
     {"sync", "loco"},
+    {"channel"},
     {"html", "planner"},
     {"study"},
     {"rl", "integrations"},

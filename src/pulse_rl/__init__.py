@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pulse_rl import integrations as integrations
     from pulse_rl import study as study
+    from pulse_rl.channel.channel import Channel
+    from pulse_rl.channel.reports import ChannelReport
     from pulse_rl.errors import (
         BaseMismatchError,
         CannotListError,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from pulse_rl.sync.reports import PublishReport, SyncReport
     from pulse_rl.sync.subscriber import Subscriber
     from pulse_rl.weights.digests import digest
+    from pulse_rl.weights.pieces import Shard
 
 __version__ = "0.1.0"
 
@@ -64,6 +67,8 @@ _HOME = {
     "BaseMismatchError": "errors",
     "CannotListError": "errors",
     "CannotReadRangeError": "errors",
+    "Channel": "channel.channel",
+    "ChannelReport": "channel.reports",
     "CheckpointFormatError": "errors",
     "CopyReport": "history.operate.copying",
     "DiLoCo": "loco.optimizer",
@@ -84,6 +89,7 @@ _HOME = {
     "Publisher": "sync.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
+    "Shard": "weights.pieces",
     "Status": "history.operate.status",
     "Store": "store.base",
     "StoreError": "errors",
@@ -110,6 +116,8 @@ __all__ = [
     "BaseMismatchError",
     "CannotListError",
     "CannotReadRangeError",
+    "Channel",
+    "ChannelReport",
     "CheckpointFormatError",
     "CopyReport",
     "DiLoCo",
@@ -130,6 +138,7 @@ __all__ = [
     "Publisher",
     "PulseError",
     "PulseLoCo",
+    "Shard",
     "Status",
     "Store",
     "StoreError",

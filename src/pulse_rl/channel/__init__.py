@@ -1,0 +1,12 @@
+"""SparseRL-Sync: the changes of PULSESync, sent over a process group instead of a store.
+
+    channel   the verbs send and receive, and the steps of both
+    meeting   what the ranks say to each other at the start, and who needs what
+    sides     which rank holds and owns what, among the senders and among the receivers
+    wire      bytes in bounded buckets, and work that all ranks do or none
+    sparse    the changes: found and coded by each sender, kept and proved by each receiver
+    dense     all bits: for a receiver without the base, and to compare every bit
+    reports   what one send did; the cost model
+
+Source of the idea: SparseRL-Sync, arXiv 2605.07330. Nothing here knows a store, nor how changes become bytes.
+"""

@@ -1,0 +1,488 @@
+"""The verbs of a channel: send on the ranks that train, receive on all others, together.
+
+A call takes these steps, each of them on all ranks or on none:
+
+    meet      all say what they do and hold; who owns what is agreed where that is new
+    find      senders find and code their changes and prove them against their base; receivers whose version is not
+              known count their weights
+    bulk      in buckets: the changes to receivers that hold the base, all bits to those that do not
+    prove     receivers decode and prove; what the digests of an engine's ranks gain is added up
+    write     receivers write and read back, senders move their base
+    validate  where it is due: every bit is compared
+
+Until `write` no weight is touched. `sender` and `receiver` have what each side does in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pulse_rl import units
+from pulse_rl.channel.dense import Table
+from pulse_rl.channel.meeting import Found, Hello, Meeting, Settings, State, meet
+from pulse_rl.channel.receiver import Receiver
+from pulse_rl.channel.reports import ChannelReport, Sent
+from pulse_rl.channel.sender import Sender
+from pulse_rl.channel.sides import Standing, agree, print_of
+from pulse_rl.channel.sparse import Collected
+from pulse_rl.channel.wire import Wire
+from pulse_rl.codecs.choose import CodecName
+from pulse_rl.codecs.choose import check as check_codec
+from pulse_rl.errors import ExchangeError, IntegrityError
+from pulse_rl.group.collectives import Bytes, name_ranks
+from pulse_rl.sync.shares import compare_replicas
+from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.weights import digests
+from pulse_rl.weights.casts import cast_name
+from pulse_rl.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+BUCKET_NBYTES = 32 << 20
+
+
+class _Plan(NamedTuple):
+    """What all ranks know once the changes are found."""
+
+    target: State
+    found: list[Found]  # by rank
+    engines: dict[int, list[int]]  # the ranks of each, by its first
+    sparse: tuple[int, ...]  # receivers that are to be sent changes
+    dense: tuple[int, ...]  # receivers that are to be sent all bits
+
+    @property
+    def sent(self) -> Sent:
+        if self.sparse:
+            return "both" if self.dense else "sparse"
+        return "dense" if self.dense else "none"
+
+
+class _Described(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says once it is agreed who owns what."""
+
+    nbytes: int  # of the description of what it owns
+    can_go_on: bool  # whether a sender's base is of these pieces
+
+
+class Channel:
+    """Sends versions of one model's weights over a process group: the changes, proved, without a store.
+
+    Making one is a collective of the group, as are `send` and `receive`: each `send` on the senders meets one `receive`
+    on every other rank. A version is written on all receivers or on none: each proves it before any writes. After an
+    error, which all ranks raise, weights are as they were, or hold the new version where the error came after all had
+    proved it: `version` says which. The next send repairs what is left over. After a rank was lost, `reconnect`.
+
+    Memory: a sender holds the bits that it owns once more (none with `collected`), its part of the changes, and one
+    bucket. A receiver holds the coded changes that it needs, up to 32 MB of decoded ones, and one bucket of each kind;
+    where it is sent all bits, they are collected in a temporary file.
+
+    Args:
+        group: The process group, over Gloo or NCCL; None for torch's default one. Control goes over Gloo connections
+            of its own in any case.
+        source: The rank in the group that sends, or the ranks that do so together, each the pieces that it holds. All
+            others receive.
+        codec: "gap", "context", or "auto": whichever has the version at the receivers first, as measured. Where a
+            receiver holds parts of tensors it is "gap".
+        cast: The dtype that floating-point tensors are sent in, where the trainer holds FP32 masters; None: their own.
+        bucket_nbytes: The most bytes that one message has; 32 MiB by default.
+        bandwidth: Of the link, for codec="auto": bits per second, or text with a unit. None: as measured by the last
+            send of a MB or more.
+        validate_every: Compare every bit of the receivers with the senders' after each N-th version; 0: never.
+        observe: Send nothing: `send` reports what would be sent. The group may then consist of senders alone.
+        statistics: Whether reports describe what payloads consist of, which takes about as long as coding them.
+        collected: Changes that are collected while the optimizer casts its masters, instead of a copy of the weights to
+            compare with: `pulse_rl.integrations.masters.MasterChanges`.
+        timeout: Seconds that a step waits for another rank; None for half an hour.
+
+    Raises:
+        ExchangeError: There is no such process group, or a rank is lost.
+        ValueError: A setting makes no sense.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        source: int | Sequence[int] = 0,
+        *,
+        codec: CodecName = "auto",
+        cast: str | torch.dtype | None = None,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        bandwidth: float | str | None = None,
+        validate_every: int = 0,
+        observe: bool = False,
+        statistics: bool = False,
+        collected: Collected | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        check_codec(codec)
+        if not isinstance(bucket_nbytes, int) or bucket_nbytes < 1:
+            raise ValueError(f"bucket_nbytes: expected at least 1, a whole number, found {bucket_nbytes!r}")
+        if not isinstance(validate_every, int) or validate_every < 0:
+            raise ValueError(f"validate_every: expected a number of versions, or 0, found {validate_every!r}")
+        if isinstance(bandwidth, str):
+            bandwidth = units.parse_bandwidth(bandwidth, "bandwidth")
+        self._settings = Settings((), bucket_nbytes, validate_every, observe)
+        self._timeout = timeout
+        self._sender = Sender(
+            codec,
+            None if cast is None else cast_name(cast),
+            bandwidth,
+            collected,
+            statistics=statistics or observe,
+        )
+        self._receiver = Receiver()
+        self._turn = Turn("Channel", nested=False)
+        self._connect(group, source)
+
+    def _connect(self, group: dist.ProcessGroup | None, source: int | Sequence[int]) -> None:
+        sources = (source,) if isinstance(source, int) else tuple(source)
+        self._wire = Wire(group, self._settings.bucket_nbytes, self._timeout)
+        size = self._wire.size
+        if not sources or len(set(sources)) < len(sources) or not all(0 <= rank < size for rank in sources):
+            raise ValueError(f"source: expected ranks from 0 to {size - 1}, each once, found {source!r}")
+        if len(sources) == size and not self._settings.observe:
+            raise ValueError(f"source: expected that some rank of {size} receives, found {source!r}")
+        self._settings = Settings(
+            sources, self._settings.bucket_nbytes, self._settings.validate_every, self._settings.observe
+        )
+        self._sources = tuple(sorted(sources))
+        self._print: bytes | None = None  # of what this rank held when it was last agreed who owns what
+        self._standing: Standing | None = None
+        self._tables: list[Table] = []  # of each sender
+
+    @in_turn
+    def reconnect(self, group: dist.ProcessGroup | None = None, source: int | Sequence[int] = 0) -> None:
+        """Go on in another process group, as after a rank was lost: what this rank holds is kept. A collective of it.
+
+        Args:
+            group: The process group; None for torch's default one.
+            source: The ranks in it that send.
+
+        Raises:
+            ExchangeError: There is no such process group, or a rank is lost.
+            ValueError: The ranks make no sense.
+        """
+        self._connect(group, source)
+
+    @property
+    def version(self) -> int | None:
+        """The version that this rank's weights hold, proved, or that it sent last; None if that is not known."""
+        held = (self._sender if self._wire.rank in self._sources else self._receiver).held
+        return held.version if held else None
+
+    @in_turn
+    def send(self, model: Any, *, version: int) -> ChannelReport:
+        """Send a version to all receivers. A collective: every other rank calls `receive`.
+
+        The first send sends all bits, but to receivers that hold them already; later ones the changes. A receiver that
+        holds another version, or none that is known, is sent all bits.
+
+        Args:
+            model: A torch module, or a mapping of name → tensor, array, DTensor, `Shard` or a list of shards.
+            version: A whole number, not smaller than the last one.
+
+        Returns:
+            What was sent.
+
+        Raises:
+            ExchangeError: Another rank failed or is lost.
+            BaseMismatchError: The receivers hold another model, or shards are missing.
+            IntegrityError: The proof failed.
+            ValueError: The version is smaller than the last one, or the same with other bits.
+            TypeError: Something is not a tensor.
+        """
+        return self._call(self._sender, model, version)
+
+    @in_turn
+    def receive(self, model: Any) -> ChannelReport:
+        """Bring the weights to the version that is sent, in place. A collective: every sender calls `send`.
+
+        Args:
+            model: A torch module, or a mapping of name → live tensor, DTensor, `Shard` or a list of shards. They keep
+                their memory. What this rank does not hold is not written, and need not be held by one rank.
+
+        Returns:
+            What was received; its `version` is what the weights hold now.
+
+        Raises:
+            ExchangeError: Another rank failed or is lost.
+            BaseMismatchError: These weights are of another model, or share memory where the sender's do not.
+            IntegrityError: The proof failed.
+            ValueError: A tensor cannot be written.
+            TypeError: Something is not a tensor, or is a copy.
+        """
+        return self._call(self._receiver, model, None)
+
+    def _call(self, end: Sender | Receiver, weights: Any, version: int | None) -> ChannelReport:
+        start, before = time.perf_counter(), self._wire.sent_nbytes
+        with self._wire.call():
+            tensors, meeting = self._meet(end, weights, version)
+            standing, meeting = self._agree(end, tensors, meeting)
+            self._wire.count_anew()
+            clock = time.perf_counter()
+            plan = self._find(end, meeting, standing)
+            seconds = {"find_s": time.perf_counter() - clock, "encode_s": 0.0, "prove_s": 0.0}
+            if isinstance(end, Sender):
+                seconds |= end.seconds
+            if not self._settings.observe:
+                self._bulk(end, meeting, plan, standing)
+                clock = time.perf_counter()
+                self._prove(end, meeting, plan, standing)
+                seconds["prove_s"] += time.perf_counter() - clock
+            exchange_s, buckets, launches = self._wire.bulk_s, self._wire.buckets, self._wire.launches
+            clock = time.perf_counter()
+            self._write(end, plan)
+            seconds["write_s"] = time.perf_counter() - clock
+            clock = time.perf_counter()
+            every = self._settings.validate_every
+            validated = every > 0 and (meeting.sends + 1) % every == 0 and not self._settings.observe
+            if validated:
+                self._validate(end, plan, standing)
+            seconds["validate_s"] = time.perf_counter() - clock
+        full_nbytes = sum(table.nbytes for table in self._tables)
+        parts = [plan.found[rank] for rank in self._sources]
+        sparse_nbytes = sum(part.nbytes for part in parts)
+        payload_nbytes = full_nbytes if meeting.base is None else sparse_nbytes
+        sent_nbytes = sparse_nbytes if plan.sparse else 0
+        if plan.dense:
+            sent_nbytes += full_nbytes * (len(plan.dense) if plan.sparse else 1)
+        elements, changes = sum(table.elements for table in self._tables), sum(part.changes for part in parts)
+        return ChannelReport(
+            version=plan.target.version,
+            base=meeting.base.version if meeting.base else None,
+            digest=plan.target.digest,
+            sent="none" if self._settings.observe else plan.sent,
+            dense_ranks=() if self._settings.observe else plan.dense,
+            codec=",".join(sorted({part.codec for part in parts if part.codec})) or None,
+            codec_reason=end.reason if isinstance(end, Sender) else None,
+            elements=elements,
+            changes=changes,
+            density=changes / elements if elements else 0.0,
+            full_nbytes=full_nbytes,
+            payload_nbytes=payload_nbytes,
+            sent_nbytes=0 if self._settings.observe else sent_nbytes,
+            exchanged_nbytes=self._wire.sent_nbytes - before,
+            reduction=full_nbytes / payload_nbytes if payload_nbytes else 1.0,
+            dense_tensors=sum(part.dense for part in parts),
+            sparse_tensors=sum(part.sparse for part in parts),
+            buckets=buckets,
+            bucket_nbytes=self._settings.bucket_nbytes,
+            launches=launches,
+            validated=validated,
+            observed=self._settings.observe,
+            payload=end.payload if isinstance(end, Sender) else None,
+            exchange_s=exchange_s,
+            total_s=time.perf_counter() - start,
+            **seconds,
+        )
+
+    def _meet(self, end: Sender | Receiver, weights: Any, version: int | None) -> tuple[Layout, Meeting]:
+        tensors = Layout()
+
+        def hello() -> Hello:
+            nonlocal tensors
+            tensors = end.view(weights, version)
+            moved = print_of(tensors) != self._print
+            return Hello(end.role, version, end.held, tensors.sharded, moved, self._sender.sends, self._settings)
+
+        meeting = meet(self._wire, self._sources, hello)  # which sets the tensors
+        return tensors, meeting
+
+    def _agree(self, end: Sender | Receiver, tensors: Layout, meeting: Meeting) -> tuple[Standing, Meeting]:
+        """Agree who owns what, and tell receivers what the senders own; where that is known, nothing is exchanged."""
+        known = None if meeting.moved else self._standing
+        standing = agree(self._wire, tensors, self._sources, meeting.sharded, known)
+        if not meeting.moved:
+            assert standing is not None
+            return standing, meeting
+        self._print = None  # until all ranks have agreed
+        mine = b""
+
+        def describe() -> _Described:
+            nonlocal mine
+            assert standing is not None  # what failed is raised before this
+            if isinstance(end, Receiver):
+                return _Described(0, True)
+            mine = Table.of(standing.share.own).encoded
+            return _Described(len(mine), end.can_go_on(standing))
+
+        described = self._wire.share("the shares of the ranks", describe, _Described)
+        assert standing is not None
+        if not all(one.can_go_on for one in described):
+            meeting = meeting._replace(base=None)
+        tables = dict.fromkeys(self._sources, mine)
+        for rank in self._sources:
+            received = bytearray()
+            self._wire.stream(rank, described[rank].nbytes, _giving(mine), received.extend)
+            if rank != self._wire.rank:
+                tables[rank] = bytes(received)
+
+        def learn() -> bool:
+            self._tables = [Table.decode(tables[rank]) for rank in self._sources]
+            if isinstance(end, Receiver):
+                end.learn(self._tables, standing)
+            return True
+
+        self._wire.share("the tensors of the ranks", learn, bool)
+        self._standing, self._print = standing, print_of(tensors)
+        return standing, meeting
+
+    def _find(self, end: Sender | Receiver, meeting: Meeting, standing: Standing) -> _Plan:
+        """Find the changes, and who needs what."""
+        what = f"the changes of version {meeting.version}"
+        found = self._wire.share(what, lambda: end.find(meeting, standing, self._wire.bandwidth), Found)
+        senders = [found[rank] for rank in self._sources]
+        try:
+            compare_replicas([sender.replicas for sender in senders])
+        except ExchangeError as error:
+            self._wire.refuse(error)
+        if meeting.base is None:
+            total = sum(int(sender.digest or "0", 16) for sender in senders)
+        else:
+            total = int(meeting.base.digest, 16) + sum(int(sender.delta or "0", 16) for sender in senders)
+        target = State(meeting.version, digests.to_hex(total))
+        if meeting.base is not None and meeting.base.version == target.version and meeting.base != target:
+            self._wire.refuse(
+                ValueError(
+                    f"version: expected more than {target.version}, which was sent with other bits (digest "
+                    f"{meeting.base.digest}), found {target.version} with digest {target.digest}; all weights are as "
+                    "they were"
+                )
+            )
+        engines: dict[int, list[int]] = {}
+        for rank in range(self._wire.size):
+            if rank not in self._sources:
+                engines.setdefault(found[rank].engine, []).append(rank)
+        sparse, dense = list[int](), list[int]()
+        for members in engines.values():
+            digest = _digest_of([found[rank] for rank in members], meeting.held[members[0]])
+            if digest != target.digest:
+                (sparse if meeting.base is not None and digest == meeting.base.digest else dense).extend(members)
+        return _Plan(target, found, engines, tuple(sorted(sparse)), tuple(sorted(dense)))
+
+    def _bulk(self, end: Sender | Receiver, meeting: Meeting, plan: _Plan, standing: Standing) -> None:
+        """Send what is needed: changes by broadcast, all bits by broadcast or, where few need them, to those."""
+        me = self._wire.rank
+        for number, rank in enumerate(self._sources):
+            if plan.sparse:
+                sender = plan.found[rank]
+                give, take = _nothing()
+                if me == rank and isinstance(end, Sender):
+                    give = self._prepared(partial(end.part, plan.target, meeting, standing))
+                if me in plan.sparse and isinstance(end, Receiver):
+                    take = end.read_part(sender, standing).feed
+                self._wire.stream(rank, sender.nbytes, give, take)
+            if plan.dense:
+                give, take = _nothing()
+                if me == rank and isinstance(end, Sender):
+                    give = end.everything()
+                if me in plan.dense and isinstance(end, Receiver):
+                    take = self._prepared(partial(end.stage, number))
+                nbytes = self._tables[number].nbytes
+                if plan.sparse:
+                    self._wire.stream_to(plan.dense, rank, nbytes, give, take)
+                else:
+                    self._wire.stream(rank, nbytes, give, take)
+
+    def _prepared(self, prepare: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        return self._wire.attempt(prepare) or _ignore
+
+    def _prove(self, end: Sender | Receiver, meeting: Meeting, plan: _Plan, standing: Standing) -> None:
+        """Prove the version on all receivers."""
+
+        def work() -> str | None:
+            if isinstance(end, Receiver):
+                return end.prove(meeting.base, plan.target, standing)
+            return None
+
+        proofs = self._wire.share(f"the proof of version {plan.target.version}", work, str | None)  # type: ignore[arg-type]
+        for members in plan.engines.values():
+            found = sum(int(proofs[rank] or "0", 16) for rank in members)
+            if members[0] in plan.sparse:
+                assert meeting.base is not None
+                found += int(meeting.base.digest, 16)
+            elif members[0] not in plan.dense:
+                continue
+            if digests.to_hex(found) != plan.target.digest:
+                if self._wire.rank in members and isinstance(end, Receiver):
+                    end.distrust()
+                where = name_ranks(members, self._wire.size)
+                self._wire.refuse(
+                    IntegrityError(
+                        f"version {plan.target.version} cannot be proved on {where}: expected digest "
+                        f"{plan.target.digest}, found {digests.to_hex(found)}: something other than this channel has "
+                        "written to its weights; nothing was written on any rank, and the next send repairs them",
+                        expected=plan.target.digest,
+                        found=digests.to_hex(found),
+                        ranks=members,
+                    )
+                )
+
+    def _write(self, end: Sender | Receiver, plan: _Plan) -> None:
+        """Write on all receivers; the senders' base is the new version."""
+
+        def work() -> bool:
+            if isinstance(end, Sender):
+                end.commit(plan.target)
+            elif not self._settings.observe:
+                end.write(plan.target)
+            return True
+
+        self._wire.share(f"the write of version {plan.target.version}", work, bool)
+
+    def _validate(self, end: Sender | Receiver, plan: _Plan, standing: Standing) -> None:
+        """Compare every bit."""
+        del standing
+        for number, rank in enumerate(self._sources):
+            give, take = _nothing()
+            if self._wire.rank == rank and isinstance(end, Sender):
+                give = end.everything()
+            if isinstance(end, Receiver):
+                take = end.compare(number).feed
+            self._wire.stream(rank, self._tables[number].nbytes, give, take)
+
+        def work() -> bool:
+            if isinstance(end, Receiver):
+                end.check(plan.target.version)
+            return True
+
+        self._wire.share(f"the validation of version {plan.target.version}", work, bool)
+
+
+def _digest_of(found: Sequence[Found], held: State | None) -> str:
+    """The digest of an engine's weights, as its ranks counted or knew it; "" if they hold nothing that has one."""
+    if all(one.digest is None for one in found):
+        return held.digest if held else ""
+    if any(not one.digest for one in found):
+        return ""
+    return digests.to_hex(sum(int(one.digest or "0", 16) for one in found))
+
+
+def _giving(data: bytes) -> Callable[[int], Bytes]:
+    """Give bytes, one after another."""
+    view, at = np.frombuffer(data, np.uint8), 0
+
+    def take(size: int) -> Bytes:
+        nonlocal at
+        at += size
+        return view[at - size : at]
+
+    return take
+
+
+def _ignore(data: Any) -> None:
+    """What arrives is for others."""
+    del data
+
+
+def _nothing() -> tuple[Callable[[int], Bytes], Callable[[Bytes], object]]:
+    """Of a rank that neither gives nor takes."""
+    return lambda size: np.zeros(size, np.uint8), _ignore

@@ -1,0 +1,132 @@
+"""How a call begins: every rank says what it is about to do, and what its weights hold.
+
+All ranks come to the same view by themselves, of the same shared results: what is wrong, and who needs what.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from pulse_rl.channel.wire import Wire
+from pulse_rl.errors import ExchangeError
+from pulse_rl.group.collectives import name_ranks
+
+Role: TypeAlias = Literal["send", "receive"]
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """A state of weights that was proved."""
+
+    version: int
+    digest: str  # 16 hex digits
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What must be the same on all ranks."""
+
+    source: tuple[int, ...]
+    bucket_nbytes: int
+    validate_every: int
+    observe: bool
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says at the start of a call."""
+
+    role: Role
+    version: int | None  # None for a receiver
+    held: State | None  # of a sender: the base of its changes; of a receiver: what its weights are known to hold
+    sharded: bool  # whether it holds parts of tensors
+    moved: bool  # whether it holds other parts than in the last call
+    sends: int  # of a sender, calls that succeeded
+    settings: Settings
+
+
+class Found(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank found, in the second step."""
+
+    digest: str | None = (
+        None  # of what it owns: of a sender without a base, and of a receiver that counted; "" for none
+    )
+    delta: str | None = None  # what the digest of what it owns gains: of a sender with a base
+    changes: int = 0
+    codec: str | None = None
+    nbytes: int = 0  # of its part
+    head_nbytes: int = 0
+    dense: int = 0  # tensors that it sends with all their bits
+    sparse: int = 0  # tensors that it sends as changes
+    replicas: dict[str, int] = {}  # as `Share.replicas` gives them
+    engine: int = -1  # of a receiver: the first rank of those that hold the weights together with it
+
+
+class Meeting(NamedTuple):
+    """What follows from what all ranks said."""
+
+    version: int
+    sources: tuple[int, ...]
+    base: State | None  # of the changes; None if a sender has none: then it sends all bits
+    held: tuple[State | None, ...]  # by rank
+    sharded: tuple[bool, ...]  # by rank
+    moved: bool  # whether any rank holds other parts than before
+    sends: int  # before this one
+
+    @property
+    def cut(self) -> bool:
+        """Whether a receiver holds parts of tensors."""
+        return any(sharded for rank, sharded in enumerate(self.sharded) if rank not in self.sources)
+
+
+def meet(wire: Wire, sources: Sequence[int], hello: Callable[[], Hello]) -> Meeting:
+    """Share what all ranks say. A collective. Raises on all ranks if they do not fit together."""
+    said = wire.share("the start of a send", hello, Hello)
+    _check_settings(wire, said)
+    expected = ["send" if rank in sources else "receive" for rank in range(wire.size)]
+    odd = [rank for rank, one in enumerate(said) if one.role != expected[rank]]
+    if odd:
+        wire.refuse(
+            ExchangeError(
+                f"expected send on {name_ranks(sources, wire.size)} (source=…) and receive elsewhere, found "
+                f"{said[odd[0]].role} on {name_ranks(odd, wire.size)}; all weights are as they were",
+                ranks=odd,
+            )
+        )
+    versions = {rank: said[rank].version for rank in sources}
+    if len(set(versions.values())) > 1:
+        found = ", ".join(f"{version} on rank {rank}" for rank, version in versions.items())
+        wire.refuse(ExchangeError(f"expected one version on all senders, found {found}", ranks=sources))
+    version = versions[sources[0]]
+    assert version is not None  # a sender has one
+    bases = {said[rank].held for rank in sources}
+    base = said[sources[0]].held if len(bases) == 1 else None
+    if base is not None and version < base.version:
+        wire.refuse(
+            ValueError(
+                f"version: expected at least {base.version}, which this channel sent before, found {version}; all "
+                "weights are as they were"
+            )
+        )
+    return Meeting(
+        version,
+        tuple(sources),
+        base,
+        tuple(one.held for one in said),
+        tuple(one.sharded for one in said),
+        any(one.moved for one in said),
+        said[sources[0]].sends,
+    )
+
+
+def _check_settings(wire: Wire, said: Sequence[Hello]) -> None:
+    first = said[0].settings
+    for rank, one in enumerate(said):
+        for name in Settings.__struct_fields__:
+            here, there = getattr(first, name), getattr(one.settings, name)
+            if here != there:
+                wire.refuse(
+                    ExchangeError(
+                        f"Channel: expected the same settings on all ranks, found {name}={here!r} on rank 0 and "
+                        f"{there!r} on rank {rank}",
+                        ranks=(rank,),
+                    )
+                )
