@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.rl import config as settings
-from pulse_rl.rl import metrics
+from pulse_rl.rl import directory, metrics
+from pulse_rl.rl import run as driver
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.display import Display
 
 
 def _check(summary: dict[str, Any], out: Path) -> None:
@@ -34,18 +38,35 @@ def _check(summary: dict[str, Any], out: Path) -> None:
         assert len(summary[name]) == summary["steps"]
 
 
-def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
+SETTINGS = ("--deterministic", "--betas", "0.5", "0.75", "--warmup", "4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The directory and the summary of a run of 6 steps, in patches, with two workers."""
+    out = tmp_path_factory.mktemp("whole") / "patch"
+    return out, run(out, "--steps", "6", "--workers", "2", *SETTINGS)
+
+
+def test_settings_reach_the_trainer(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    assert [record["lr"] for record in metrics.read(out)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    config = settings.load(out)
+    assert (config.betas, config.warmup) == ((0.5, 0.75), 4)
+
+
+def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Bit-identical training: the same digests and rewards, with other weights on the wire and other workers."""
-    patch = run(tmp_path / "patch", "--steps", "6", "--deterministic", "--workers", "2")
-    full = run(tmp_path / "full", "--steps", "6", "--deterministic", "--workers", "1", "--sync", "full")
-    _check(patch, tmp_path / "patch")
+    out, patch = whole
+    full = run(tmp_path / "full", "--steps", "6", "--workers", "1", "--sync", "full", *SETTINGS)
+    _check(patch, out)
     _check(full, tmp_path / "full")
     assert patch["trainer_digest"] == full["trainer_digest"]
     assert patch["reward"] == full["reward"]
     assert len(set(patch["density"])) > 1  # something was learned, so there was something to differ in
     assert max(patch["density"]) > 0
     assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
-    page = (tmp_path / "patch" / "report.html").read_text()
+    page = (out / "report.html").read_text()
     assert "A run of tiny on chain_sum" in page
     assert all(worker["digest"] in page for worker in patch["workers"])
     # An anchor of it is an ordinary checkpoint.
@@ -56,12 +77,12 @@ def test_patches_and_full_weights_give_the_same_run(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
 
 
-def test_resume_continues_where_the_run_stopped(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", "--steps", "6", "--deterministic", "--workers", "1")
-    run(tmp_path / "parts", "--steps", "3", "--deterministic", "--workers", "1")
+def test_resume_continues_where_the_run_stopped(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """In the middle of the warm-up; against a run that was not stopped."""
+    run(tmp_path / "parts", "--steps", "3", "--workers", "1", *SETTINGS)
     parts = resume(tmp_path / "parts", "--steps", "6")
-    assert parts["trainer_digest"] == whole["trainer_digest"]
-    assert parts["reward"] == whole["reward"]
+    assert parts["trainer_digest"] == whole[1]["trainer_digest"]
+    assert parts["reward"] == whole[1]["reward"]
     _check(parts, tmp_path / "parts")
 
 
@@ -146,9 +167,9 @@ def test_killed_worker_returns_one_more_joins_and_interrupt_leaves_a_whole_run(t
 
 def test_killed_trainer_is_one_line_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "50")
+    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "20")
     try:
-        wait_for(lambda: len(metrics.read(out)) > 55)
+        wait_for(lambda: len(metrics.read(out)) > 22)
         for pid in children("ray::TrainerProcess", process.pid):
             os.kill(pid, signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=120)
@@ -156,7 +177,7 @@ def test_killed_trainer_is_one_line_and_the_run_can_be_resumed(tmp_path: Path) -
         process.kill()
     assert (process.returncode, stdout) == (1, "")
     assert stderr.splitlines()[-1].startswith("error: the trainer's process died")
-    assert "from step 50 with pulse-rl train --resume" in stderr.splitlines()[-1]
+    assert "from step 20 with pulse-rl train --resume" in stderr.splitlines()[-1]
     done = len(metrics.read(out))
     command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
     resumed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
@@ -168,7 +189,7 @@ def test_killed_trainer_is_one_line_and_the_run_can_be_resumed(tmp_path: Path) -
     assert [record["step"] for record in records] == list(range(1, done + 4))
     assert summary["seconds"] == sum(record["total_s"] for record in records)
     assert settings.load(out).steps == done + 3
-    assert resumed.stderr.startswith(f"continuing from the checkpoint of step 50; steps 51 to {done} are repeated")
+    assert resumed.stderr.startswith(f"continuing from the checkpoint of step 20; steps 21 to {done} are repeated")
     command = [*COMMAND, "train", "--resume", str(out)]
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
     assert again.returncode == 2
@@ -177,6 +198,7 @@ def test_killed_trainer_is_one_line_and_the_run_can_be_resumed(tmp_path: Path) -
     assert summary["trainer_version"] > done + 3  # steps after the last checkpoint were repeated under new versions
 
 
+@pytest.mark.slow
 def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
@@ -207,17 +229,8 @@ def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) ->
     assert "died 5 times without proving a version" in stderr.splitlines()[-1]
 
 
-def test_a_run_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
-    """First a model that only the trainer finds broken, then Ctrl-C while starting, then the run itself."""
-    out, broken = tmp_path / "run", tmp_path / "model"
-    broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "llama"}')  # and no weights
-    process = start(out, "--model", str(broken), "--steps", "2")
-    stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (1, "")
-    assert stderr.splitlines()[-1].startswith("error: model: Transformers cannot load")
-    assert not out.exists()
-
+def test_a_run_that_was_interrupted_while_starting_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
     out.mkdir()
     (out / "note.txt").write_text("of the user")
     process = start(out, "--steps", "2")
@@ -228,12 +241,29 @@ def test_a_run_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
     assert stderr.splitlines()[-2] == "stopping …"
     assert "nothing to resume" in stderr.splitlines()[-1]
     assert [path.name for path in out.iterdir()] == ["note.txt"]
+    assert directory.free(out)
 
-    summary = run(out, "--steps", "2", "--workers", "1", "--betas", "0.5", "0.75", "--warmup", "4", "--lr", "1e-5")
-    assert (summary["steps"], summary["trainer_version"]) == (2, 2)
-    assert [record["lr"] for record in metrics.read(out)] == [2.5e-6, 5e-6]
-    config = settings.load(out)
-    assert (config.betas, config.warmup) == ((0.5, 0.75), 4)
+
+@pytest.mark.parametrize("store", [None, "elsewhere"])
+def test_a_run_that_failed_while_starting_leaves_nothing(
+    store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where a process died: its last words are in ray.log."""
+    out = tmp_path / "run"
+    settled = RunConfig(model="tiny", out=str(out), store=store and str(tmp_path / store))
+
+    @contextmanager
+    def broken(config: RunConfig) -> Iterator[None]:
+        (config.directory / directory.LOG).write_text("words")
+        raise error
+        yield
+
+    monkeypatch.setattr(driver, "engine", broken)
+    for error, left in (OSError("no model"), []), (pulse.ProcessDiedError("dead"), ["ray.log", "running"]):
+        with pytest.raises(type(error)), Display("a run", 2) as display:
+            driver.train(driver.prepare(settled), display)
+        assert [path.name for path in sorted(out.glob("*")) if path.is_file()] == left
+        assert out.exists() == bool(left)
 
 
 def test_bad_calls_are_answered_with_what_to_do(

@@ -80,9 +80,9 @@ def test_a_killed_trainer_is_one_line_and_repeated_steps_give_the_same_bits(tmp_
     """Against the same run's rounds before it was killed: PULSELoCo's residuals and Adam's moments are all there."""
     out = tmp_path / "run"
     several = ("--trainers", "2", "--sync-every", "2")
-    process = start(out, "--steps", "99998", "--workers", "1", "--deterministic", "--checkpoint-every", "20", *several)
+    process = start(out, "--steps", "99998", "--workers", "1", "--deterministic", "--checkpoint-every", "8", *several)
     try:
-        wait_for(lambda: process.poll() is not None or sum(r["step"] % 20 == 6 for r in metrics.read(out)) == 2)
+        wait_for(lambda: process.poll() is not None or sum(r["step"] % 8 == 4 for r in metrics.read(out)) == 2)
         os.kill(children("ray::TrainerProcess", process.pid)[0], signal.SIGKILL)
         killed = time.monotonic()
         stdout, stderr = process.communicate(timeout=60)
@@ -93,15 +93,15 @@ def test_a_killed_trainer_is_one_line_and_repeated_steps_give_the_same_bits(tmp_
     last = stderr.splitlines()[-1]
     assert last.startswith("error: trainer-")
     assert "'s process died (killed, or out of memory)" in last
-    assert "from step 20 with pulse-rl train --resume" in last
-    before = [record for record in metrics.read(out) if record["step"] > 20]
+    assert "from step 8 with pulse-rl train --resume" in last
+    before = [record for record in metrics.read(out) if record["step"] > 8]
     with pytest.raises(ValueError, match="--trainers"):
         settings.resumed(out, {"trainers": 4})
 
     summary = resume(out, "--steps", str(before[-1]["step"] + 2))
     sync = _check(summary, out)
     assert (sync["mode"], sync["trainers"]) == ("pulse", 2)
-    again = [record for record in metrics.read(out) if 20 < record["step"] <= before[-1]["step"]]
+    again = [record for record in metrics.read(out) if 8 < record["step"] <= before[-1]["step"]]
     for name in ("step", "reward", "loss", "trainer_sync"):
         assert [_without_seconds(record[name]) for record in again] == [
             _without_seconds(record[name]) for record in before
