@@ -16,11 +16,12 @@ import pulse_rl as pulse
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import ObjectNotFoundError
 from pulse_rl.history.fetch import fetch
-from pulse_rl.history.manifest import ObjectRef, manifest_name, new_token, patch_name
+from pulse_rl.history.manifest import PatchObject, manifest_name, new_token, patch_name
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.trail import PatchLink, State, Trail, cheapest, cost, decode_trail, state_of
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.weights import boxes
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.segments import SEGMENT, segments
@@ -31,7 +32,7 @@ VERSIONS = 142
 
 def link(base: int, target: int, nbytes: int) -> PatchLink:
     name = patch_name(target, new_token())
-    return PatchLink(ObjectRef(name, nbytes, "0" * 64), base, State(target, 10 * target, f"{target:016x}"))
+    return PatchLink(PatchObject(name, nbytes, "0" * 64), base, State(target, 10 * target, f"{target:016x}"))
 
 
 def all_chains(links: list[PatchLink], start: int, goal: int) -> list[list[PatchLink]]:
@@ -137,7 +138,7 @@ def test_few_objects_from_anywhere(run: Run, distance: int, most: int) -> None:
         view, live = View(run.store, newest), run.sleeper(newest - distance)
         subscriber = pulse.Subscriber(view)
         subscriber._reached = pulse.History(run.store).read(newest - distance)
-        subscriber._held = state_of(subscriber._reached)
+        subscriber._proof.hold(state_of(subscriber._reached))
         report = subscriber.sync(live)
         assert (report.route, report.version, report.recovered) == ("patches", newest, None)
         assert (live["w"] == run.states[newest]).all()
@@ -177,7 +178,7 @@ def test_faulty_objects_are_avoided(run: Run, fault: str, kind: str) -> None:
     view, live = View(run.store, 130, **{fault: names}), run.sleeper(66)
     subscriber = pulse.Subscriber(view)
     subscriber._reached = pulse.History(run.store).read(66)
-    subscriber._held = state_of(subscriber._reached)
+    subscriber._proof.hold(state_of(subscriber._reached))
     report = subscriber.sync(live)
     assert (report.route, report.version) == ("patches", 130)
     assert (live["w"] == run.states[130]).all()
@@ -262,7 +263,7 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
             for start in range(0, len(array), SEGMENT):
                 inside = where[(where >= start) & (where < start + SEGMENT)]
                 old = Changes((inside - start).astype(np.uint32), array[inside].copy())
-                replaced.append(Replaced(name, start, old))
+                replaced.append(Replaced(name, boxes.Run(start, min(start + SEGMENT, len(array))), old))
             array[where] ^= random.integers(1, 256, len(where)).astype(array.dtype)
         overlay = overlay.and_later(Overlay(replaced))
     for name, bits in overlay.over(layout(arrays)).items():

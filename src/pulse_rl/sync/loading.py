@@ -4,16 +4,13 @@ Before the first element is written, everything that would make the result anoth
 missing, of another shape, read-only, or that share memory for which the version holds different bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Effort, restore, scratch
-from pulse_rl.history.search import FaultLog
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import live_digest, overlaps, resolve, shared_memory
 from pulse_rl.weights import digests
@@ -22,30 +19,34 @@ from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.segments import segments
 
 
-def load(
-    history: History, target: Manifest, live: Layout, effort: Effort, faults: FaultLog, writing: Callable[[], None]
-) -> None:
-    """Load a version into live weights, and count them.
+class Restored:
+    """A version in temporary files, proved, which fits the live weights that it will be written to.
 
-    writing: called before the first element is written.
-    Raises BaseMismatchError, IntegrityError or StoreError; the weights are as they were unless writing was called.
+    proved: its tensors in the files. directory: for more such files. Raises BaseMismatchError or ValueError.
     """
-    with scratch() as directory:
-        proved = restore(history, target, directory, effort, faults, live.nbytes)
-        live_bits = resolve(proved, target.tied, live)
-        _refuse_shared_memory(proved, live_bits)
-        _refuse_overlaps(proved, live_bits, directory)
-        writing()
-        with effort.timing("apply_s"):
-            finish_despite_interrupt(lambda: _write_all(proved, live_bits))
-    with effort.timing("prove_s"):
-        found = digests.to_hex(live_digest(live_bits))
-    if found != target.digest:
-        raise IntegrityError(
-            f"the live weights after loading version {target.version}: expected digest {target.digest}, found {found}",
-            expected=target.digest,
-            found=found,
-        )
+
+    def __init__(self, target: Manifest, proved: Layout, live: Layout, directory: Path) -> None:
+        self.target = target
+        self.nbytes = proved.nbytes  # of the files
+        self._proved = proved
+        self._live = resolve(proved, target.tied, live)
+        _refuse_shared_memory(proved, self._live)
+        _refuse_overlaps(proved, self._live, directory)
+
+    def write(self) -> None:
+        """Write every element."""
+        finish_despite_interrupt(lambda: _write_all(self._proved, self._live))
+
+    def check(self) -> None:
+        """Count the live weights. Raises IntegrityError if they do not hold the version."""
+        found = digests.to_hex(live_digest(self._live))
+        if found != self.target.digest:
+            raise IntegrityError(
+                f"the live weights after loading version {self.target.version}: expected digest {self.target.digest}, "
+                f"found {found}",
+                expected=self.target.digest,
+                found=found,
+            )
 
 
 def _refuse_shared_memory(source: Layout, live_bits: Mapping[str, Sequence[Bits]]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pulse_rl.history.follow import Effort
 from pulse_rl.history.manifest import Manifest, Scalar
-from pulse_rl.history.restore import Effort
 from pulse_rl.sync.delivery import Delivered
 from pulse_rl.sync.encoding import Encoded
 
@@ -78,8 +78,10 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
 
     delivered: None while the version is in flight. start: `time.perf_counter()` when publish was called.
     """
-    patch = encoded.patch
+    patch, ref = encoded.patch, manifest.patch
     patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
+    if ref is not None:  # of all ranks together
+        patch_nbytes, changes = ref.total_nbytes, ref.changes
     skip_nbytes = delivered.skip_nbytes if delivered else 0
     trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
     return PublishReport(
@@ -154,26 +156,35 @@ class SyncReport:
     metadata: Mapping[str, Scalar] | None
 
 
-def sync_report(
-    target: Manifest, previous: int | None, route: Route, effort: Effort, recovered: str | None, start: float
-) -> SyncReport:
-    """The report of a sync to a version. start: `time.perf_counter()` when sync was called."""
-    return SyncReport(
-        version=target.version,
-        previous=previous,
-        digest=target.digest,
-        route=route,
-        patches=effort.patches,
-        changes=effort.changes,
-        density=effort.changes / target.elements if target.elements else 0.0,
-        full_nbytes=target.full_nbytes,
-        fetched_nbytes=effort.nbytes,
-        reduction=target.full_nbytes / effort.nbytes if effort.nbytes else float("inf"),
-        recovered=recovered,
-        fetch_s=effort.fetch_s,
-        decode_s=effort.decode_s,
-        apply_s=effort.apply_s,
-        prove_s=effort.prove_s,
-        total_s=time.perf_counter() - start,
-        metadata=target.metadata,
-    )
+@dataclass(frozen=True)
+class Arrival:
+    """How a version was reached."""
+
+    target: Manifest
+    previous: int | None  # the version that the weights held before
+    route: Route
+    effort: Effort
+    recovered: str | None
+
+    def report(self, start: float) -> SyncReport:
+        """The report of it. start: `time.perf_counter()` when the call began."""
+        target, effort = self.target, self.effort
+        return SyncReport(
+            version=target.version,
+            previous=self.previous,
+            digest=target.digest,
+            route=self.route,
+            patches=effort.patches,
+            changes=effort.changes,
+            density=effort.changes / target.elements if target.elements else 0.0,
+            full_nbytes=target.full_nbytes,
+            fetched_nbytes=effort.nbytes,
+            reduction=target.full_nbytes / effort.nbytes if effort.nbytes else float("inf"),
+            recovered=self.recovered,
+            fetch_s=effort.fetch_s,
+            decode_s=effort.decode_s,
+            apply_s=effort.apply_s,
+            prove_s=effort.prove_s,
+            total_s=time.perf_counter() - start,
+            metadata=target.metadata,
+        )

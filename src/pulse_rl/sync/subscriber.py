@@ -1,36 +1,37 @@
 """The rollout workers' side: bring live weights to a version of a history, proved, by the route with the fewest bytes.
 
-A sync finds the version, then advances the weights to it: first by patches, each proved before it writes an element;
-otherwise by loading (`loading`), where an anchor is downloaded, patched and proved in temporary files before it is
-written. So the weights hold a version whenever a sync returns or raises, but where a write itself failed. Objects that
-are missing or damaged are avoided, and the report says which.
+A sync finds the version and takes the route to it (`routes`). What was proved on the way is written at once, or, by
+`stage`, kept until `Staged.apply` (`landings`). So the weights hold a version whenever a call returns or raises, but
+where a write itself failed. What they hold, and in which memory, is the `Proof`.
 
-A proof belongs to the memory that it was made of. A sync into other memory, or one that torch has written to since,
-begins with a recount of all bits. Writes that nothing counts, as NumPy's, are found by `verify` and by `verify_live`.
-Finding and reading the objects is the history's part, in `history.restore`.
+Finding and reading the objects is the history's part.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
-from pulse_rl.history.restore import Effort, add_recovery_hint, follow
-from pulse_rl.history.search import FaultLog, check_line, find_links
-from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
+from pulse_rl.history.restore import add_recovery_hint
+from pulse_rl.history.search import FaultLog, check_line
+from pulse_rl.history.trail import state_of
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.counting import check, recognise
-from pulse_rl.sync.loading import load
+from pulse_rl.sync.landings import Keeping, Landings, Writing
 from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
-from pulse_rl.sync.reports import Route, SyncReport, sync_report
+from pulse_rl.sync.proof import Proof
+from pulse_rl.sync.reports import Arrival, Route, SyncReport
+from pulse_rl.sync.routes import advance
+from pulse_rl.sync.staging import Staged
 from pulse_rl.sync.turn import Turn, in_turn
-from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
@@ -89,25 +90,22 @@ class Subscriber:
         self._poll, self._poll_max = poll, poll_max
         self.history = History(store, public_key=public_key, patience=patience)
         self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None else None
-        self._recount_every = int(verify_live)  # syncs; 0 for never
-        self._syncs = 0
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
-        self._held: State | None = None  # what the weights are proved to hold; None while elements are being written
-        self._tied: dict[str, str] = {}  # the tied tensors of that version
-        self._memory: Memory | None = None  # that was proved to hold it
-        self._highest: State | None = None  # the newest version that was ever held: the history may not go back
+        self._proof = Proof(int(verify_live))
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
         self._turn = Turn("Subscriber", nested=False)
 
     @property
     def version(self) -> int | None:
         """The version that the weights are proved to hold; None before the first sync and after a failed write."""
-        return self._held.version if self._held else None
+        held = self._proof.held
+        return held.version if held else None
 
     @property
     def digest(self) -> str | None:
         """The digest of that version, 16 hex digits; None without one."""
-        return self._held.digest if self._held else None
+        held = self._proof.held
+        return held.digest if held else None
 
     def latest(self) -> int | None:
         """Look up the newest version in the history.
@@ -189,13 +187,56 @@ class Subscriber:
             RuntimeError: Another thread is using this subscriber.
         """
         start = time.perf_counter()
-        try:
-            report = self._sync(LiveWeights(weights), version, start)
-        except Exception as error:
-            self._beat(error, None, start)
-            raise
-        self._beat(None, report, start)
-        return report
+        with self._beating(start):
+            live, effort = LiveWeights(weights), Effort()
+            arrival = self._advance(live, version, Writing(live, self._proof, effort), effort)
+            self._reached = arrival.target
+            return self._report(arrival, start)
+
+    @in_turn
+    def stage(self, weights: Any, *, version: int | None = None) -> Staged:
+        """Fetch, decode and prove the newest version, or the one given, without touching a weight.
+
+        Run it in a thread while generation goes on: it only reads the weights. Then pause generation, and
+        `Staged.apply` writes them in a moment. Nothing but this subscriber may write to the weights in between.
+
+        The route is the one that `sync` would take. Of several patches each is proved against the weights as those
+        before it will leave them; where patches do not lead to the version, it is restored in temporary files.
+
+        Args:
+            weights: As in `sync`.
+            version: The version to stage. None: the newest.
+
+        Returns:
+            The staged version. What it holds is freed when it is applied, discarded or obsolete.
+
+        Raises:
+            PulseError: As `sync`. The weights are as they were.
+            RuntimeError: Another thread is using this subscriber.
+        """
+        start = time.perf_counter()
+        with self._beating(start), ExitStack() as undo:
+            live, effort = LiveWeights(weights), Effort()
+            memory, keeping = Memory(live.tensors), Keeping(live)
+            undo.callback(keeping.discard)
+            arrival = self._advance(live, version, keeping, effort)
+            undo.pop_all()
+            return Staged(self._apply, weights, memory, self._proof.held, keeping, arrival)
+
+    @in_turn
+    def _apply(self, staged: Staged) -> SyncReport:
+        """See `Staged.apply`."""
+        start = time.perf_counter()
+        before = self._proof.held
+        with self._beating(start):
+            live, keeping, arrival = staged._checked(before)
+            try:
+                keeping.write(Writing(live, self._proof, arrival.effort))
+            finally:
+                self._proof.remember(live, before)
+                staged.discard()
+            self._reached = arrival.target
+            return self._report(arrival, start)
 
     @in_turn
     def verify(self, weights: Any) -> str:
@@ -214,46 +255,50 @@ class Subscriber:
             TypeError: As in `sync`.
             RuntimeError: As in `sync`.
         """
-        if self._held is None:
+        held, live = self._proof.held, LiveWeights(weights)
+        if held is None:
             raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
-        live = LiveWeights(weights)
-        found = self._verify(self._held, live.layout)
-        self._memory = Memory(live.tensors)
-        return found
+        return self._proof.verify(held, live)
 
-    def _verify(self, held: State, live: Layout) -> str:
-        """Recount live weights that should hold a version. Returns their digest; raises as `verify`."""
-        self._held = None  # not known until they are counted
-        found = check(live, self._tied, held)
-        self._held = held
-        return found
-
-    def _sync(self, live: LiveWeights, version: int | None, start: float) -> SyncReport:
-        """See `sync`."""
-        effort, faults = Effort(), FaultLog()
-        altered = self._recount(live, effort)
-        before, previous = self._held, self.version
+    def _advance(self, live: LiveWeights, version: int | None, landing: Landings, effort: Effort) -> Arrival:
+        """Take the weights to a version, written or kept. Raises as `sync`."""
+        faults = FaultLog()
+        altered = self._proof.recount(live, effort)
+        before, previous = self._proof.held, self.version
         try:
             target = self._find_target(version, faults)
             self._newest = max(self._newest, target.sequence)
-            loaded = self._advance_to(target, live, effort, faults)
-            self._reached = target
+            restored = advance(self.history, target, landing, self._proof, effort, faults)
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")
             self.history.forget()
             raise
         finally:
-            self._remember(live, before)
-        route: Route = "anchor" if loaded else "patches" if effort.patches else "none"
+            self._proof.remember(live, before)
+        route: Route = "anchor" if restored else "patches" if effort.patches else "none"
         recovered = "; ".join(filter(None, [altered, *faults.messages])) or None
-        return sync_report(target, previous, route, effort, recovered, start)
+        return Arrival(target, previous, route, effort, recovered)
+
+    def _report(self, arrival: Arrival, start: float) -> SyncReport:
+        report = arrival.report(start)
+        self._beat(None, report, start)
+        return report
+
+    @contextmanager
+    def _beating(self, start: float) -> Iterator[None]:
+        """Send a heartbeat if the block fails."""
+        try:
+            yield
+        except Exception as error:
+            self._beat(error, None, start)
+            raise
 
     def _beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
         """Send the heartbeat after a sync."""
         if self._heart is None:
             return
-        held = self._held
+        held = self._proof.held
         self._heart.beat(
             Heartbeat(
                 id=self._heart.id,
@@ -270,33 +315,6 @@ class Subscriber:
         """Say, while waiting, that this subscriber is alive."""
         if self._heart is not None and not self._heart.repeat():
             self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
-
-    def _recount(self, live: LiveWeights, effort: Effort) -> str | None:
-        """Recount live weights that may not be those that were proved, or if that is due.
-
-        Returns what is wrong with them; then no version is held.
-        """
-        self._syncs += 1
-        if self._memory is not None and not self._memory.is_still(live.tensors):
-            self._memory = None
-        due = self._recount_every and self._syncs % self._recount_every == 0
-        if self._held is None or (self._memory is not None and not due):
-            return None
-        try:
-            with effort.timing("prove_s"):
-                self._verify(self._held, live.layout)
-        except IntegrityError as error:
-            return str(error)
-        return None
-
-    def _remember(self, live: LiveWeights, before: State | None) -> None:
-        """Keep which memory the weights that hold a version now are in. before: what it held when the sync began."""
-        if self._held is None:
-            self._memory = None
-        elif self._memory is None:
-            self._memory = Memory(live.tensors)
-        elif self._held != before:  # the same memory: this subscriber has written to it
-            self._memory.count_writes(live.tensors)
 
     def _find_target(self, version: int | None, faults: FaultLog) -> Manifest:
         """The version to sync to. What is wrong with the one before it is reported to faults. Raises as `sync`."""
@@ -316,7 +334,7 @@ class Subscriber:
         url = self.history.store.url
         with add_recovery_hint():
             head = self.history.head()
-        highest = self._highest
+        highest = self._proof.highest
         if head is None and highest is not None:
             raise IntegrityError(
                 f"{url} has gone back: this Subscriber has held version {highest.version}, and it holds no version any "
@@ -333,50 +351,3 @@ class Subscriber:
                 found=head.digest,
             )
         return head
-
-    @add_recovery_hint()
-    def _advance_to(self, target: Manifest, live: LiveWeights, effort: Effort, faults: FaultLog) -> bool:
-        """Bring the live weights to a version. Returns whether it had to be loaded, as patches did not lead there."""
-        if self._held is None:
-            self._hold(recognise(self.history, live.layout, target, faults), target.tied)
-        # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
-        if self._held is not None and self._tied == target.tied:
-            if self._held.sequence < target.sequence:
-                self._patch(self._held, target, live.layout, effort, faults)
-            if self._held == state_of(target):
-                return False
-        try:
-            load(self.history, target, live.layout, effort, faults, lambda: self._hold(None))
-        except PulseError as error:
-            before = [message for message in faults.messages if message not in str(error)]
-            if before:
-                error.add_note(f"before that: {'; '.join(before)}")
-            raise
-        self._hold(state_of(target), target.tied)
-        return True
-
-    def _patch(self, held: State, target: Manifest, live: Layout, effort: Effort, faults: FaultLog) -> None:
-        """Patch the live weights towards a version, unless loading its anchor takes fewer bytes.
-
-        Each patch is proved, then written. `_held` says how far that went; None if these are not the weights that were
-        proved before.
-        """
-        limit = target.full_nbytes + REQUEST_NBYTES
-        chain = cheapest(find_links(self.history, held.sequence, target, faults, limit), held.sequence, target.sequence)
-        if chain is None or cost(chain) >= limit:
-            return
-        try:
-            follow(self.history, live, held, target, effort, faults, self._hold, sure=False)
-        except BaseMismatchError as error:  # of other tensors, or another version: the weights hold what they held
-            faults.note(str(error))
-        except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
-            faults.note(str(error))
-            self._held = None
-
-    def _hold(self, held: State | None, tied: dict[str, str] | None = None) -> None:
-        """Note what the weights are proved to hold. tied: the tied tensors of that version; None: as before."""
-        if tied is not None:
-            self._tied = tied
-        self._held = held
-        if held is not None and (self._highest is None or held.sequence > self._highest.sequence):
-            self._highest = held
