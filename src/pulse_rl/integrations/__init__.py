@@ -1,4 +1,11 @@
 """One file for each framework, imported by its users only. They adapt; they decide nothing.
 
-`transformers` has callbacks for Transformers' Trainer, which publish the weights and measure their sparsity.
+    transformers  callbacks for its Trainer, which publish the weights and measure their sparsity
+    fsdp          the shards of FSDP1's flat parameters
+    deepspeed     the partitions of ZeRO stage 3
+    megatron      a layout that is learned from the converter to Hugging Face's
+    peft          adapters alone, and merged weights
+
+What they yield is name → tensor, `pulse.Shard`, or a list of them. FSDP2 and tensor parallelism need no file: DTensors
+are understood as they are.
 """

@@ -34,12 +34,19 @@ Converter = Callable[[Any], Mapping[str, Any]]
 
 
 class View(NamedTuple):
-    """A box of a published tensor, and where the memory of a tensor of this rank holds it."""
+    """A box of a published tensor, and where a tensor of this rank holds it.
+
+    Attributes:
+        box: The box.
+        name: The name of the tensor in memory.
+        start: The flat position in it of the box's first element.
+        strides: The distance in it, in elements, of neighbours along each dimension of the box.
+    """
 
     box: Box
-    name: str  # of the tensor in memory
-    start: int  # flat position of the box's first element in it
-    strides: Shape  # in elements, one for each dimension of the box
+    name: str
+    start: int
+    strides: Shape
 
 
 @dataclass(frozen=True)
