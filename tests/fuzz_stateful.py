@@ -5,9 +5,10 @@
 
 Each case is one history of STEPS steps, drawn from its seed: of publishes (patches, anchors, in the background, of few
 changes, many, none, of NaNs and zeros), syncs (to the newest version, to a pinned one, by several subscribers, of which
-some sleep), prunings, restarts of publishers and subscribers, two publishers racing, copies of the store that are gone
-on with, alterations of live weights behind the subscriber's back, and faults on disk and on the wire at any call. After
-every step is checked that
+some sleep), prunings, restarts of publishers and subscribers, ends of the run, two publishers racing, copies of the
+store that are gone on with, alterations of live weights behind the subscriber's back, and faults on disk and on the
+wire at any call. The threads take turns, which are drawn too, so a case repeats call by call. After every step is
+checked that
 
 - no subscriber reports a version whose bits are not those that were published as it, and none goes back by itself;
 - after an error the weights are as they were, or hold the version that the subscriber reports;
@@ -31,7 +32,8 @@ import torch
 from stateful_calls import Calls
 from stateful_machine import BEGUN, Follower, Trainer
 from stateful_turns import Turns, taken_by
-from stateful_world import FOLDERS, TaggedWire, Wire, expect, warm_up
+from stateful_weights import expect
+from stateful_world import FOLDERS, TaggedWire, Wire, warm_up
 
 import pulse_rl as pulse
 from pulse_rl.history.operate.prune import Retention, delete_planned
@@ -51,6 +53,7 @@ class Machine(Calls):
             self.raced_sync: 4,
             self.flush: 3,
             self.resume: 2,
+            self.end_run: 2,
             self.restart_publisher: 3,
             self.prune: 3,
             self.new_follower: 4,

@@ -6,7 +6,8 @@ from random import Random
 from typing import Any
 
 from stateful_machine import Clients, Follower, Trainer
-from stateful_world import Attempt, Wire, expect
+from stateful_weights import expect
+from stateful_world import Attempt, Wire
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
@@ -114,6 +115,26 @@ class Calls(Clients):
         self.settle(trainer)
         return outcome
 
+    def end_run(self) -> str:
+        """Mark the run as ended; a version after that makes the mark void."""
+        trainer = self.random.choice(self.trainers)
+        self.plan_faults(trainer.wire)
+        trainer.release()
+        self.turns.settle()
+        flying, trainer.flying = trainer.flying, None
+        disk, current, hurt = trainer.wire.disk, self.is_current(trainer) or flying is not None, trainer.wire.disk.hurt
+        try:
+            trainer.publisher.end()
+        except pulse.PulseError as error:
+            reason = trainer.wire.fired or trainer.wire.dead or hurt or disk.hurt or disk.head is None or not current
+            expect(reason or flying is not None, f"the run could not be ended: {error!r}")
+            outcome = f"{self.name(trainer)}: {type(error).__name__}: {str(error)[:150]}"
+        else:
+            expect(disk.ended or hurt, "end returned, and its mark does not name the newest version")
+            outcome = f"{self.name(trainer)}: at {disk.head and disk.head.version}"
+        self.settle(trainer)
+        return outcome + self.fired(trainer.wire)
+
     def synced(self, follower: Follower) -> str:
         """Sync one follower, and compare with the model."""
         draw, disk, subscriber = self.random, follower.wire.disk, follower.subscriber
@@ -196,7 +217,9 @@ class Calls(Clients):
             return "not now"
         wire: Store = Wire(disk, Random(0))
         with suppress(pulse.PulseError):
-            pulse.status(wire)
+            status, subscriber = pulse.status(wire), pulse.Subscriber(wire, patience=0)
+            told = (status.ended, subscriber.ended)
+            expect(disk.hurt or told == (disk.ended, disk.ended), f"the run has ended: {disk.ended}, told {told}")
         try:
             report = pulse.verify(wire)
         except pulse.PulseError as error:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from history_world import keys
 from stateful_turns import Turns
-from stateful_world import Attempt, Bits, Call, Disk, Model, TaggedWire, Wire, Wrong, expect
+from stateful_weights import Bits, Model, Wrong, expect
+from stateful_world import Attempt, Call, Disk, TaggedWire, Wire
 
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
