@@ -429,7 +429,7 @@ def test_a_publisher_that_slept_through_a_pruning_is_refused(trainee: Trainee, m
     store = pulse.open_store("memory://")
     sleeper = pulse.Publisher(store)
     sleeper.publish(trainee.step(), version=0)
-    put = sleeper._delivery._put_objects
+    put = sleeper._delivery._put_parts
 
     def sleep(*arguments: Any) -> Any:
         other = pulse.Publisher(store, anchor_every=2, retain=1, grace=0)
@@ -437,7 +437,7 @@ def test_a_publisher_that_slept_through_a_pruning_is_refused(trainee: Trainee, m
             other.publish(trainee.step(), version=version)
         return put(*arguments)
 
-    monkeypatch.setattr(sleeper._delivery, "_put_objects", sleep)
+    monkeypatch.setattr(sleeper._delivery, "_put_parts", sleep)
     with pytest.raises(pulse.StoreError, match="another publisher") as raised:
         sleeper.publish(trainee.step(), version=9)
     assert (raised.value.url, raised.value.name) == (store.url, manifest_name(1))

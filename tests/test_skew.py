@@ -70,7 +70,7 @@ def history_of(versions: int, **options: Any) -> Store:
 
 
 def newer(store: Store, sequence: int, key: Any = None) -> None:
-    edit(store, sequence, key, format_version=3, software="pulse-rl 9.0.0", patch={"another": "shape"}, tied=None)
+    edit(store, sequence, key, format_version=4, software="pulse-rl 9.0.0", patch={"another": "shape"}, tied=None)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -91,7 +91,7 @@ def test_a_newest_manifest_of_a_newer_format(key: Any) -> None:
         with pytest.raises(pulse.VersionSkewError, match="upgrade pulse-rl") as raised:
             act()
         error = raised.value
-        assert (error.written_by, error.found_version, error.known_version) == ("pulse-rl 9.0.0", 3, 2)
+        assert (error.written_by, error.found_version, error.known_version) == ("pulse-rl 9.0.0", 4, 3)
         assert error.source is not None
         assert manifest_name(2) in error.source
         assert "anchor" not in "; ".join([str(error), *getattr(error, "__notes__", [])])
@@ -113,7 +113,7 @@ def test_a_history_of_a_newer_format_is_not_pruned(damaged: bool) -> None:
     for leftovers in (False, True):
         with pytest.raises(pulse.VersionSkewError, match="upgrade pulse-rl") as raised:
             Retention(1, None, 0).plan(History(store), leftovers=leftovers)
-        assert raised.value.found_version == 3
+        assert raised.value.found_version == 4
     assert {info.name for info in store.list("")} == before
 
 
@@ -141,7 +141,7 @@ def test_a_newer_manifest_that_is_damaged_is_damaged() -> None:
 def test_a_patch_of_a_newer_format() -> None:
     patch = pulse.diff(weights(0), weights(3), codec="gap")
     metadata, streams = take_apart(patch)
-    data = seal_patch(metadata | {"format_version": "2", "software": "pulse-rl 9.0.0", "more": "?"}, streams)
+    data = seal_patch(metadata | {"format_version": "3", "software": "pulse-rl 9.0.0", "more": "?"}, streams)
     for verb in (pulse.inspect, lambda found: pulse.apply(weights(0), found)):
         with pytest.raises(pulse.VersionSkewError) as raised:
             verb(data)
@@ -162,7 +162,7 @@ def test_a_history_whose_patch_is_of_a_newer_format() -> None:
     found = History(store).read(1).patch
     assert found is not None
     metadata, streams = take_apart(bytes(store.get(found.name)))
-    data = seal_patch(metadata | {"format_version": "2"}, streams)
+    data = seal_patch(metadata | {"format_version": "3"}, streams)
     store.put(found.name, data)
     ref = msgspec.to_builtins(found) | {"nbytes": len(data), "blake3": blake3(data).hexdigest()}
     edit(store, 1, patch=ref, trail=None)
@@ -176,7 +176,7 @@ def test_a_trail_of_a_newer_format_is_gone_around_by_workers_and_not_by_publishe
     store = history_of(3)
     manifest = History(store).read(2)
     assert manifest.trail is not None
-    data = zstandard.compress(json.dumps({"format_version": 3, "sequence": 2, "links": {}}).encode())
+    data = zstandard.compress(json.dumps({"format_version": 4, "sequence": 2, "links": {}}).encode())
     store.put(manifest.trail.name, data)
     ref = {"name": manifest.trail.name, "nbytes": len(data), "blake3": blake3(data).hexdigest()}
     edit(store, 2, trail=ref)

@@ -164,13 +164,13 @@ def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monk
     first = pulse.Publisher(store, cast="bfloat16")
     first.publish(trainee.step(), version=0)
     second = pulse.Publisher(store, cast="bfloat16")
-    put = first._delivery._put_objects
+    put = first._delivery._put_parts
 
     def overtaken(*arguments: Any) -> Any:
         second.publish(trainee.weights, version=1)
         return put(*arguments)
 
-    monkeypatch.setattr(first._delivery, "_put_objects", overtaken)
+    monkeypatch.setattr(first._delivery, "_put_parts", overtaken)
     with pytest.raises(pulse.StoreError, match="another publisher .* version 1") as raised:
         first.publish(trainee.step(), version=2)
     assert (raised.value.url, raised.value.name) == (store.url, manifest_name(1))

@@ -9,6 +9,7 @@ from pulse_rl.errors import FormatError
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # of a state of weights
 Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # BLAKE3
+HeadHash = Annotated[str, msgspec.Meta(pattern="^(|[0-9a-f]{32})$")]  # the first half of a BLAKE3; empty without one
 Token = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # random
 
 T = TypeVar("T")

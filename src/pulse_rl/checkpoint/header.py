@@ -49,15 +49,16 @@ class _RawEntry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
-def parse(data: memoryview, source: str | None = None) -> Header:
-    """Read and check the header of a whole file.
+def parse(data: memoryview, source: str | None = None, nbytes: int | None = None) -> Header:
+    """Read and check the header of a file.
 
-    source: where the bytes come from, for the error. Raises CheckpointFormatError for anything malformed.
+    source: where the bytes come from, for the error. nbytes: of the file, where data is only its beginning. Raises
+    CheckpointFormatError for anything malformed.
     """
     with translate(FormatError, to=partial(CheckpointFormatError, source=source)):
         length = _header_length(data)
         metadata, entries = _decode(data[8 : 8 + length])
-        _check_coverage(entries, len(data) - 8 - length)
+        _check_coverage(entries, (len(data) if nbytes is None else nbytes) - 8 - length)
         return Header(metadata, entries, 8 + length)
 
 

@@ -1,13 +1,14 @@
 """Checkpoints written as sharded safetensors, as Transformers reads them: planned first, then streamed file by file."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pulse_rl.checkpoint import header
 from pulse_rl.disk import write_stream
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.segments import segments
 
@@ -23,15 +24,32 @@ class Shard(NamedTuple):
     tensors: list[str]  # names, in canonical order
 
 
-def plan_shards(tensors: Mapping[str, Bits], shard_nbytes: int = SHARD_NBYTES) -> tuple[list[Shard], bytes | None]:
+class Described(Protocol):
+    """Anything with a tensor's dtype and shape."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def nbytes_of(tensor: Described) -> int:
+    """The bytes of a tensor's elements."""
+    return math.prod(tensor.shape) * ITEMSIZES[tensor.dtype]
+
+
+def plan_shards(
+    tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES
+) -> tuple[list[Shard], bytes | None]:
     """Divide tensors into files of at most shard_nbytes, or one tensor.
 
     Returns the files, and the index's bytes if there are several.
     """
     groups: list[list[str]] = [[]]
     filled = 0  # bytes of the last group
-    for name, bits in tensors.items():
-        nbytes = bits.size * bits.itemsize
+    for name, tensor in tensors.items():
+        nbytes = nbytes_of(tensor)
         if groups[-1] and filled + nbytes > shard_nbytes:
             groups.append([])
             filled = 0
@@ -40,10 +58,21 @@ def plan_shards(tensors: Mapping[str, Bits], shard_nbytes: int = SHARD_NBYTES) -
     if len(groups) == 1:
         return [Shard(SINGLE, groups[0])], None
     shards = [Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, 1)]
-    total = sum(bits.size * bits.itemsize for bits in tensors.values())
+    total = sum(map(nbytes_of, tensors.values()))
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return shards, json.dumps(index, indent=2, sort_keys=True).encode()
+
+
+def in_file_order(tensors: Mapping[str, Described], names: Sequence[str]) -> list[str]:
+    """The names as their tensors follow each other in a file: the widest elements first, so that all are aligned."""
+    return sorted(names, key=lambda name: (-ITEMSIZES[tensors[name].dtype], name))
+
+
+def shard_header(tensors: Mapping[str, Described], names: Sequence[str]) -> bytes:
+    """The beginning of one file, before the first tensor's bytes."""
+    described = ((name, tensors[name].dtype, tensors[name].shape) for name in in_file_order(tensors, names))
+    return header.header_bytes(described, {"format": "pt"})  # Transformers asks for this key
 
 
 def stream_shard(
@@ -53,13 +82,11 @@ def stream_shard(
 ) -> Iterator[bytes]:
     """The bytes of one safetensors file, segment by segment.
 
-    The widest elements come first, so that all tensors are aligned. seen: called with (name, start, bits) of every
+    seen: called with (name, start, bits) of every
     segment before its bytes are yielded.
     """
-    ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
-    described = ((name, tensors[name].dtype, tensors[name].shape) for name in ordered)
-    yield header.header_bytes(described, {"format": "pt"})  # Transformers asks for this key
-    for name in ordered:
+    yield shard_header(tensors, names)
+    for name in in_file_order(tensors, names):
         bits = tensors[name]
         for start, stop in segments(bits.size):
             array = bits.read(start, stop)

@@ -191,6 +191,9 @@ class _Watched:
     def write(self, start: int, values: UIntArray) -> None:
         self._bits.write(start, values)
 
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        return _Watched(self._bits.view(slices), self._advance)
+
     @property
     def storage(self) -> object:
         return self._bits.storage

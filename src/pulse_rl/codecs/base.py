@@ -1,13 +1,15 @@
 """The protocol of a codec, and what all codecs share.
 
-A block is a run of consecutive segments that are coded together; its pieces are the parts of it that can be decoded
-alone. The patch file records how many elements of every segment change, so a codec need not. From that number alone a
+A block is a run of consecutive segments that are coded together. What they share, such as statistics, is coded once for
+all; then come the spans, each so many of the segments, which can be read alone. The units of a span are the parts of it
+that can be decoded alone. The patch file records how many elements of every segment change, so a codec need not. From that number alone a
 codec decides whether a segment is dense (all elements are coded, and no indices), so that encoder and decoder agree
 without a flag.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -40,15 +42,21 @@ class SegmentSpec(NamedTuple):
 Read: TypeAlias = Callable[[], UIntArray]  # a segment's old bits, shape (size,)
 
 
-def segment_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
-    """The spec of the elements [start, stop) of a tensor."""
+def row_spec(dtype: str, sizes: Sequence[int], changed: int) -> SegmentSpec:
+    """The spec of a box of a tensor, of these sizes."""
+    size = math.prod(sizes)
+    return SegmentSpec(dtype, size, changed, sizes[-1] if sizes else 1, 0)
+
+
+def run_spec(dtype: str, shape: Sequence[int], start: int, stop: int, changed: int) -> SegmentSpec:
+    """The spec of the elements at the flat positions [start, stop) of a tensor."""
     row = shape[-1] if shape else 1
     if row > SEGMENT:
         return SegmentSpec(dtype, stop - start, changed, stop - start, 0)
     return SegmentSpec(dtype, stop - start, changed, row, start % row)
 
 
-class Part(NamedTuple):
+class SegmentChanges(NamedTuple):
     """A segment to encode."""
 
     spec: SegmentSpec
@@ -56,7 +64,7 @@ class Part(NamedTuple):
     read: Read
 
 
-class Piece(NamedTuple):
+class Unit(NamedTuple):
     """Consecutive segments of a block that are decoded together, from their own bytes and old bits alone.
 
     `decode` takes one reader per segment and returns their changes: as many as the spec says, with indices that were
@@ -78,14 +86,39 @@ class Codec(Protocol):
     def is_dense(self, spec: SegmentSpec) -> bool:
         """Whether a segment of this spec is written dense: its Changes then list every element."""
 
-    def encode(self, parts: Sequence[Part]) -> bytes:
-        """Encode one block. The same parts give the same bytes on every machine and with any number of threads."""
+    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+        """Encode one block, in spans of so many segments each. Returns what they share, and the bytes of each span.
 
-    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
-        """The pieces of a block, which cover its segments in order. This is cheap: it decodes no segment.
-
-        Raises FormatError for a malformed payload.
+        The same changes give the same bytes on every machine and with any number of threads.
         """
+
+    def open(
+        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+    ) -> list[Callable[[memoryview], list[Unit]]]:
+        """For each span of a block, what gives the span's units from its bytes. This is cheap: it decodes no segment.
+
+        Both raise FormatError for malformed bytes.
+        """
+
+    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
+        """What the segments of a block share, and its only span, as they are one after another in format 1."""
+
+
+T = TypeVar("T")
+
+
+def consecutive(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Divide items into runs of these sizes."""
+    at = 0
+    for size in sizes:
+        yield items[at : at + size]
+        at += size
+
+
+def open_block(codec: Codec, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
+    """The units of a block of one span, with what it shares before it. Raises FormatError."""
+    shared, span = codec.split(block)
+    return codec.open(shared, specs, [len(specs)])[0](span)
 
 
 _EVERY = np.arange(SEGMENT, dtype=np.uint32)
@@ -114,9 +147,9 @@ def split_values(data: memoryview, codec: Codec, specs: Sequence[SegmentSpec]) -
     for count, spec in zip(counts, specs, strict=True):
         stop = at + count * spec.itemsize
         # Copied if the elements are not aligned in memory.
-        piece: UIntArray = np.frombuffer(data[at:stop], np.uint8)
-        if piece.ctypes.data % spec.itemsize:
-            piece = piece.copy()
-        values.append(piece.view(UINTS[spec.itemsize]))
+        part: UIntArray = np.frombuffer(data[at:stop], np.uint8)
+        if part.ctypes.data % spec.itemsize:
+            part = part.copy()
+        values.append(part.view(UINTS[spec.itemsize]))
         at = stop
     return values

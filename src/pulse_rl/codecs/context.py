@@ -6,18 +6,20 @@ coder, each in the context of the old value's exponent: one bit for every *hot* 
 it changes, gaps lead to the few changes among the others, and each change has a direction and a number of steps. The
 statistics that segments start from are sent once per block (`model`), so that segments decode independently.
 
-A block is `u32 n | head of n bytes | the segments' streams`. `docs/format.md` describes every bit, `docs/codec.md` the
-reasons. The bits of a segment are coded in `kernels.cpu.context`.
+What the segments of a block share is the *head*: their statistics, and the length of each segment's stream. A span is
+the streams of its segments. `docs/format.md` describes every bit, `docs/codec.md` the reasons. The kernels that code
+the bits of a segment are in `kernels.cpu.context`.
 """
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import Part, Piece, Read, SegmentSpec
+from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Unit, consecutive
 from pulse_rl.codecs.model import Ints, Model
 from pulse_rl.dtypes import UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
@@ -50,27 +52,37 @@ class ContextCodec:
     def is_dense(self, spec: SegmentSpec) -> bool:
         return False  # decided for each segment while it is coded, and stated in the head
 
-    def encode(self, parts: Sequence[Part]) -> bytes:
+    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
         numbers: list[int] = []  # of the head
         kinds: list[int] = []
-        streams: dict[int, bytes] = {}  # by segment
-        for dtype, members in _groups([part.spec for part in parts]).items():
-            group = [parts[number] for number in members]
+        streams = [b""] * len(segments)
+        for dtype, members in _groups([one.spec for one in segments]).items():
+            group = [segments[number] for number in members]
             classes, models, coded = _encode_group(field_of(dtype), group, self._price)
             numbers += _group_numbers(field_of(dtype), group, classes, models, coded)
             kinds += _kinds(field_of(dtype), len(members))
-            streams.update(zip(members, coded, strict=True))
+            for number, stream in zip(members, coded, strict=True):
+                streams[number] = stream
         head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
-        ordered = [streams[number] for number in sorted(streams)]
-        return b"".join([struct.pack("<I", len(head)), head, *ordered])
+        return head, [b"".join(members) for members in consecutive(streams, spans)]
 
-    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
-        if len(payload) < 4:
-            raise FormatError(f"context block: expected at least 4 bytes, found {len(payload)}")
-        (nbytes,) = struct.unpack_from("<I", payload)
+    def encode_block(self, segments: Sequence[SegmentChanges]) -> bytes:
+        """Encode one block of one span as `u32 n | head of n bytes | span`."""
+        head, (span,) = self.encode(segments, [len(segments)])
+        return struct.pack("<I", len(head)) + head + span
+
+    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
+        if len(block) < 4:
+            raise FormatError(f"context block: expected at least 4 bytes, found {len(block)}")
+        (nbytes,) = struct.unpack_from("<I", block)
+        return block[4 : 4 + nbytes], block[4 + nbytes :]
+
+    def open(
+        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+    ) -> list[Callable[[memoryview], list[Unit]]]:
         groups = _groups(specs)
         kinds = [kind for dtype, members in groups.items() for kind in _kinds(field_of(dtype), len(members))]
-        numbers = decode_numbers(payload[4 : 4 + nbytes], np.array(kinds, np.uint8))
+        numbers = decode_numbers(shared, np.array(kinds, np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
         streams = [_Stream(0, None)] * len(specs)
@@ -80,14 +92,20 @@ class ContextCodec:
             for number, stream in zip(members, found, strict=True):
                 streams[number] = stream
             numbers = numbers[count:]
-        expected = 4 + nbytes + sum(stream.nbytes for stream in streams)
-        if expected != len(payload):
-            raise FormatError(f"context block: expected {expected} bytes, found {len(payload)}")
-        pieces, at = [], 4 + nbytes
-        for spec, stream in zip(specs, streams, strict=True):
-            pieces.append(Piece(1, _decoder(payload[at : at + stream.nbytes], spec, stream.start)))
-            at += stream.nbytes
-        return pieces
+        paired = list(zip(specs, streams, strict=True))
+        return [partial(_units, members) for members in consecutive(paired, spans)]
+
+
+def _units(segments: Sequence[tuple[SegmentSpec, "_Stream"]], payload: memoryview) -> list[Unit]:
+    """The units of a span: its segments."""
+    expected = sum(stream.nbytes for _, stream in segments)
+    if expected != len(payload):
+        raise FormatError(f"context block: expected {expected} bytes, found {len(payload)}")
+    units, at = [], 0
+    for spec, stream in segments:
+        units.append(Unit(1, _decoder(payload[at : at + stream.nbytes], spec, stream.start)))
+        at += stream.nbytes
+    return units
 
 
 def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
@@ -108,7 +126,7 @@ def _kinds(field: Field, members: int) -> list[int]:
 
 
 def _group_numbers(
-    field: Field, parts: Sequence[Part], classes: Ints, models: list[Model], streams: Sequence[bytes]
+    field: Field, parts: Sequence[SegmentChanges], classes: Ints, models: list[Model], streams: Sequence[bytes]
 ) -> list[int]:
     """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
     plain = classes == len(models)
@@ -153,14 +171,14 @@ def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> li
 # Encoding
 
 
-def _encode_group(field: Field, parts: Sequence[Part], price: int) -> tuple[Ints, list[Model], list[bytes]]:
+def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> tuple[Ints, list[Model], list[bytes]]:
     """Code segments of one dtype, with what is learned from them.
 
     Returns the class of each segment (len(models) for a plain one), the models, and the streams.
     """
     # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
 
-    def measure(part: Part) -> tuple[Ints, Ints]:
+    def measure(part: SegmentChanges) -> tuple[Ints, Ints]:
         old = part.read()
         exponents = moves.find_moves(_gathered(old, part.changes), part.changes.values, field).exponents
         changes = np.bincount(exponents, minlength=field.exponents)
@@ -178,7 +196,7 @@ def _encode_group(field: Field, parts: Sequence[Part], price: int) -> tuple[Ints
     size = context.tables(field.exponents).size
     shares = [model.share(activity) for activity in activities]
 
-    def count(item: tuple[int, Part]) -> tuple[int, Ints]:
+    def count(item: tuple[int, SegmentChanges]) -> tuple[int, Ints]:
         number, part = item
         counts = np.zeros(size, np.int64)
         _encode_segment(field, part, Start(thresholds[number], shares[number], counts), None)
@@ -194,7 +212,7 @@ def _encode_group(field: Field, parts: Sequence[Part], price: int) -> tuple[Ints
     # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
     starts = [learned.start() for learned in models]
 
-    def code(item: tuple[int, Part]) -> bytes | None:
+    def code(item: tuple[int, SegmentChanges]) -> bytes | None:
         number, part = item
         fresh = starts[number]._replace(states=starts[number].states.copy())
         return _encode_segment(field, part, fresh, part.spec.size * part.spec.itemsize)
@@ -208,7 +226,7 @@ def _encode_group(field: Field, parts: Sequence[Part], price: int) -> tuple[Ints
     return classes, models, streams
 
 
-def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
+def _sample(classes: Ints, parts: Sequence[SegmentChanges]) -> list[tuple[int, SegmentChanges]]:
     """Up to SAMPLE segments of each class, evenly spaced, each with its class."""
     chosen = []
     for number in range(int(classes.max()) + 1):
@@ -217,7 +235,7 @@ def _sample(classes: Ints, parts: Sequence[Part]) -> list[tuple[int, Part]]:
     return chosen
 
 
-def _encode_segment(field: Field, part: Part, start: Start, limit: int | None) -> bytes | None:
+def _encode_segment(field: Field, part: SegmentChanges, start: Start, limit: int | None) -> bytes | None:
     """Code one segment; start's states are changed. limit: as in the kernel."""
     old = part.read()
     moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, field)
@@ -235,7 +253,7 @@ def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
     return values
 
 
-def _plain(part: Part) -> bytes:
+def _plain(part: SegmentChanges) -> bytes:
     """All new elements of a segment."""
     new = part.read().copy()
     cpu.scatter(new, part.changes.indices, part.changes.values)

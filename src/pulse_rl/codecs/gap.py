@@ -1,17 +1,18 @@
 """The paper's codec: gaps between changes, absolute new values, zstd level 1.
 
-A block is `u32 n | zstd frame of n bytes: gap words | zstd frame: values`. The two streams are compressed separately,
-because interleaving them costs 0.4 bits per change. Source: arXiv 2602.03839, with flat 16-bit gaps instead of row and
-column gaps (they are as small on real patches, and need no loop over rows).
+A span is `u32 n | zstd frame of n bytes: gap words | zstd frame: values`, and spans share nothing. The two streams are
+compressed separately, because interleaving them costs 0.4 bits per change. Source: arXiv 2602.03839, with flat 16-bit
+gaps instead of row and column gaps (they are as small on real patches, and need no loop over rows).
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import zstandard
 
-from pulse_rl.codecs.base import Part, Piece, SegmentSpec, coded_count, every_index, split_values
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Unit, coded_count, consecutive, every_index, split_values
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
@@ -31,7 +32,10 @@ class GapCodec:
     def is_dense(self, spec: SegmentSpec) -> bool:
         return spec.changed * (GAP_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
 
-    def encode(self, parts: Sequence[Part]) -> bytes:
+    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+        return b"", [self._encode(members) for members in consecutive(segments, spans)]
+
+    def _encode(self, parts: Sequence[SegmentChanges]) -> bytes:
         sparse = [part.changes.indices for part in parts if not self.is_dense(part.spec)]
         words = np.empty(3 * sum(map(len, sparse)), np.uint16)
         used = 0
@@ -42,8 +46,18 @@ class GapCodec:
         values = compress(b"".join(part.changes.values.tobytes() for part in parts))
         return struct.pack("<I", len(gaps)) + gaps + values
 
-    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
-        return [Piece(len(specs), lambda reads: self._decode(payload, specs))]
+    def open(
+        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+    ) -> list[Callable[[memoryview], list[Unit]]]:
+        if len(shared):
+            raise FormatError(f"gap block: expected that its spans share nothing, found {len(shared)} bytes")
+        return [partial(self._units, members) for members in consecutive(specs, spans)]
+
+    def _units(self, specs: Sequence[SegmentSpec], payload: memoryview) -> list[Unit]:
+        return [Unit(len(specs), lambda reads: self._decode(payload, specs))]
+
+    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
+        return block[:0], block
 
     def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         if len(payload) < 4:

@@ -3,11 +3,12 @@
 A block is all sparse segments' indices (relative to their segment), then all values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from pulse_rl.codecs.base import Part, Piece, SegmentSpec, every_index, split_values
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Unit, consecutive, every_index, split_values
 from pulse_rl.errors import FormatError
 from pulse_rl.weights.changes import Changes
 
@@ -24,12 +25,25 @@ class RawCodec:
     def is_dense(self, spec: SegmentSpec) -> bool:
         return spec.changed * (INDEX_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
 
-    def encode(self, parts: Sequence[Part]) -> bytes:
+    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+        return b"", [self._encode(members) for members in consecutive(segments, spans)]
+
+    def _encode(self, parts: Sequence[SegmentChanges]) -> bytes:
         indices = [part.changes.indices.tobytes() for part in parts if not self.is_dense(part.spec)]
         return b"".join(indices + [part.changes.values.tobytes() for part in parts])
 
-    def open(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Piece]:
-        return [Piece(len(specs), lambda reads: self._decode(payload, specs))]
+    def open(
+        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+    ) -> list[Callable[[memoryview], list[Unit]]]:
+        if len(shared):
+            raise FormatError(f"raw block: expected that its spans share nothing, found {len(shared)} bytes")
+        return [partial(self._units, members) for members in consecutive(specs, spans)]
+
+    def _units(self, specs: Sequence[SegmentSpec], payload: memoryview) -> list[Unit]:
+        return [Unit(len(specs), lambda reads: self._decode(payload, specs))]
+
+    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
+        return block[:0], block
 
     def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         split = INDEX_NBYTES * sum(spec.changed for spec in specs if not self.is_dense(spec))

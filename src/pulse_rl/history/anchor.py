@@ -11,7 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from pulse_rl.checkpoint.shards import INDEX, plan_shards, stream_shard
+from pulse_rl.checkpoint.shards import INDEX, Shard, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import ObjectRef, is_file_name
@@ -30,16 +30,28 @@ def put_anchor(
     digest: the digest that the tensors must have. Holds one part of a file in memory.
     Returns the files. Raises IntegrityError if other bits were sent, and StoreError; then nothing refers to the files.
     """
-    seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
-    total = digests.state_digest({name: bits for name, bits in tensors.items() if bits.size == 0})
-    refs = []
-
     shards, index = plan_shards(tensors)
+    refs, found = put_shards(store, directory, tensors, shards)
+    check_digest(directory, digest, found + digests.empty_digest(tensors))
+    return refs + put_assets(store, directory, index, assets)
+
+
+def put_shards(
+    store: Store, directory: str, tensors: Mapping[str, Bits], shards: Iterable[Shard]
+) -> tuple[tuple[ObjectRef, ...], int]:
+    """Write some files of an anchor. Returns them, and the digest of the elements that were sent."""
+    seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}
+    refs, total = [], 0
     for shard in shards:
         file = _Upload(seeds, partial(stream_shard, tensors, shard.tensors))
         store.put(f"{directory}/{shard.name}", file)
         refs.append(file.ref(f"{directory}/{shard.name}"))
         total += file.digest
+    return tuple(refs), total & digests.MASK
+
+
+def check_digest(directory: str, digest: str, total: int) -> None:
+    """Raise IntegrityError unless the digest of all that was sent is the version's."""
     found = digests.to_hex(total)
     if found != digest:
         raise IntegrityError(
@@ -48,6 +60,13 @@ def put_anchor(
             expected=digest,
             found=found,
         )
+
+
+def put_assets(
+    store: Store, directory: str, index: bytes | None, assets: Mapping[str, bytes]
+) -> tuple[ObjectRef, ...]:
+    """Write an anchor's index, if it has one, and its assets."""
+    refs = []
     files = dict(assets) | ({INDEX: index} if index else {})
     for name, data in sorted(files.items()):
         store.put(f"{directory}/{name}", [data])

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import msgspec
 from blake3 import blake3
 
-from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
+from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, skew, translate
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 FORMAT = "pulse-rl/history"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # from 3 on, patches are of format 2, and may consist of parts
+OLDEST_VERSION = 2  # that this release reads
 MAX_MANIFEST_NBYTES = 16 << 20
 MAX_SEQUENCE = 10**12 - 1  # the greatest number of 12 digits
 
@@ -35,6 +36,8 @@ _OBJECT = re.compile(
 )
 _SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
 _SIGNATURE_NBYTES = len(',"signature":""}') + 128
+
+PARTS = "parts.json"
 
 Scalar: TypeAlias = str | int | float | bool | None
 Software = Annotated[str, msgspec.Meta(max_length=255)]
@@ -54,13 +57,41 @@ class ObjectRef(msgspec.Struct, frozen=True):
     blake3: Hash
 
 
-class PatchRef(ObjectRef, frozen=True):
+class PatchObject(ObjectRef, frozen=True):
+    """A patch: one file, or the list of the parts that several publishing ranks have put.
+
+    Attributes:
+        name: Its name in the store.
+        nbytes: Its size in bytes.
+        blake3: Its BLAKE3 hash, 64 hex digits.
+        head_nbytes: Bytes of the file's head, which is read alone for a share of the patch; 0 for one of format 1.
+        head_blake3: The first 32 hex digits of the head's BLAKE3 hash; empty for a patch of format 1.
+        parts: How many files it consists of, where the object lists them; 0 for a file.
+        parts_nbytes: Their bytes together.
+    """
+
+    head_nbytes: Count = 0
+    head_blake3: HeadHash = ""
+    parts: Count = 0
+    parts_nbytes: Count = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        """All bytes that a receiver of whole weights reads."""
+        return self.nbytes + self.parts_nbytes
+
+
+class PatchRef(PatchObject, frozen=True, kw_only=True):
     """The patch from the previous manifest's version to this one's.
 
     Attributes:
         name: Its name in the store.
         nbytes: Its size in bytes.
         blake3: Its BLAKE3 hash, 64 hex digits.
+        head_nbytes: As in `PatchObject`.
+        head_blake3: As in `PatchObject`.
+        parts: As in `PatchObject`.
+        parts_nbytes: As in `PatchObject`.
         base: The version that it starts from.
         codec: The codec of its changes.
         changes: How many elements it changes.
@@ -128,6 +159,16 @@ def manifest_name(sequence: int) -> str:
 def patch_name(sequence: int, token: str) -> str:
     """The name of a patch to the version at a sequence number."""
     return f"patches/{sequence:012d}-{token}.safetensors"
+
+
+def parts_name(sequence: int, token: str) -> str:
+    """The name of the list of the parts of a patch."""
+    return f"patches/{sequence:012d}-{token}/{PARTS}"
+
+
+def part_name(parts: str, number: int) -> str:
+    """The name of one part, from that of their list."""
+    return f"{parts.removesuffix(PARTS)}{number:05d}.safetensors"
 
 
 def trail_name(sequence: int, token: str) -> str:
@@ -226,9 +267,10 @@ def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None
         if kind.format == FORMAT and kind.format_version > FORMAT_VERSION:
             writer = kind.software if isinstance(kind.software, str) else None
             raise skew("the history", kind.format_version, FORMAT_VERSION, written_by=writer, source=where)
-        if (kind.format, kind.format_version) != (FORMAT, FORMAT_VERSION):
+        if kind.format != FORMAT or not OLDEST_VERSION <= kind.format_version <= FORMAT_VERSION:
             raise wrong(
-                f": expected {FORMAT} version {FORMAT_VERSION}, found {kind.format} version {kind.format_version}"
+                f": expected {FORMAT} version {OLDEST_VERSION} to {FORMAT_VERSION}, found {kind.format} version "
+                f"{kind.format_version}"
             )
         manifest = decode_json(data, Manifest, f"{where} is not a manifest")
     if manifest.sequence != sequence or manifest.anchor_sequence > sequence:

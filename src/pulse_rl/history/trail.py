@@ -16,9 +16,9 @@ import msgspec
 import zstandard
 
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
+from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, skew, translate
-from pulse_rl.history.manifest import FORMAT_VERSION, Manifest, ObjectRef, patch_name
+from pulse_rl.history.manifest import FORMAT_VERSION, Manifest, PatchObject, parts_name, patch_name
 
 REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how many versions back a trail lists such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
@@ -50,7 +50,7 @@ class PatchLink(NamedTuple):
         to: The version that it leads to.
     """
 
-    ref: ObjectRef
+    ref: PatchObject
     base_sequence: int
     to: State
 
@@ -65,10 +65,22 @@ class _StoredLink(msgspec.Struct, frozen=True, array_like=True):
     token: Token
     nbytes: Count
     blake3: Hash
+    head_nbytes: Count = 0  # from here on as in `PatchObject`
+    head_blake3: HeadHash = ""
+    parts: Count = 0
+    parts_nbytes: Count = 0
+
+    @property
+    def ref(self) -> PatchObject:
+        """The patch's object."""
+        name = (parts_name if self.parts else patch_name)(self.target, self.token)
+        return PatchObject(
+            name, self.nbytes, self.blake3, self.head_nbytes, self.head_blake3, self.parts, self.parts_nbytes
+        )
 
 
 class _Kind(msgspec.Struct):
-    """The version of a trail's format, which is that of the history's; one of version 2 need not say it."""
+    """The version of a trail's format, which is that of the history's; trails need not say it."""
 
     format_version: int = FORMAT_VERSION
 
@@ -91,11 +103,7 @@ class Trail(msgspec.Struct, frozen=True):
             The patches, in the order of the versions that they lead to.
         """
         return [
-            PatchLink(
-                ObjectRef(patch_name(p.target, p.token), p.nbytes, p.blake3),
-                p.base,
-                State(p.target, p.version, p.digest),
-            )
+            PatchLink(p.ref, p.base, State(p.target, p.version, p.digest))
             for p in sorted(self.patches, key=lambda p: (p.target, p.base))
         ]
 
@@ -118,6 +126,10 @@ class Trail(msgspec.Struct, frozen=True):
                 _token(link.ref.name),
                 link.ref.nbytes,
                 link.ref.blake3,
+                link.ref.head_nbytes,
+                link.ref.head_blake3,
+                link.ref.parts,
+                link.ref.parts_nbytes,
             )
             for link in links
         )
@@ -134,7 +146,8 @@ class Trail(msgspec.Struct, frozen=True):
 
 
 def _token(name: str) -> str:
-    return name.removesuffix(".safetensors")[-16:]
+    """The token in the name of a patch, "patches/000000000007-TOKEN…"."""
+    return name.partition("-")[2][:16]
 
 
 def state_of(manifest: Manifest) -> State:
@@ -198,7 +211,7 @@ def cost(chain: Sequence[PatchLink]) -> int:
 
 
 def _cost(link: PatchLink) -> int:
-    return link.ref.nbytes + REQUEST_NBYTES
+    return link.ref.total_nbytes + REQUEST_NBYTES * (1 + link.ref.parts)
 
 
 def _shortest(

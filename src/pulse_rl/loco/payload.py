@@ -24,7 +24,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Part, Piece, segment_spec
+from pulse_rl.codecs.base import SegmentChanges, Unit, open_block, run_spec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field_of
@@ -64,7 +64,7 @@ def limit(segments: Sequence[SharedSegment]) -> int:
 def encode(sends: Sequence[Sends], segments: Sequence[SharedSegment], gate: str, value_dtype: str = "float32") -> bytes:
     """One payload of these segments. The same sends give the same bytes, whatever the number of threads."""
     parts = [_part(one, segment, gate) for one, segment in zip(sends, segments, strict=True)]
-    positions = _CODEC.encode(parts)
+    positions = _CODEC.encode_block(parts)
     exponents, rest = _split(np.concatenate([one.values for one in sends]), value_dtype)
     frame = zstandard.ZstdCompressor(1).compress(exponents.tobytes())
     counts = np.array([len(one.indices) for one in sends], "<u4")
@@ -96,19 +96,19 @@ def open_payload(
     if expected != len(payload):
         raise FormatError(f"payload: expected {expected} bytes, found {len(payload)}")
     specs = [
-        segment_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, count)
+        run_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, count)
         for segment, count in zip(segments, counts.tolist(), strict=True)
     ]
     frame = header + positions_nbytes
-    pieces = _CODEC.open(payload[header:frame], specs)
+    units = open_block(_CODEC, payload[header:frame], specs)
     exponents = np.frombuffer(decompress(payload[frame : frame + frame_nbytes], total, "exponents"), np.uint8)
     if len(exponents) != total or (exponents == 0xFF).any():
         raise FormatError(f"payload: expected {total} exponents of finite values, found {len(exponents)}")
     values = _join(exponents, np.frombuffer(payload[frame + frame_nbytes :], np.uint8), value_dtype)
     ends = np.cumsum(counts).tolist()
     return [
-        partial(_decode, piece, values[end - spec.changed : end], segment)
-        for piece, spec, end, segment in zip(pieces, specs, ends, segments, strict=True)
+        partial(_decode, unit, values[end - spec.changed : end], segment)
+        for unit, spec, end, segment in zip(units, specs, ends, segments, strict=True)
     ]
 
 
@@ -120,17 +120,17 @@ def rounded(values: F32, value_dtype: str) -> F32:
     return widened
 
 
-def _part(sends: Sends, segment: SharedSegment, gate: str) -> Part:
-    spec = segment_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, len(sends.indices))
+def _part(sends: Sends, segment: SharedSegment, gate: str) -> SegmentChanges:
+    spec = run_spec(DTYPES[gate][0], segment.shape, segment.start, segment.stop, len(sends.indices))
     count = len(sends.indices)
     up = moves.apply_moves(
         segment.bits, sends.indices, np.ones(count, np.bool_), np.ones(count, np.uint64), field_of(spec.dtype)
     )
-    return Part(spec, Changes(sends.indices, up), lambda: segment.bits)
+    return SegmentChanges(spec, Changes(sends.indices, up), lambda: segment.bits)
 
 
-def _decode(piece: Piece, values: F32, segment: SharedSegment) -> Sends:
-    (changes,) = piece.decode([lambda: segment.bits])
+def _decode(unit: Unit, values: F32, segment: SharedSegment) -> Sends:
+    (changes,) = unit.decode([lambda: segment.bits])
     return Sends(changes.indices, values)
 
 

@@ -4,6 +4,9 @@
 it is the target's may `write` run. Between the two, decoded changes are kept up to a fixed budget and the rest is
 decoded again, so a receiver holds the patch and little more. A write that is interrupted is finished before the
 interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `live`.
+
+A patch may consist of parts, and the weights may be a share of the whole: then each process proves what it owns, and
+the proof is the sum over all.
 """
 
 import time
@@ -11,19 +14,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
 from threading import Lock
 from typing import NamedTuple
 
-from pulse_rl.codecs.base import Piece
+import numpy as np
+
+from pulse_rl.codecs.base import Unit
+from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.patch.format import Patch, Segment, decoded_nbytes
+from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
+from pulse_rl.patch.segments import Segment
+from pulse_rl.patch.targets import Target, targets
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Positions
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.pieces import Place, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
@@ -45,20 +53,31 @@ class _Tensor(NamedTuple):
     """A tensor of the patch and the live memory behind it."""
 
     name: str
+    shape: tuple[int, ...]
     seed: int  # of its digest
     live: Copies
+    before: Copies  # the same tensors as they are when the patch is written
 
 
 @dataclass(slots=True)
-class _Unit:
+class _Work:
     """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
 
     segments: Sequence[Segment]
-    piece: Piece
+    tensors: Sequence[_Tensor]  # of the part, by its segments' numbers
+    unit: Unit
     keep: bool  # whether the changes stay in memory from proof to write
     changes: list[Changes] | None = None  # of each segment, while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
+
+    def decode(self) -> list[Changes]:
+        """The changes of each segment."""
+        return self.unit.decode([partial(self._read, segment) for segment in self.segments])
+
+    def _read(self, segment: Segment) -> UIntArray:
+        old = place_view(self.tensors[segment.tensor].before[0], segment.place)
+        return old.read(0, old.size)
 
 
 class _Checked(NamedTuple):
@@ -69,33 +88,56 @@ class _Checked(NamedTuple):
     prove_s: float
 
 
+class Overwritten(NamedTuple):
+    """Elements of live memory that a patch overwrites, with the bits that they hold before."""
+
+    name: str  # of the tensor
+    place: Place  # which part of the tensor
+    bits: Bits  # the live memory of that part
+    old: Changes  # indices into the part
+
+
 class Application:
     """A patch, to be proved against live weights by `prove` and then written to them by `write`.
 
-    patch: what to apply. live: the live tensors behind each of its tensors, as `resolve` finds them.
-    Between `prove` and `write` the weights must not change; the two may run on different threads.
+    parts: the patch, or all parts of it; only the blocks that were read are applied. live: the live tensors behind each
+    of its tensors, as `resolve` finds them. keep_nbytes: of decoded changes to keep from proof to write; the rest is
+    decoded again. before: the same tensors as they will be when it is written, where other patches are to be written
+    first. Between `prove` and `write` the weights must not change; the two may run on different threads.
     """
 
-    def __init__(self, patch: Patch, live: Mapping[str, Copies]) -> None:
-        self._patch = patch
-        self._tensors = [_Tensor(t.name, digests.seed(t.name, t.dtype, t.shape), live[t.name]) for t in patch.tensors]
-        self._shared = _SharedMemory([tensor.live for tensor in self._tensors])
-        self._overlapping = overlapping(tensor.live for tensor in self._tensors)
-        self._units: list[_Unit] = []  # empty until `prove`
+    def __init__(
+        self,
+        parts: Patch | Sequence[Patch],
+        live: Mapping[str, Copies],
+        keep_nbytes: float = KEEP_NBYTES,
+        before: Mapping[str, Copies] | None = None,
+    ) -> None:
+        self._parts = [parts] if isinstance(parts, Patch) else list(parts)
+        self._live = live
+        self._before = live if before is None else before
+        self._keep_nbytes = keep_nbytes
+        self._shared = _SharedMemory(live)
+        self._overlapping = overlapping(live.values())
+        self._work: list[_Work] = []  # empty until `prove`
+        self._delta: int | None = None  # what the digest of what this process owns gains
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, summed over threads
 
     @property
     def changed_nbytes(self) -> int:
         """Memory that all decoded changes would take together."""
-        return sum(decoded_nbytes(block.segments) for block in self._patch.blocks)
+        return sum(
+            decoded_nbytes(span.segments) for part in self._parts for span in part.spans if span.number in part.payloads
+        )
 
-    def prove(self, base_digest: int) -> None:
+    def prove(self, base_digest: int, add_up: Callable[[int], int] = lambda delta: delta) -> None:
         """Check that base_digest is the patch's base and that writing it will give the target's digest.
 
-        base_digest: of the live weights. Raises BaseMismatchError or IntegrityError; nothing is written.
+        base_digest: of the live weights, whole. add_up: adds up what the digest gains over all processes that hold
+        shares. Raises BaseMismatchError or IntegrityError; nothing is written.
         """
-        header, found = self._patch.header, digests.to_hex(base_digest)
+        header, found = self._parts[0].header, digests.to_hex(base_digest)
         if found != header.base_digest:
             raise BaseMismatchError(
                 f"the patch leads from version {header.base} (digest {header.base_digest}) to {header.target}, but "
@@ -103,7 +145,7 @@ class Application:
                 expected=header.base_digest,
                 found=found,
             )
-        reached = digests.to_hex(base_digest + self._digest_delta())
+        reached = digests.to_hex(base_digest + add_up(self.own_delta()))
         if reached != header.target_digest:
             raise IntegrityError(
                 f"the patch does not lead to version {header.target}: expected digest {header.target_digest}, found "
@@ -111,67 +153,115 @@ class Application:
                 expected=header.target_digest,
                 found=reached,
             )
-        for one, other in self._shared.differing():
-            raise BaseMismatchError(
-                f"tensors {self._tensors[one].name!r} and {self._tensors[other].name!r} share memory in these weights, "
-                "but the patch gives them different bits: expected weights in which they are not tied"
-            )
 
-    def _digest_delta(self) -> int:
-        """Decode the whole patch and check it: returns what the digest of the weights gains, mod 2^64."""
-        self._units = list(self._plan_units())
-        delta = 0
-        for checked in ordered_map(self._check, self._units):
-            delta += checked.delta
-            self.decode_s += checked.decode_s
-            self.prove_s += checked.prove_s
-        return delta
+    def own_delta(self) -> int:
+        """Decode what was read of the patch and check it: what the digest of what this process owns gains, mod 2^64.
 
-    def _plan_units(self) -> Iterator[_Unit]:
+        Raises PatchFormatError or BaseMismatchError; nothing is written. A second call returns the same.
+        """
+        if self._delta is None:
+            self._work, delta = list(self._plan()), 0
+            for checked in ordered_map(self._check, self._work):
+                delta += checked.delta
+                self.decode_s += checked.decode_s
+                self.prove_s += checked.prove_s
+            for one, other in self._shared.differing():
+                raise BaseMismatchError(
+                    f"tensors {one!r} and {other!r} share memory in these weights, "
+                    "but the patch gives them different bits: expected weights in which they are not tied"
+                )
+            self._delta = delta & digests.MASK
+        return self._delta
+
+    def _plan(self) -> Iterator[_Work]:
         """The patch's units in order; those whose changes fit into the budget are kept."""
-        # A unit decodes against old bits that are gone once another name of the same memory is written: keep them all.
-        keep_all = self._patch.codec.conditional and (self._shared or self._overlapping)
-        budget = float("inf") if keep_all else KEEP_NBYTES
-        for segments, piece in self._patch.pieces():
-            budget -= decoded_nbytes(segments)
-            yield _Unit(segments, piece, keep=budget >= 0)
+        budget = self._keep_nbytes
+        for part in self._parts:
+            tensors = [
+                _Tensor(
+                    name,
+                    shape,
+                    digests.seed(name, dtype, shape),
+                    self._live.get(name, ()),
+                    self._before.get(name, ()),
+                )
+                for name, dtype, shape, _ in part.table
+            ]
+            # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
+            keep_all = part.codec.conditional and (self._shared or self._overlapping)
+            for segments, unit in part.units():
+                budget -= decoded_nbytes(segments)
+                if any(self._targets(tensors[segment.tensor], segment) for segment in segments if segment.spec.changed):
+                    yield _Work(segments, tensors, unit, keep=bool(keep_all) or budget >= 0)
 
-    def _check(self, unit: _Unit) -> _Checked:
+    def _targets(self, tensor: _Tensor, segment: Segment) -> list[Target]:
+        return targets(tensor.live[0], segment.place) if tensor.live else []
+
+    def _check(self, work: _Work) -> _Checked:
         start_s = time.perf_counter()
-        changes = self._decode(unit)
+        changes = work.decode()
         decoded_s = time.perf_counter()
-        if unit.keep:
-            unit.changes = changes
-        delta = sum(starmap(self._check_segment, zip(unit.segments, changes, strict=True)))
+        if work.keep:
+            work.changes = changes
+        delta = sum(
+            self._check_segment(work.tensors[segment.tensor], segment, found)
+            for segment, found in zip(work.segments, changes, strict=True)
+        )
         return _Checked(delta, decoded_s - start_s, time.perf_counter() - decoded_s)
 
-    def _check_segment(self, segment: Segment, changes: Changes) -> int:
+    def _check_segment(self, tensor: _Tensor, segment: Segment, changes: Changes) -> int:
         """Check a segment's tied copies; returns what the digest gains by its changes."""
-        indices, after = changes
-        if not len(indices):
-            return 0
-        tensor = self._tensors[segment.tensor]
-        original, *copies = tensor.live
-        before = original.gather(segment.start, indices)
-        if any((copy.gather(segment.start, indices) != before).any() for copy in copies):
-            raise tied_differ(tensor.name)
-        if self._shared:
-            self._shared.add(segment.tensor, cpu.digest_delta(0, segment.start, indices, before, after))
-        return cpu.digest_delta(tensor.seed, segment.start, indices, before, after)
+        delta = 0
+        if not len(changes.indices) or not tensor.live:
+            return delta
+        for target in targets(tensor.before[0], segment.place):
+            indices, after = target.own(segment.place, changes)
+            before, at = target.bits.gather(0, indices), target.positions(tensor.shape)
+            for copy in tensor.before[1:]:
+                if (place_view(copy, target.place).gather(0, indices) != before).any():
+                    raise tied_differ(tensor.name)
+            self._shared.add(tensor.name, at, Changes(indices, before), after)
+            if target.owned:
+                delta += digests.delta(tensor.seed, at, indices, before, after)
+        return delta
 
-    def _decode(self, unit: _Unit) -> list[Changes]:
-        return unit.piece.decode(
-            [partial(self._tensors[s.tensor].live[0].read, s.start, s.stop) for s in unit.segments]
-        )
+    def changes(self) -> Iterator[tuple[str, Place, Changes]]:
+        """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""
+        for work in self._work:
+            for segment, found in zip(work.segments, work.changes or work.decode(), strict=True):
+                tensor = work.tensors[segment.tensor]
+                if len(found.indices) and tensor.live:
+                    yield tensor.name, segment.place, found
 
-    def replaced(self) -> Iterator[tuple[str, Bits, int, Changes]]:
-        """What `write` will overwrite, after `prove`: for each segment of each live tensor that changes, its name, the
-        live tensor, the segment's start, and the indices from there with the bits that they hold now."""
-        for unit in self._units:
-            for segment, (indices, _) in zip(unit.segments, unit.changes or self._decode(unit), strict=True):
-                tensor = self._tensors[segment.tensor]
-                for bits in tensor.live if len(indices) else ():
-                    yield tensor.name, bits, segment.start, Changes(indices, bits.gather(segment.start, indices))
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory that the decoded changes take which are kept until `write`."""
+        return sum(change.indices.nbytes + change.values.nbytes for work in self._work for change in work.changes or ())
+
+    def keep_in(self, changes: Mapping[tuple[str, Place], Changes]) -> None:
+        """Keep decoded changes in other memory until `write`. changes: all of those that `changes` gives."""
+        for work in self._work:
+            work.changes = [
+                changes.get((work.tensors[segment.tensor].name, segment.place), _no_changes(segment))
+                for segment in work.segments
+            ]
+
+    def replaced(self) -> Iterator[Overwritten]:
+        """What `write` will overwrite, after `prove`: each part of live memory in which something changes."""
+        for work in self._work:
+            for target, name, changes in self._writes(work, work.changes or work.decode()):
+                old = Changes(changes.indices, target.bits.gather(0, changes.indices))
+                yield Overwritten(name, target.place, target.bits, old)
+
+    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
+        """Each part of live memory that is to be written, its tensor's name, and its changes."""
+        for segment, changes in zip(work.segments, decoded, strict=True):
+            tensor = work.tensors[segment.tensor]
+            for copy in tensor.live if len(changes.indices) else ():
+                for target in targets(copy, segment.place):
+                    own = target.own(segment.place, changes)
+                    if len(own.indices):
+                        yield target, tensor.name, own
 
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
@@ -180,55 +270,59 @@ class Application:
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
         before = list(self.replaced()) if self._overlapping else []
+        held = self._held_digest() if self._overlapping else 0
         finish_despite_interrupt(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
         if self._overlapping:
-            self._check_overlaps(before)
+            self._check_overlaps(held, before)
 
-    def _batches(self) -> Iterator[list[_Unit]]:
+    def _batches(self) -> Iterator[list[_Work]]:
         """Runs of units of BATCH changes or more each, but for the last."""
-        batch, changes = list[_Unit](), 0
-        for unit in self._units:
-            batch.append(unit)
-            changes += sum(segment.spec.changed for segment in unit.segments)
+        batch, changes = list[_Work](), 0
+        for work in self._work:
+            batch.append(work)
+            changes += sum(segment.spec.changed for segment in work.segments)
             if changes >= BATCH:
                 yield batch
                 batch, changes = [], 0
         yield batch
 
-    def _write_batch(self, units: list[_Unit]) -> None:
-        for unit in units:
-            self._write_unit(unit)
+    def _write_batch(self, batch: list[_Work]) -> None:
+        for work in batch:
+            self._write_unit(work)
 
-    def _write_unit(self, unit: _Unit) -> None:
-        with unit.lock:
-            if unit.written:
+    def _write_unit(self, work: _Work) -> None:
+        with work.lock:
+            if work.written:
                 return
             # Held until all of it is written, as a repeated write could no longer decode against the old bits.
-            unit.changes = unit.changes or self._decode(unit)
-            for segment, (indices, values) in zip(unit.segments, unit.changes, strict=True):
-                tensor = self._tensors[segment.tensor]
-                for bits in tensor.live if len(indices) else ():
-                    bits.scatter(segment.start, indices, values)
-                    if (bits.gather(segment.start, indices) != values).any():
-                        raise IntegrityError(
-                            f"tensor {tensor.name!r} does not hold the bits that were just written", name=tensor.name
-                        )
-            unit.written, unit.changes = True, None
+            work.changes = work.changes or work.decode()
+            for target, name, (indices, values) in self._writes(work, work.changes):
+                target.bits.scatter(0, indices, values)
+                if (target.bits.gather(0, indices) != values).any():
+                    raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
+            work.written, work.changes = True, None
 
-    def _check_overlaps(self, before: list[tuple[str, Bits, int, Changes]]) -> None:
+    def _held_digest(self) -> int:
+        return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
+
+    def _check_overlaps(self, held: int, before: list[Overwritten]) -> None:
         """Where tensors overlap in part, only the result shows whether the patch gave common memory the same bits.
 
-        before: what was overwritten, to be put back if it did not.
+        held: the digest of what this process owns before the write. before: what was overwritten, to be put back if the
+        result is another one.
         """
-        live = {tensor.name: tensor.live[0] for tensor in self._tensors}
-        if digests.to_hex(digests.state_digest(live)) == self._patch.header.target_digest:
+        if self._held_digest() == (held + self.own_delta()) & digests.MASK:
             return
-        for _, bits, start, (indices, values) in reversed(before):
-            bits.scatter(start, indices, values)
+        for _, _, bits, (indices, values) in reversed(before):
+            bits.scatter(0, indices, values)
         raise BaseMismatchError(
             "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
             "expected weights that do not overlap; they are as they were"
         )
+
+
+def _no_changes(segment: Segment) -> Changes:
+    return Changes(np.empty(0, np.uint32), np.empty(0, UINTS[segment.spec.itemsize]))
 
 
 class _SharedMemory:
@@ -238,21 +332,23 @@ class _SharedMemory:
     none, which is the ordinary case.
     """
 
-    def __init__(self, live: Sequence[Copies]) -> None:
-        self._pairs = shared_memory(live)
-        self._sums = {tensor: 0 for pair in self._pairs for tensor in pair}
+    def __init__(self, live: Mapping[str, Copies]) -> None:
+        names = list(live)
+        self._pairs = [(names[one], names[other]) for one, other in shared_memory(live.values())]
+        self._sums = {name: 0 for pair in self._pairs for name in pair}
         self._lock = Lock()
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
-    def add(self, tensor: int, delta: int) -> None:
-        """Count a change of a tensor. May be called on any thread."""
-        if tensor in self._sums:
+    def add(self, name: str, at: Positions, before: Changes, after: UIntArray) -> None:
+        """Count changes of a tensor. May be called on any thread."""
+        if name in self._sums:
+            delta = digests.delta(0, at, before.indices, before.values, after)
             with self._lock:
-                self._sums[tensor] += delta
+                self._sums[name] += delta
 
-    def differing(self) -> Iterator[tuple[int, int]]:
+    def differing(self) -> Iterator[tuple[str, str]]:
         """The pairs that were changed differently."""
         for one, other in self._pairs:
             if (self._sums[one] - self._sums[other]) & digests.MASK:

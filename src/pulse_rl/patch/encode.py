@@ -2,6 +2,9 @@
 
 Works segment by segment on threads. Held at once are one segment's changes a thread, one open block and the coded
 blocks: never a second model. Changes are found once, whatever the number of codecs that code them.
+
+A process that holds shares of the weights makes a part: it covers the pieces that the process owns. `find` codes it;
+once the parts' deltas are added up, the digests are known, and `finish` puts the file together.
 """
 
 import time
@@ -12,16 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pulse_rl.codecs.base import Codec, Part, every_index, segment_spec
+from pulse_rl.codecs.base import Codec, SegmentChanges, every_index
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.segments import Entry, Segments, groups_of, spec_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes, find_changes
-from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.pieces import Place, place_view
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
+# A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
+# least this many bytes of decoded changes after the span began, by `Segments.boundary`. A span costs 20 to 60 bytes.
+CLOSE_NBYTES = {1: 64 << 10, 2: 4 << 10}
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,55 @@ class EncodedPatch:
 
     data: bytes
     header: patch_format.PatchHeader
+    head_nbytes: int  # of the file's head
     read_s: float  # reading and casting the new weights, seconds summed over threads
     diff_s: float  # finding and digesting changes, seconds summed over threads
     encode_s: float  # coding and compressing, wall time in seconds
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The changes of what this process owns, coded; not a file yet, as that names the digests of the whole weights."""
+
+    codec: str
+    table: bytes
+    counts: list[int]  # changes of each segment
+    blocks: list[patch_format.CodedBlock]
+    elements: int  # that it covers
+    full_nbytes: int
+    base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
+    delta: int  # what it gains, mod 2^64
+    read_s: float
+    diff_s: float
+    encode_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return sum(len(payload) for block in self.blocks for _, payload in block.spans)
+
+    def finish(
+        self, *, base: int, target: int, base_digest: int, target_digest: int, part: int = 0, parts: int = 1
+    ) -> EncodedPatch:
+        """Put the file together. Digests are those of the whole weights."""
+        header = patch_format.PatchHeader(
+            format=patch_format.FORMAT,
+            format_version=patch_format.FORMAT_VERSION,
+            codec=self.codec,
+            base=base,
+            target=target,
+            base_digest=digests.to_hex(base_digest),
+            target_digest=digests.to_hex(target_digest),
+            elements=self.elements,
+            changes=sum(self.counts),
+            full_nbytes=self.full_nbytes,
+            blocks=len(self.blocks),
+            spans=sum(len(block.spans) for block in self.blocks),
+            part=part,
+            parts=parts,
+        )
+        data, head_nbytes = patch_format.pack(header, self.table, self.counts, self.blocks)
+        return EncodedPatch(data, header, head_nbytes, self.read_s, self.diff_s, self.encode_s)
 
 
 def encode(
@@ -45,60 +98,84 @@ def encode(
     base_digest: int | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> list[EncodedPatch]:
-    """Make the patch from old to new, once with each codec.
+    """Make the patch from old to new, of whole weights, once with each codec.
 
     old, new: the same tensors in canonical order. base_digest: the digest of old if it is known; otherwise it is
     computed in the same pass. tied: further names → the name in new that stands for them. Reads the new weights once.
     """
+    patches = []
+    for coded in find(old, new, codecs=codecs, digest_old=base_digest is None, tied=tied):
+        before = coded.base if base_digest is None else base_digest
+        patches.append(coded.finish(base=base, target=target, base_digest=before, target_digest=before + coded.delta))
+    return patches
+
+
+def find(
+    old: Mapping[str, Bits],
+    new: Mapping[str, Bits],
+    *,
+    codecs: Sequence[Codec],
+    digest_old: bool = False,
+    tied: Mapping[str, str] | None = None,
+) -> list[Coded]:
+    """Find and code the changes of the pieces that this process owns, once with each codec.
+
+    old, new: the same tensors in canonical order, old in the same pieces as new or larger ones. digest_old: whether to
+    add up the digest of old too. tied: further names → the name that stands for them. Reads the new weights once.
+    """
     codings = [_Coding(codec) for codec in codecs]
-    counts: list[int] = []  # changes of each segment
+    table = patch_format.entries_of(new)
+    segments = Segments(table, groups_of(table, format_version=patch_format.FORMAT_VERSION))
+    counts: list[int] = []
     delta, read_s, diff_s = 0, 0.0, 0.0
-    digest = digests.state_digest(_empty(old)) if base_digest is None else base_digest
-    find = partial(_find, codecs=codecs, digest_old=base_digest is None)
-    for found in ordered_map(find, _tasks(old, new)):
-        counts.append(found.parts[0].spec.changed)
-        digest += found.base
+    before = digests.state_digest(_empty(old)) if digest_old else 0
+    work = partial(_find, codecs=codecs, digest_old=digest_old)
+    for number, found in enumerate(ordered_map(work, _tasks(old, new, table, segments))):
+        counts.append(found.coded[0].spec.changed)
+        before += found.base
         delta += found.delta
         read_s += found.read_s
         diff_s += found.diff_s
-        for coding, part in zip(codings, found.parts, strict=True):
-            coding.add(part)
-    table = patch_format.encode_table(new, tied or {})
-    patches = []
+        boundary = segments.boundary(number)
+        for coding, changes in zip(codings, found.coded, strict=True):
+            coding.add(changes, boundary)
+    stream = patch_format.encode_table(table, tied or {})
+    sizes = [(sum(box.size for box in entry.boxes), new[entry.name].itemsize) for entry in table]
+    elements, nbytes = sum(n for n, _ in sizes), sum(n * itemsize for n, itemsize in sizes)
+    coded = []
     for coding in codings:
         coding.close()
-        header = patch_format.PatchHeader(
-            format=patch_format.FORMAT,
-            format_version=patch_format.FORMAT_VERSION,
-            codec=coding.codec.name,
-            base=base,
-            target=target,
-            base_digest=digests.to_hex(digest),
-            target_digest=digests.to_hex(digest + delta),
-            elements=sum(bits.size for bits in new.values()),
-            changes=sum(counts),
-            full_nbytes=sum(bits.size * bits.itemsize for bits in new.values()),
-            segment=SEGMENT,
-            blocks=len(coding.blocks),
+        coded.append(
+            Coded(
+                coding.codec.name,
+                stream,
+                counts,
+                coding.blocks,
+                elements,
+                nbytes,
+                before & digests.MASK,
+                delta & digests.MASK,
+                read_s,
+                diff_s,
+                coding.encode_s,
+            )
         )
-        data = patch_format.pack(header, table, counts, coding.blocks)
-        patches.append(EncodedPatch(data, header, read_s, diff_s, coding.encode_s))
-    return patches
+    return coded
 
 
 class _Task(NamedTuple):
     """One segment of a tensor in both states."""
 
     seed: int  # of the tensor's digest
+    entry: Entry
+    place: Place
     old: Bits
     new: Bits
-    start: int
-    stop: int
 
 
 class _Found(NamedTuple):
-    parts: tuple[Part, ...]  # for each codec: they differ only where a codec codes the segment dense
-    base: int  # this segment's share of the old digest; 0 where that is known already
+    coded: tuple[SegmentChanges, ...]  # for each codec: they differ only where a codec codes the segment dense
+    base: int  # this segment's share of the old digest; 0 where it is not asked for
     delta: int  # new digest minus old digest
     read_s: float
     diff_s: float
@@ -106,35 +183,39 @@ class _Found(NamedTuple):
 
 def _empty(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
     """The tensors without elements: they have no segment and count in the digest all the same."""
-    return {name: bits for name, bits in tensors.items() if bits.size == 0}
+    return {name: tensor for name, tensor in tensors.items() if tensor.size == 0}
 
 
-def _tasks(old: Mapping[str, Bits], new: Mapping[str, Bits]) -> Iterator[_Task]:
-    for name, bits in new.items():
-        seed = digests.seed(name, bits.dtype, bits.shape)
-        for start, stop in segments(bits.size):
-            yield _Task(seed, old[name], bits, start, stop)
+def _tasks(
+    old: Mapping[str, Bits], new: Mapping[str, Bits], table: Sequence[Entry], segments: Segments
+) -> Iterator[_Task]:
+    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in table]
+    for tensor, place, _ in segments:
+        entry = table[tensor]
+        before, after = place_view(old[entry.name], place), place_view(new[entry.name], place)
+        yield _Task(seeds[tensor], entry, place, before, after)
 
 
 def _find(task: _Task, *, codecs: Sequence[Codec], digest_old: bool) -> _Found:
     """Find one segment's changes and what they do to the digest."""
-    seed, old, new, start, stop = task
+    seed, entry, place, old, new = task
     clock = time.perf_counter()
-    after = new.read(start, stop)
+    after = new.read(0, new.size)
     read_s = time.perf_counter() - clock
-    before = old.read(start, stop)
+    before = old.read(0, old.size)
     changes = find_changes(before, after)
     replaced = np.empty_like(changes.values)
     cpu.gather(before, changes.indices, replaced)
-    delta = cpu.digest_delta(seed, start, changes.indices, replaced, changes.values)
-    base = cpu.digest_range(seed, start, before) if digest_old else 0
-    spec = segment_spec(new.dtype, new.shape, start, stop, len(changes.indices))
-    sparse = Part(spec, changes, partial(old.read, start, stop))
-    parts = tuple(
+    at = place.positions(entry.shape)
+    delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
+    base = digests.part(seed, at, before) if digest_old else 0
+    spec = spec_of(entry, place, len(changes.indices))
+    sparse = SegmentChanges(spec, changes, partial(old.read, 0, old.size))
+    coded = tuple(
         sparse._replace(changes=Changes(every_index(spec.size), after.copy())) if codec.is_dense(spec) else sparse
         for codec in codecs
     )
-    return _Found(parts, base, delta, read_s, time.perf_counter() - clock - read_s)
+    return _Found(coded, base, delta, read_s, time.perf_counter() - clock - read_s)
 
 
 class _Coding:
@@ -142,20 +223,30 @@ class _Coding:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self.blocks: list[tuple[int, bytes]] = []  # segments, coded bytes
+        self.blocks: list[patch_format.CodedBlock] = []
         self.encode_s = 0.0
-        self._parts: list[Part] = []  # of the open block
+        self._open: list[SegmentChanges] = []  # of the open block
         self._nbytes = 0  # of the decoded changes in it
+        self._spans: list[int] = [0]  # segments of each span of it
+        self._span_nbytes = 0  # of the decoded changes in the last one
 
-    def add(self, part: Part) -> None:
-        self._parts.append(part)
-        self._nbytes += part.spec.decoded_nbytes
-        if self._nbytes >= self.codec.block_nbytes or len(self._parts) == BLOCK_SEGMENTS:
+    def add(self, changes: SegmentChanges, boundary: int) -> None:
+        """Add a segment. boundary: how much of an end comes before it."""
+        if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
+            self._spans.append(0)
+            self._span_nbytes = 0
+        self._open.append(changes)
+        self._spans[-1] += 1
+        self._nbytes += changes.spec.decoded_nbytes
+        self._span_nbytes += changes.spec.decoded_nbytes
+        if self._nbytes >= self.codec.block_nbytes or len(self._open) == BLOCK_SEGMENTS:
             self.close()
 
     def close(self) -> None:
-        if self._parts:
+        if self._open:
             clock = time.perf_counter()
-            self.blocks.append((len(self._parts), self.codec.encode(self._parts)))
+            shared, spans = self.codec.encode(self._open, self._spans)
+            self.blocks.append(patch_format.CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
             self.encode_s += time.perf_counter() - clock
-            self._parts, self._nbytes = [], 0
+            self._open, self._nbytes = [], 0
+            self._spans, self._span_nbytes = [0], 0

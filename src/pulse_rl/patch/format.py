@@ -1,18 +1,25 @@
 """The patch file: its layout and its limits, written and read.
 
-A patch is a valid safetensors file. Its `__metadata__` is the header; its three U8 tensors are
-  table    zstd(JSON): the tensors of the model, and which further names are tied to them
-  index    zstd(u32 …): for each block its segments and bytes, then for each segment its changes
-  payload  the blocks, one after another, each coded by the codec that the header names
-`docs/format.md` is the full description. Input is treated as hostile: the hash is checked first, sizes are checked
-before memory is allocated, and the index must account for every byte. Blocks are decoded in `apply`, not here.
+A patch is a valid safetensors file. Its `__metadata__` is the header; its four U8 tensors are
+  table    zstd(JSON): the tensors, which boxes of them the patch covers, and which further names are tied to them
+  index    zstd: how many spans each block has, how many segments each span, and how many changes each segment; and the
+           hash of each span
+  shared   for each block, what its spans have in common
+  payload  the spans, one after another, each coded by the codec that the header names
+All but the payload is the *head*. It has a hash of its own, which covers the spans by their hashes. So a receiver that
+holds a part of the weights reads the head, and of the payload only the spans that it needs. The other hash, of
+the whole file, is in every version of the format, so that a reader of an older one can tell newer from damaged.
+
+`docs/format.md` is the full description, also of format 1: there a block is one span, has before it what is shared, and
+the head has no hash. Input is treated as hostile:
+hashes are checked first, sizes are checked before memory is allocated, and the index must account for every byte.
+Blocks are decoded in `apply`, not here.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,24 +28,32 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, Piece, Read, SegmentSpec, segment_spec
+from pulse_rl.codecs.base import Codec, Read, Unit
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
+from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box, disjoint, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import TensorSpec
+from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import SEGMENT
 
 FORMAT = "pulse-rl/patch"
-FORMAT_VERSION = 1
-STREAMS = ("table", "index", "payload")
+FORMAT_VERSION = 2
+STREAMS = ("table", "index", "shared", "payload")
+STREAMS_1 = ("table", "index", "payload")  # of format 1
+MAX_HEAD_NBYTES = 256 << 20
 MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
 MAX_TENSORS = 1 << 20
 MAX_ELEMENTS = 1 << 41
+MAX_BOXES = 1024  # of a tensor in one part; to check that they are disjoint takes 10 µs for each
+MAX_SPANS = 1 << 20  # what is kept of them takes 0.5 GB; a patch of 10^12 elements has 30,000
 MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writer closes blocks far earlier
+HASH_NBYTES = 16  # of a block: the first half of its BLAKE3, for which finding another block takes 2^128 attempts
 TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
 
 
@@ -55,9 +70,19 @@ class TensorInfo(TensorSpec, frozen=True):
     changes: int = 0
 
 
+_Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and sizes of each
+
+
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    tensors: list[tuple[str, str, tuple[int, ...]]]  # name, dtype, shape
+    tensors: list[tuple[str, str, tuple[int, ...], _Boxes]]  # name, dtype, shape, boxes; no boxes for all of it
     tied: dict[str, str]  # further name → the name in `tensors` that stands for it
+
+
+class _Table1(msgspec.Struct, forbid_unknown_fields=True):
+    """The table of format 1."""
+
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    tied: dict[str, str]
 
 
 class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,90 +93,106 @@ class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: str
     base: Count
     target: Count
-    base_digest: Digest
+    base_digest: Digest  # of the whole weights, also in one of several parts
     target_digest: Digest
-    elements: Count
+    elements: Count  # of what this part covers, as are the two counts below
     changes: Count
     full_nbytes: Count
-    segment: Count
     blocks: Count
+    spans: Count = 0
+    part: Count = 0  # of several, which are one patch together: each covers other elements
+    parts: Count = 1
 
 
-class Segment(NamedTuple):
-    """The elements [start, stop) of one tensor, which are coded on their own, and how many of them change."""
+class Span(NamedTuple):
+    """Consecutive segments, and where the bytes are that code their changes: what is read at once."""
 
-    tensor: int  # position in the table
-    start: int
+    number: int
+    segments: Segments
+    start: int  # in the file
     stop: int
-    spec: SegmentSpec
+    hash: bytes | None  # None in format 1
 
-
-class Segments(Sequence[Segment]):
-    """Consecutive segments of a patch, each made on access, as a few bytes can name millions of them."""
-
-    def __init__(
-        self,
-        tensors: Sequence[tuple[str, str, tuple[int, ...]]],
-        starts: list[int],  # the number of each tensor's first segment, and the number of all segments
-        counts: NDArray[np.uint32],  # changes of each segment
-        numbers: range,  # of the segments in this sequence
-    ) -> None:
-        self._tensors, self._starts, self._counts, self._numbers = tensors, starts, counts, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, place: int) -> Segment: ...
-    @overload
-    def __getitem__(self, place: slice) -> "Segments": ...
-    def __getitem__(self, place: int | slice) -> "Segment | Segments":
-        if isinstance(place, slice):
-            return Segments(self._tensors, self._starts, self._counts, self._numbers[place])
-        number = self._numbers[place]
-        tensor = bisect_right(self._starts, number) - 1  # the last that starts here: those before it are empty
-        _, dtype, shape = self._tensors[tensor]
-        start = (number - self._starts[tensor]) * SEGMENT
-        stop = min(start + SEGMENT, math.prod(shape))
-        return Segment(tensor, start, stop, segment_spec(dtype, shape, start, stop, int(self._counts[number])))
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
 
 class Block(NamedTuple):
-    """Consecutive segments and the bytes that code their changes."""
+    """Consecutive spans, and what they share."""
 
-    segments: Sequence[Segment]
-    payload: memoryview
+    segments: Segments
+    spans: tuple[Span, ...]
+    shared: memoryview | None  # None in format 1, where it precedes the only span
 
 
 class Patch(NamedTuple):
-    """A parsed patch: header, table and index are checked and the hash is proved, but nothing is decoded."""
+    """A parsed patch: header, table and index are checked and the hashes are proved, but nothing is decoded."""
 
     header: PatchHeader
-    tensors: tuple[TensorInfo, ...]  # in canonical order
-    tied: dict[str, str]  # further name → the name in `tensors` that stands for it
-    blocks: list[Block]
+    table: tuple[Entry, ...]  # in canonical order
+    tied: dict[str, str]  # further name → the name in `table` that stands for it
+    segments: Segments
+    blocks: tuple[Block, ...]
+    head_nbytes: int
     nbytes: int  # of the file
+    payloads: Mapping[int, memoryview]  # the spans that were read, by number
 
-    def by_name(self) -> dict[str, TensorInfo]:
-        return {tensor.name: tensor for tensor in self.tensors}
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """All tensors, in canonical order."""
+        changes = self.segments.per_tensor().tolist()
+        return tuple(
+            TensorInfo(name, dtype, shape, k) for (name, dtype, shape, _), k in zip(self.table, changes, strict=True)
+        )
+
+    def by_name(self) -> dict[str, Entry]:
+        """The table by tensor name."""
+        return {entry.name: entry for entry in self.table}
 
     @property
     def codec(self) -> Codec:
         return CODECS[self.header.codec]
 
-    def pieces(self) -> Iterator[tuple[Sequence[Segment], Piece]]:
-        """The runs of segments that can be decoded alone, in order.
+    @property
+    def spans(self) -> Iterator[Span]:
+        """All spans, in order."""
+        return (span for block in self.blocks for span in block.spans)
 
-        Raises PatchFormatError for a block that no encoder wrote; so does a piece's `decode`.
+    def units(self) -> Iterator[tuple[Sequence[Segment], Unit]]:
+        """The runs of segments that can be decoded alone, in order, of all spans that were read.
+
+        Raises PatchFormatError for a span that no encoder wrote; so does a unit's `decode`.
         """
         for block in self.blocks:
+            if any(span.number in self.payloads for span in block.spans):
+                yield from self._units_of(block)
+
+    def _units_of(self, block: Block) -> Iterator[tuple[Sequence[Segment], Unit]]:
+        with translate(FormatError, to=PatchFormatError):
+            shared, payloads = block.shared, self.payloads
+            if shared is None:
+                shared, payload = self.codec.split(payloads[block.spans[0].number])
+                payloads = {block.spans[0].number: payload}
+            sizes = [len(span.segments) for span in block.spans]
+            opened = self.codec.open(shared, [segment.spec for segment in block.segments], sizes)
+        for span, units in zip(block.spans, opened, strict=True):
+            if span.number not in payloads:
+                continue
             with translate(FormatError, to=PatchFormatError):
-                pieces = self.codec.open(block.payload, [segment.spec for segment in block.segments])
+                found = units(payloads[span.number])
             at = 0
-            for piece in pieces:
-                decode = partial(_decode, piece.decode)
-                yield block.segments[at : at + piece.segments], Piece(piece.segments, decode)
-                at += piece.segments
+            for unit in found:
+                yield span.segments[at : at + unit.segments], Unit(unit.segments, partial(_decode, unit.decode))
+                at += unit.segments
+
+    def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
+        """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""
+        for span in self.spans:
+            payload = payloads.get(span.number)
+            if payload is not None and (len(payload) != span.nbytes or _span_hash(payload) != span.hash):
+                raise PatchFormatError(f"the patch is corrupt: the hash of span {span.number} does not match its bytes")
+        return self._replace(payloads=dict(payloads))
 
 
 def _decode(decode: Callable[[Sequence[Read]], list[Changes]], reads: Sequence[Read]) -> list[Changes]:
@@ -173,11 +214,29 @@ def check_version(what: str, value: int) -> None:
 # Writing
 
 
-def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
-    """The table stream of these tensors, in canonical order. Raises ValueError for a name that readers refuse."""
-    safetensors_header.check_names([*tensors, *tied])
-    table = _Table([(name, bits.dtype, bits.shape) for name, bits in tensors.items()], dict(sorted(tied.items())))
-    encoded = msgspec.json.encode(table)
+def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
+    """The table of these tensors: the boxes that this process owns of each; those that it owns nothing of are left out.
+
+    tensors: in canonical order.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        boxes = tuple(sorted(piece.box for piece in pieces_of(tensor) if piece.owned and piece.box.size))
+        if not tensor.size:
+            boxes = (whole(tensor.shape),)
+        if boxes:
+            found.append(Entry(name, tensor.dtype, tuple(tensor.shape), boxes))
+    return tuple(found)
+
+
+def encode_table(table: Sequence[Entry], tied: Mapping[str, str]) -> bytes:
+    """The table stream. Raises ValueError for a name that readers refuse."""
+    safetensors_header.check_names([*(entry.name for entry in table), *tied])
+    rows: list[tuple[str, str, tuple[int, ...], _Boxes]] = [
+        (name, dtype, shape, [] if boxes == (whole(shape),) else [(box.offset, box.sizes) for box in boxes])
+        for name, dtype, shape, boxes in table
+    ]
+    encoded = msgspec.json.encode(_Table(rows, dict(sorted(tied.items()))))
     if len(encoded) > MAX_TABLE_NBYTES:
         raise ValueError(
             f"tensor names: expected a table of at most {MAX_TABLE_NBYTES} bytes, found {len(encoded)}: "
@@ -186,9 +245,9 @@ def encode_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> bytes:
     return _compressed(encoded)
 
 
-def check_table(tensors: Mapping[str, Bits], tied: Mapping[str, str]) -> None:
+def check_table(table: Sequence[Entry], tied: Mapping[str, str]) -> None:
     """Raise ValueError or PatchFormatError for tensors that no patch can describe."""
-    _read_table(memoryview(encode_table(tensors, tied)))
+    groups_of(_read_table(memoryview(encode_table(table, tied)), FORMAT_VERSION)[0], format_version=FORMAT_VERSION)
 
 
 @lru_cache(maxsize=2)
@@ -197,24 +256,38 @@ def _compressed(table: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
 
 
-def pack(header: PatchHeader, table: bytes, counts: Sequence[int], blocks: Sequence[tuple[int, bytes]]) -> bytes:
-    """Put a patch file together.
+def _span_hash(payload: bytes | memoryview) -> bytes:
+    return blake3(payload).digest(HASH_NBYTES)
 
-    counts: changes of each segment, in order. blocks: (number of segments, coded bytes) of each block.
-    """
-    numbers = [number for size, payload in blocks for number in (size, len(payload))] + list(counts)
-    index = zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(np.array(numbers, "<u4").tobytes())
-    payload = [coded for _, coded in blocks]
+
+class CodedBlock(NamedTuple):
+    """A block to be written: what its spans share, and of each span the number of its segments and its bytes."""
+
+    shared: bytes
+    spans: list[tuple[int, bytes]]
+
+
+def pack(header: PatchHeader, table: bytes, counts: Sequence[int], blocks: Sequence[CodedBlock]) -> tuple[bytes, int]:
+    """Put a patch file together. counts: changes of each segment, in order. Returns it, and the bytes of its head."""
+    spans = [span for block in blocks for span in block.spans]
+    numbers = [number for block in blocks for number in (len(block.spans), len(block.shared))]
+    numbers += [number for size, payload in spans for number in (size, len(payload))]
+    hashes = b"".join(_span_hash(payload) for _, payload in spans)
+    raw = np.array([*numbers, *counts], "<u4").tobytes() + hashes
+    index = zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(raw)
+    head = [table, index, b"".join(block.shared for block in blocks)]
     metadata = {key: str(value) for key, value in msgspec.structs.asdict(header).items()}
-    data = [table, index, *payload]
-    metadata["blake3"] = _hash(metadata, data)
-    sizes = (len(table), len(index), sum(map(len, payload)))
+    metadata["head_blake3"] = _hash(metadata, head)
+    payload = [coded for _, coded in spans]
+    metadata["blake3"] = _hash(metadata, [*head, *payload])
+    sizes = (*map(len, head), sum(map(len, payload)))
     described = ((name, "U8", (size,)) for name, size in zip(STREAMS, sizes, strict=True))
-    return b"".join([safetensors_header.header_bytes(described, metadata), *data])
+    head = [safetensors_header.header_bytes(described, metadata), *head]
+    return b"".join([*head, *payload]), sum(map(len, head))
 
 
 def _hash(metadata: Mapping[str, str], data: Sequence[bytes | memoryview]) -> str:
-    """BLAKE3 over the header's lines (key=value, sorted, without the hash) and the data section."""
+    """BLAKE3 over the header's lines (key=value, sorted, without the hash) and the data after them."""
     hasher = blake3("".join(f"{k}={v}\n" for k, v in sorted(metadata.items()) if k != "blake3").encode())
     for part in data:
         hasher.update(part)
@@ -225,39 +298,74 @@ def _hash(metadata: Mapping[str, str], data: Sequence[bytes | memoryview]) -> st
 
 
 def unpack(data: bytes | bytearray | memoryview, source: str | None = None) -> Patch:
-    """Parse a patch and prove its hash. No block is decoded and nothing of the model's size is allocated.
+    """Parse a patch and prove all its hashes. Nothing is decoded and nothing of the model's size is allocated.
 
     source: where the bytes come from, for the error. Raises PatchFormatError, and VersionSkewError for a newer format.
     """
     view = memoryview(data).cast("B")
     with translate(FormatError, to=partial(PatchFormatError, source=source)):
-        header, streams = _read_header(view, source)
-        table = _read_table(streams["table"])
-        grid = _grid(table)
-        index = _read_index(streams["index"], header, table, grid)
-        _check_totals(header, grid, index)
-        cut = Segments(table.tensors, grid.starts.tolist(), index.counts, range(grid.segments))
-        blocks = list(_cut_blocks(index.blocks, cut, index.counts * grid.change_nbytes(), streams["payload"]))
-        changes = grid.per_tensor(index.counts).tolist()
-        tensors = tuple(TensorInfo(*entry, changes=k) for entry, k in zip(table.tensors, changes, strict=True))
-        return Patch(header, tensors, table.tied, blocks, len(view))
+        patch = _unpack(view, source, None)
+        payloads = {span.number: view[span.start : span.stop] for span in patch.spans}
+        if patch.header.format_version == 1:
+            return patch._replace(payloads=payloads)
+        return patch.with_spans(payloads)
 
 
-def _read_header(view: memoryview, source: str | None) -> tuple[PatchHeader, dict[str, memoryview]]:
-    """The header, and the streams by name. The hash is proved before the header's values are looked at.
+def unpack_head(data: bytes | bytearray | memoryview, nbytes: int, source: str | None = None) -> Patch:
+    """Parse the head of a patch and prove its hash; no span is read yet.
 
-    Every version of the format has this hash, so a patch of a newer format is not taken for a damaged one.
+    nbytes: of the whole file. Raises as `unpack`, and PatchFormatError for format 1, which cannot be read in parts.
     """
-    metadata, entries, offset = safetensors_header.parse(view)
+    with translate(FormatError, to=partial(PatchFormatError, source=source)):
+        patch = _unpack(memoryview(data).cast("B"), source, nbytes)
+        if patch.header.format_version == 1:
+            raise PatchFormatError("a patch of format 1 can only be read whole")
+        return patch
+
+
+def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
+    """nbytes: of the file, of which view is the head; None if it is all of it."""
+    header, streams, start = _read_header(view, source, nbytes)
+    table, tied = _read_table(streams["table"], header.format_version)
+    if header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
+        raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
+    segments = Segments(table, groups_of(table, format_version=header.format_version))
+    index = _read_index(streams["index"], header, table, segments)
+    _check_totals(header, table, segments)
+    end = len(view) if nbytes is None else nbytes
+    spans = list(_cut_spans(index, segments, start, end))
+    blocks = tuple(_cut_blocks(index, segments, spans, streams.get("shared")))
+    return Patch(header, table, tied, segments, blocks, start, end, {})
+
+
+def _read_header(
+    view: memoryview, source: str | None, nbytes: int | None
+) -> tuple[PatchHeader, dict[str, memoryview], int]:
+    """The header, the streams of the head by name, and where the payload begins.
+
+    The hash, of the file or of its head, is proved before the header's values are looked at.
+    """
+    metadata, entries, offset = safetensors_header.parse(view, nbytes=nbytes)
     if metadata.get("format") != FORMAT:
         raise PatchFormatError(f"not a pulse-rl patch: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    if _hash(metadata, [view[offset:]]) != metadata.pop("blake3", None):
+    if nbytes is None and _hash(metadata, [view[offset:]]) != metadata.get("blake3"):
         raise PatchFormatError("the patch is corrupt: its BLAKE3 hash does not match its bytes")
+    del metadata["blake3"]
     version = metadata.get("format_version", "")
     if version.isascii() and version.isdigit() and len(version) < 10 and int(version) > FORMAT_VERSION:
         raise skew("the patch", int(version), FORMAT_VERSION, written_by=metadata.get("software"), source=source)
-    if version != str(FORMAT_VERSION):
-        raise PatchFormatError(f"patch format version: expected {FORMAT_VERSION}, found {printable(version)}")
+    if version not in ("1", "2"):
+        raise PatchFormatError(f"patch format version: expected 1 or 2, found {printable(version)}")
+    streams = STREAMS_1 if version == "1" else STREAMS
+    if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in streams]:
+        raise PatchFormatError(f"streams: expected {', '.join(streams)}, found {', '.join(map(printable, entries))}")
+    start = offset + entries["payload"].start
+    if version == "2":
+        promised = metadata.pop("head_blake3", None)
+        if promised != _hash(metadata, [view[offset:start]]):
+            raise PatchFormatError("the patch is corrupt: the BLAKE3 hash of its head does not match its bytes")
+    elif metadata.pop("segment", None) != str(SEGMENT):
+        raise PatchFormatError(f"segment: expected {SEGMENT} elements, found another number")
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
@@ -265,26 +373,31 @@ def _read_header(view: memoryview, source: str | None) -> tuple[PatchHeader, dic
             f"codec: expected one of {', '.join(CODECS)}, found {header.codec!r}: upgrade pulse-rl to read one "
             "that was added later"
         )
-    if header.segment != SEGMENT:
-        raise PatchFormatError(f"segment: expected {SEGMENT} elements, found {header.segment}")
-    if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in STREAMS]:
-        raise PatchFormatError(f"streams: expected {', '.join(STREAMS)}, found {', '.join(entries)}")
-    return header, {name: view[offset + entry.start : offset + entry.stop] for name, entry in entries.items()}
+    if header.part >= header.parts:
+        raise PatchFormatError(f"part: expected less than {header.parts}, found {header.part}")
+    head = {name: view[offset + entries[name].start : offset + entries[name].stop] for name in streams[:-1]}
+    return header, head, start
 
 
-def _read_table(stream: memoryview) -> _Table:
+def _read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
     """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
-    table = decode_json(decompress(stream, MAX_TABLE_NBYTES, "table"), _Table, "broken table")
+    data = decompress(stream, MAX_TABLE_NBYTES, "table")
+    if format_version == 1:
+        old = decode_json(data, _Table1, "broken table")
+        table = _Table([(*row, []) for row in old.tensors], old.tied)
+    else:
+        table = decode_json(data, _Table, "broken table")
     if len(table.tensors) > MAX_TENSORS:
         raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
-    names = [name for name, _, _ in table.tensors]
+    names = [row[0] for row in table.tensors]
     if any(a >= b for a, b in zip(names, names[1:], strict=False)):
         raise PatchFormatError("table: expected names in ascending order, each once")
     for name in [*names, *table.tied]:
         if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
             raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
     total = 0
-    for name, dtype, shape in table.tensors:
+    entries = []
+    for name, dtype, shape, rows in table.tensors:
         if (
             dtype not in ITEMSIZES
             or len(shape) > safetensors_header.MAX_DIMENSIONS
@@ -294,100 +407,107 @@ def _read_table(stream: memoryview) -> _Table:
         total += math.prod(shape)
         if total > MAX_ELEMENTS:
             raise PatchFormatError(f"table: expected at most {MAX_ELEMENTS} elements, found more")
+        boxes = tuple(Box(*row) for row in rows) or (whole(shape),)
+        if rows:
+            _check_boxes(name, shape, boxes)
+        entries.append(Entry(name, dtype, shape, boxes))
     known = set(names)
     for alias, owner in table.tied.items():
-        if owner not in known or alias in known:
+        if alias in known or owner in table.tied:
             raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
-    return table
+    return tuple(entries), table.tied
 
 
-class _Grid(NamedTuple):
-    """How the tensors of a table divide into segments."""
-
-    sizes: NDArray[np.int64]  # (tensors,), elements
-    itemsizes: NDArray[np.int64]  # (tensors,), bytes an element
-    starts: NDArray[np.int64]  # (tensors + 1,), the number of each tensor's first segment, then of all segments
-
-    @property
-    def segments(self) -> int:
-        """How many there are."""
-        return int(self.starts[-1])
-
-    def segment_sizes(self) -> NDArray[np.int64]:
-        """Elements of each segment: SEGMENT, but for the last of each tensor."""
-        sizes = np.full(self.segments, SEGMENT, np.int64)
-        filled = self.sizes > 0
-        sizes[self.starts[1:][filled] - 1] = (self.sizes[filled] - 1) % SEGMENT + 1
-        return sizes
-
-    def change_nbytes(self) -> NDArray[np.int64]:
-        """Memory of one decoded change of each segment, bytes: an index and a value."""
-        return np.repeat(4 + self.itemsizes, np.diff(self.starts))
-
-    def per_tensor(self, counts: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The sum over each tensor's segments, (tensors,)."""
-        sums = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        changes: NDArray[np.int64] = sums[self.starts[1:]] - sums[self.starts[:-1]]
-        return changes
-
-
-def _grid(table: _Table) -> _Grid:
-    sizes = np.array([math.prod(shape) for _, _, shape in table.tensors], np.int64)
-    itemsizes = np.array([ITEMSIZES[dtype] for _, dtype, _ in table.tensors], np.int64)
-    return _Grid(sizes, itemsizes, np.concatenate([[0], np.cumsum(-(-sizes // SEGMENT))]))
+def _check_boxes(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise PatchFormatError unless these are boxes of a tensor as a writer lists them."""
+    if len(boxes) > MAX_BOXES:
+        raise PatchFormatError(f"table: tensor {name!r}: expected at most {MAX_BOXES} boxes, found {len(boxes)}")
+    if (
+        any(len(box.offset) != len(shape) or len(box.sizes) != len(shape) for box in boxes)
+        or any(min((*box.offset, *box.sizes), default=0) < 0 or not box.inside(whole(shape)) for box in boxes)
+        or not disjoint(boxes)
+    ):
+        raise PatchFormatError(f"table: tensor {name!r}: expected disjoint boxes of a tensor of shape {list(shape)}")
+    if any(a > b for a, b in zip(boxes, boxes[1:], strict=False)):
+        raise PatchFormatError(f"table: tensor {name!r}: expected boxes in ascending order")
+    if whole(shape).size and not all(box.size for box in boxes):
+        raise PatchFormatError(f"table: tensor {name!r}: expected boxes that are not empty")
 
 
 class _Index(NamedTuple):
-    blocks: list[tuple[int, int]]  # segments and bytes of each block
-    counts: NDArray[np.uint32]  # (segments,), changes of each
+    blocks: list[tuple[int, int]]  # spans of each, and bytes that they share
+    spans: list[tuple[int, int]]  # segments and bytes of each
+    hashes: list[bytes | None]  # of each span
 
 
-def _read_index(stream: memoryview, header: PatchHeader, table: _Table, grid: _Grid) -> _Index:
-    """The index, of the length that header and table imply, with no more changes in a segment than elements."""
-    if header.blocks > grid.segments:
-        raise PatchFormatError(f"blocks: expected at most {grid.segments}, found {header.blocks}")
-    nbytes = 4 * (2 * header.blocks + grid.segments)
+def _read_index(stream: memoryview, header: PatchHeader, table: Sequence[Entry], segments: Segments) -> _Index:
+    """The index, of the length that header and table imply. Sets the segments' changes: no more than elements."""
+    blocks, spans, hashed = header.blocks, header.spans, HASH_NBYTES
+    if header.format_version == 1:
+        blocks, spans, hashed = 0, header.blocks, 0  # each span is a block
+    most = min(len(segments), MAX_SPANS)
+    if not blocks <= spans <= most:
+        raise PatchFormatError(f"index: expected at most {most} spans, found {spans} in {blocks} blocks")
+    count = 2 * blocks + 2 * spans + len(segments)
+    nbytes = 4 * count + hashed * spans
     words = decompress(stream, nbytes, "index")
     if len(words) != nbytes:
         raise PatchFormatError(f"index: expected {nbytes} bytes, found {len(words)}")
-    numbers = np.frombuffer(words, "<u4")
-    blocks, counts = numbers[: 2 * header.blocks].tolist(), numbers[2 * header.blocks :]
-    sizes = grid.segment_sizes()
+    numbers = np.frombuffer(words, "<u4", count)
+    counts = numbers[2 * blocks + 2 * spans :]
+    sizes = segments.sizes()
     over = np.flatnonzero(counts > sizes)
     if len(over):
-        name = table.tensors[int(np.searchsorted(grid.starts, over[0], "right")) - 1][0]
+        name = table[segments[int(over[0])].tensor].name
         raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {sizes[over[0]]} elements")
-    return _Index(list(zip(blocks[::2], blocks[1::2], strict=True)), counts)
+    segments.counts = counts
+    pairs = [(int(a), int(b)) for a, b in numbers[: 2 * blocks + 2 * spans].reshape(-1, 2).tolist()]
+    hashes: list[bytes | None] = [None] * spans
+    if hashed:
+        hashes = [bytes(words[at : at + hashed]) for at in range(4 * count, nbytes, hashed)]
+        return _Index(pairs[:blocks], pairs[blocks:], hashes)
+    return _Index([(1, 0)] * spans, pairs, hashes)
 
 
-def _check_totals(header: PatchHeader, grid: _Grid, index: _Index) -> None:
+def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segments) -> None:
+    sizes = [(sum(box.size for box in entry.boxes), ITEMSIZES[entry.dtype]) for entry in table]
     totals = (
-        ("elements", header.elements, int(grid.sizes.sum())),
-        ("changes", header.changes, int(index.counts.sum(dtype=np.int64))),
-        ("full_nbytes", header.full_nbytes, int(grid.sizes @ grid.itemsizes)),
+        ("elements", header.elements, sum(size for size, _ in sizes)),
+        ("changes", header.changes, int(segments.counts.sum(dtype=np.int64))),
+        ("full_nbytes", header.full_nbytes, sum(size * itemsize for size, itemsize in sizes)),
     )
     for what, declared, actual in totals:
         if declared != actual:
             raise PatchFormatError(f"{what}: the header says {declared}, the streams hold {actual}")
 
 
-def _cut_blocks(
-    sizes: Sequence[tuple[int, int]],
-    cut: Segments,
-    decoded: NDArray[np.int64],  # memory of each segment's decoded changes, bytes
-    payload: memoryview,
-) -> Iterator[Block]:
-    """Divide the segments and the payload into blocks, which must cover both exactly."""
-    at = taken = 0
-    for segment_count, nbytes in sizes:
-        if segment_count == 0 or taken + segment_count > len(cut) or at + nbytes > len(payload):
-            raise PatchFormatError("index: a block reaches past the segments or the payload")
-        if decoded[taken : taken + segment_count].sum() > MAX_BLOCK_NBYTES:
-            raise PatchFormatError(f"index: a block decodes to more than {MAX_BLOCK_NBYTES} bytes")
-        yield Block(cut[taken : taken + segment_count], payload[at : at + nbytes])
+def _cut_spans(index: _Index, segments: Segments, start: int, end: int) -> Iterator[Span]:
+    """Divide the segments and the payload, the bytes [start, end) of the file, into spans that cover both exactly."""
+    at, taken = start, 0
+    for number, (segment_count, nbytes) in enumerate(index.spans):
+        if segment_count == 0 or taken + segment_count > len(segments) or at + nbytes > end:
+            raise PatchFormatError("index: a span reaches past the segments or the payload")
+        yield Span(number, segments[taken : taken + segment_count], at, at + nbytes, index.hashes[number])
         taken += segment_count
         at += nbytes
-    if taken != len(cut) or at != len(payload):
+    if taken != len(segments) or at != end:
         raise PatchFormatError(
-            f"index: the blocks cover {taken} of {len(cut)} segments and {at} of {len(payload)} bytes"
+            f"index: the spans cover {taken} of {len(segments)} segments and {at - start} of {end - start} bytes"
         )
+
+
+def _cut_blocks(index: _Index, segments: Segments, spans: Sequence[Span], shared: memoryview | None) -> Iterator[Block]:
+    """Divide the spans, and what they share, into blocks that cover both exactly."""
+    decoded: NDArray[np.int64] = segments.counts * segments.change_nbytes()
+    first = at = taken = 0
+    for count, nbytes in index.blocks:
+        members = tuple(spans[first : first + count])
+        size = sum(len(span.segments) for span in members)
+        if count == 0 or len(members) != count or (shared is not None and at + nbytes > len(shared)):
+            raise PatchFormatError("index: a block reaches past the spans or what they share")
+        if decoded[taken : taken + size].sum() > MAX_BLOCK_NBYTES:
+            raise PatchFormatError(f"index: a block decodes to more than {MAX_BLOCK_NBYTES} bytes")
+        yield Block(segments[taken : taken + size], members, None if shared is None else shared[at : at + nbytes])
+        first, at, taken = first + count, at + nbytes, taken + size
+    if first != len(spans) or (shared is not None and at != len(shared)):
+        raise PatchFormatError(f"index: the blocks cover {first} of {len(spans)} spans, or not all that they share")

@@ -11,6 +11,7 @@ from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
+from pulse_rl.weights.pieces import pieces_of
 
 Copies = Sequence[Bits]  # the live tensors behind one name: the first stands for it, the others are tied copies
 
@@ -69,13 +70,19 @@ def tied_differ(name: str) -> BaseMismatchError:
     return BaseMismatchError(f"a tensor tied to {name!r} differs from it in these weights")
 
 
+def _memories(copies: Copies) -> Iterator[Bits]:
+    """The memory of some tensors, piece by piece."""
+    for tensor in copies:
+        yield from (piece.bits for piece in pieces_of(tensor) if piece.bits.size)
+
+
 def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
     """Pairs of tensors (by position) that are the same memory in the live weights; empty in the ordinary case."""
     owners: dict[object, int] = {}
     pairs = []
     for tensor, copies in enumerate(live):
         for bits in copies:
-            owner = owners.setdefault(bits.storage, tensor) if bits.size else tensor
+            owner = owners.setdefault(bits.storage, tensor) if any(_memories([bits])) else tensor
             if owner != tensor:
                 pairs.append((owner, tensor))
     return pairs
@@ -83,14 +90,14 @@ def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
 
 def overlapping(live: Iterable[Copies]) -> bool:
     """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
-    distinct = {bits.storage: bits.extent for copies in live for bits in copies if bits.size}
+    distinct = {bits.storage: bits.extent for copies in live for bits in _memories(copies)}
     extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
 
 
 def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Bits]]]:
     """The live tensors that overlap without being the same, in groups that share no memory with each other."""
-    distinct = {bits.storage: (name, bits) for name, copies in live.items() for bits in copies if bits.size}
+    distinct = {bits.storage: (name, bits) for name, copies in live.items() for bits in _memories(copies)}
     group: list[tuple[str, Bits]] = []
     device, end = None, 0
     for name, bits in sorted(distinct.values(), key=lambda item: (str(item[1].extent[0]), item[1].extent[1])):

@@ -6,7 +6,7 @@ from it. An overlay is an unlinked temporary file, mapped: the system can take i
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,32 +16,33 @@ from pulse_rl.disk import map_open_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box, Run, Shape, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.pieces import Pieces, Place, within
 
 
 class Replaced(NamedTuple):
-    """The elements of one segment that were overwritten, with the bits that they held before."""
+    """Elements of one part of a tensor that were overwritten, with the bits that they held before."""
 
     name: str  # of the tensor
-    start: int  # of the segment
+    place: Place  # the part, which the indices count in
     old: Changes
 
 
 class Overlay:
     """The bits that elements held at some older version, for all that changed since.
 
-    Takes 4 bytes for each element's index, and the element. replaced: each segment of a tensor at most once. Raises
+    Takes 4 bytes for each element's index, and the element. replaced: each part of a tensor at most once. Raises
     OSError if there is no room for the file.
     """
 
     def __init__(self, replaced: Iterable[Replaced]) -> None:
-        self._held: dict[tuple[str, int], Changes] = {}  # by tensor and start of the segment
+        self._held: dict[tuple[str, Place], Changes] = {}  # by tensor and part
         places = []
         with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
-            for name, start, (indices, values) in replaced:
-                places.append(((name, start), file.tell(), values.dtype, len(values)))
+            for name, part, (indices, values) in replaced:
+                places.append(((name, part), file.tell(), values.dtype, len(values)))
                 file.write(values.tobytes())
                 file.write(b"\0" * (-values.nbytes % 4))
                 file.write(indices.tobytes())
@@ -60,15 +61,15 @@ class Overlay:
 
     def replaced(self) -> Iterator[Replaced]:
         """All elements that it holds."""
-        for (name, start), old in self._held.items():
-            yield Replaced(name, start, old)
+        for (name, place), old in self._held.items():
+            yield Replaced(name, place, old)
 
-    def over(self, newest: Layout) -> dict[str, "PastBits"]:
+    def over(self, newest: Layout) -> dict[str, Bits]:
         """The older version, as a view of the newest one, which must not change while the view is in use."""
-        by_name: dict[str, dict[int, Changes]] = {name: {} for name in newest}
-        for (name, start), old in self._held.items():
-            by_name[name][start] = old
-        return {name: PastBits(bits, by_name[name]) for name, bits in newest.items()}
+        by_name: dict[str, dict[Place, Changes]] = {}
+        for (name, place), old in self._held.items():
+            by_name.setdefault(name, {})[place] = old
+        return {name: laid_over(tensor, by_name.get(name, {})) for name, tensor in newest.items()}
 
 
 def _union(first: Changes | None, second: Changes | None) -> Changes:
@@ -82,36 +83,56 @@ def _union(first: Changes | None, second: Changes | None) -> Changes:
     return Changes(indices[:count], values[:count])
 
 
-class PastBits:
-    """One tensor of an older version, as `Bits` that can only be read."""
+def laid_over(tensor: Bits, changes: Mapping[Place, Changes]) -> Bits:
+    """A tensor with other bits laid over some of its elements, to be read only. changes: by part of the tensor."""
+    if not changes:
+        return tensor
+    if isinstance(tensor, Pieces):
+        pieces = [
+            piece._replace(bits=LaidOver(piece.bits, tensor.shape, piece.box, changes)) for piece in tensor.pieces
+        ]
+        return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)
+    return LaidOver(tensor, tensor.shape, whole(tensor.shape), changes)
 
-    def __init__(self, newest: Bits, old: dict[int, Changes]) -> None:
-        self._newest = newest
-        self._old = old  # by the start of the segment
-        self.dtype, self.shape = newest.dtype, newest.shape
-        self.size, self.itemsize = newest.size, newest.itemsize
+
+class LaidOver:
+    """A part of a tensor with other bits laid over some elements, as `Bits` that can only be read."""
+
+    def __init__(self, bits: Bits, shape: Shape, box: Box, changes: Mapping[Place, Changes]) -> None:
+        self._bits, self._whole, self._box = bits, shape, box
+        self._changes = changes  # those of other parts of the tensor too
+        self.dtype, self.itemsize, self.size, self.shape = bits.dtype, bits.itemsize, bits.size, bits.shape
         self.writable = False
 
-    def read(self, start: int, stop: int) -> UIntArray:
-        """See `Bits`."""
-        first = start - start % SEGMENT
-        if stop <= first + SEGMENT:
-            return self._within(start, stop)
-        ranges = [(max(start, place), min(stop, place + SEGMENT)) for place in range(first, stop, SEGMENT)]
-        return np.concatenate([self._within(*one) for one in ranges])
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        offset = tuple(a + along.start for a, along in zip(self._box.offset, slices, strict=True))
+        box = Box(offset, tuple(along.stop - along.start for along in slices))
+        if box in self._changes:  # the ordinary case: cut as the patches were
+            return LaidOver(self._bits.view(slices), self._whole, box, {box: self._changes[box]})
+        touching = {place: found for place, found in self._changes.items() if _meets(place, box, self._whole)}
+        view = self._bits.view(slices)
+        return LaidOver(view, self._whole, box, touching) if touching else view
 
-    def _within(self, start: int, stop: int) -> UIntArray:
-        """The elements [start, stop) of one segment."""
-        segment = start - start % SEGMENT
-        if segment not in self._old:
-            return self._newest.read(start, stop)
-        bits = self._newest.read(segment, min(segment + SEGMENT, self.size)).copy()
-        cpu.scatter(bits, *self._old[segment])
-        return bits[start - segment : stop - segment]
+    def read(self, start: int, stop: int) -> UIntArray:
+        bits = self._bits.read(start, stop)
+        if not self._changes:
+            return bits
+        bits = bits.copy()
+        for place, changes in self._changes.items():
+            indices, chosen = _moved(changes.indices, place, self._box, self._whole)
+            inside = (start <= indices) & (indices < stop)
+            bits[indices[inside] - start] = changes.values[chosen][inside]
+        return bits
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        """See `Bits`; start and indices are of one segment."""
-        values: UIntArray = self.read(start, min(start - start % SEGMENT + SEGMENT, self.size))[indices]
+        values = self._bits.gather(start, indices)
+        wanted = start + indices.astype(np.int64)
+        for place, changes in self._changes.items():
+            found, chosen = _moved(changes.indices, place, self._box, self._whole)
+            if len(found):  # in ascending order, as those that are wanted are
+                at = np.minimum(np.searchsorted(found, wanted), len(found) - 1)
+                equal = found[at] == wanted
+                values[equal] = changes.values[chosen][at[equal]]
         return values
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
@@ -122,8 +143,28 @@ class PastBits:
 
     @property
     def storage(self) -> object:
-        return ("past", id(self))
+        return ("laid over", id(self))
 
     @property
     def extent(self) -> tuple[object, int, int]:
-        return self._newest.extent
+        return self._bits.extent
+
+
+def _meets(place: Place, box: Box, shape: Shape) -> bool:
+    boxes = place.boxes(shape) if isinstance(place, Run) else [place]
+    return any(one.intersect(box) is not None for one in boxes)
+
+
+def _moved(
+    indices: NDArray[np.uint32], place: Place, box: Box, shape: Shape
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The flat indices in a box of the elements that lie in it, of those at flat indices (k,) in another part.
+
+    Returns them, (m,), and which of the k they are, (k,).
+    """
+    if place == box:
+        return indices.astype(np.int64), np.ones(len(indices), bool)
+    at = place.positions(shape)
+    flat = at.starts[indices // np.uint32(at.run)] + indices % np.uint32(at.run)
+    local, chosen = within(flat, shape, box.slices(whole(shape)))
+    return local.astype(np.int64), chosen

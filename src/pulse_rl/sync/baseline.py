@@ -14,18 +14,25 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay, Replaced
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.skips import MAX_OVERLAY
 from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import place_view
 
 log = logger(__name__)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The bits of one version, in memory of the publisher."""
+    """The bits of one version that this rank owns, in memory of the publisher."""
 
     tensors: Layout
     manifest: Manifest  # of the version that they hold; it names no objects until they are in the store
+    plan: SharePlan  # who owns what
+
+    def fits(self, plan: SharePlan) -> bool:
+        """Whether it holds what this rank owns by a plan."""
+        return self.plan.fingerprint == plan.fingerprint
 
     def move(self, application: Application, manifest: Manifest) -> "Move":
         """Write a proved patch into the memory.
@@ -33,13 +40,13 @@ class Baseline:
         manifest: of the version that the patch leads to. Where this is interrupted, the memory may hold either version.
         """
         replaced = None
-        if application.changed_nbytes <= self.tensors.nbytes * MAX_OVERLAY:
+        if application.changed_nbytes <= self.tensors.held_nbytes * MAX_OVERLAY:
             try:
-                replaced = Overlay(Replaced(name, start, old) for name, _, start, old in application.replaced())
+                replaced = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
             except OSError as error:
                 log.warning("version %d: no skip patches, temporary files failed: %s", manifest.version, error)
         application.write()
-        return Move(Baseline(self.tensors, manifest), self.manifest, replaced)
+        return Move(Baseline(self.tensors, manifest, self.plan), self.manifest, replaced)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,6 @@ class Move:
         """Write back what was overwritten. Returns the baseline of the version before; None if that is not possible."""
         if self.base is None or self.replaced is None:
             return None
-        for name, start, (indices, values) in self.replaced.replaced():
-            self.baseline.tensors[name].scatter(start, indices, values)
-        return Baseline(self.baseline.tensors, self.base)
+        for name, place, (indices, values) in self.replaced.replaced():
+            place_view(self.baseline.tensors[name], place).scatter(0, indices, values)
+        return Baseline(self.baseline.tensors, self.base, self.baseline.plan)

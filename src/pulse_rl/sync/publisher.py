@@ -34,6 +34,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,10 +44,11 @@ from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import StoreError, VersionNotFoundError
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.find import holds
+from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, Scalar, manifest_name, new_token
 from pulse_rl.history.operate.prune import GRACE_S, Retention
-from pulse_rl.history.restore import Effort, add_recovery_hint, restore, scratch
+from pulse_rl.history.restore import add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
@@ -54,9 +56,12 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.baseline import Baseline, Move
+from pulse_rl.sync.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
+from pulse_rl.sync.ranks import ranks_of
 from pulse_rl.sync.reports import PublishReport, publish_report
+from pulse_rl.sync.shares import Share, SharePlan, plan_of, share_of, taken
 from pulse_rl.sync.successor import (
     check_key,
     check_metadata,
@@ -68,11 +73,12 @@ from pulse_rl.sync.successor import (
 )
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.casts import cast_name
-from pulse_rl.weights.layout import layout
+from pulse_rl.weights.layout import Layout, compare_layouts, layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from pulse_rl.history.signing import PrivateKey
 
@@ -109,9 +115,17 @@ class Publisher:
             a worker in the middle of a long download can finish it; an hour by default.
         patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
             lost, an error of the server) is tried again before it is raised. 0: at once.
+        group: A torch.distributed process group whose ranks hold shares of the weights, or replicas of them:
+            `torch.distributed.group.WORLD` for all. Then making the Publisher, `publish`, `resume`, `flush`, `end` and
+            `close` are collective: all ranks call them, with the same arguments. Each rank finds, codes and puts the
+            changes of what it owns, and one manifest commits them all, or none. Rank 0's `metadata`, `assets`, `retain`
+            and `bandwidth` count. None: one process, which holds all of the weights.
+        group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
+            default. The slowest rank's work on one step counts, as the upload of its part.
 
     Raises:
         ValueError: A setting makes no sense.
+        ExchangeError: The group is not one, or a rank is lost.
 
     Attributes:
         history: The history that it publishes to.
@@ -130,6 +144,8 @@ class Publisher:
         keep_every: int | None = None,
         grace: float = GRACE_S,
         patience: float = PATIENCE_S,
+        group: dist.ProcessGroup | None = None,
+        group_timeout: float | None = None,
     ) -> None:
         if not isinstance(anchor_every, int) or anchor_every < 1:
             raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
@@ -137,14 +153,19 @@ class Publisher:
             raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
         self.bandwidth = bandwidth
         self.history = History(store, sign_with=sign_with, patience=patience)
-        self._encoder = Encoder(codec)
-        self._anchor_every = anchor_every
+        self._ranks = ranks_of(group, WORDING, group_timeout)
+        self._plan: SharePlan | None = None  # who owns what, as it was agreed last
+        self._encoder = Encoder(codec, self._ranks)
+        self._anchor_every, self._codec = anchor_every, codec
         self._cast = cast_name(cast) if cast is not None else None
         self._token = new_token()
-        self._delivery = Delivery(self.history, Retention(retain, keep_every, grace) if retain is not None else None)
+        self._delivery = Delivery(
+            self.history, Retention(retain, keep_every, grace) if retain is not None else None, self._ranks
+        )
         self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
         self._committed: Manifest | None = None
+        self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
         self._baseline: Baseline | None = None
         self._in_flight: _InFlight | None = None
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
@@ -181,7 +202,8 @@ class Publisher:
     def resume(self) -> int | None:
         """Continue from the newest version of a history that has versions already; `publish` does so by itself.
 
-        The version is rebuilt in temporary files, proved, and copied into memory as the baseline.
+        The version is rebuilt in temporary files, proved, and copied into memory as the baseline. Ranks of a group do
+        that in the next `publish`, which tells them what they hold.
 
         Returns:
             That version, after which `publish` without a version numbers the next one; None for an empty history.
@@ -193,29 +215,8 @@ class Publisher:
             StoreError: The store failed, or another publisher has committed since.
             ValueError: The history is signed, and this publisher has no key.
         """
-        return self._resume(None)
-
-    def _resume(self, model_nbytes: int | None) -> int | None:
-        """See `resume`. model_nbytes: of the weights, which bound what is downloaded; None where they are not known."""
         self.flush()
-        if self._baseline is None:
-            self._await_pool()
-        with add_recovery_hint():
-            head = self.history.head()
-        self._check_end(head)
-        if self._baseline is None:
-            with add_recovery_hint():
-                check_place(self.history, head)
-        if head is not None and self._baseline is None:
-            faults = FaultLog()
-            with add_recovery_hint(), scratch() as directory:
-                tensors = restore(self.history, head, directory, Effort(), faults, model_nbytes).clone()
-            for fault in faults.messages:
-                log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
-            tensors.tied = dict(head.tied)
-            self._delivery.resume(head)
-            self._committed = head
-            self._baseline = Baseline(tensors, head)
+        _, head, _ = self._begin(anchor=False, share=None)
         return head.version if head else None
 
     @in_turn
@@ -266,42 +267,55 @@ class Publisher:
             RuntimeError: Another thread is at work with this publisher.
         """
         start = time.perf_counter()
-        if version is not None:
-            patch_format.check_version("version", version)
-        noted = check_metadata(metadata)
-        self.history.store.check_create()
-        cast = self._cast if cast is None else cast_name(cast)
-        check_assets(assets or {})
-        refuse_adapters(weights)
-        tensors = layout(weights, cast)
-        looked = self._in_flight is None
-        sequence, head = self._next_place(anchor, tensors.nbytes)
-        base = self._newest_baseline()
-        if version is None:
-            version = next_version(head, sequence)
-        if base is None:
-            check_readable(tensors)
-        if head is not None:
-            check_successor(head, base, tensors, version)
-        else:
-            warn_of_prefix(tensors)
-        files = model_config(weights, cast) | dict(assets or {})
-        if head is None or base is None:
-            tensors, encoded = copy_whole(tensors)
-            manifest = new_manifest(
-                sequence, version, encoded.digest, tensors, head, self._token, anchor=True, metadata=noted
+        if self._ranks.size > 1:
+            self.flush()  # the ranks are at one thing at a time
+        found: list[Layout] = []
+        noted: dict[str, Scalar] | None = None
+        kind: str | None = None  # the name of the dtype to cast to
+
+        def check() -> Wish:
+            nonlocal noted, kind
+            if version is not None:
+                patch_format.check_version("version", version)
+            noted = check_metadata(metadata)
+            if self._ranks.rank == 0:
+                self.history.store.check_create()
+            kind = self._cast if cast is None else cast_name(cast)
+            check_assets(assets or {})
+            refuse_adapters(weights)
+            found.append(layout(weights, kind))
+            return Wish(
+                version, anchor, background, f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
             )
-            move = Move(Baseline(tensors, manifest), None, None)
+
+        check_wishes(self._ranks.share("check the weights", check, Wish))
+        share = share_of(self._ranks, found[0], self._plan)
+        self._plan = share.plan
+        looked = self._in_flight is None
+        beginning, head, base = self._begin(anchor, share)
+        sequence, plan = beginning.sequence, share.plan
+        number = next_version(head, sequence) if version is None else version
+        if base is None:
+            check_readable(plan)
+        if head is not None:
+            check_successor(head, base, plan, number)
         else:
-            bandwidth = self._bandwidth or self._delivery.measured_bandwidth
-            application, encoded = self._encoder.encode(base, tensors, version, bandwidth)
+            warn_of_prefix(plan.tensors)
+        files = model_config(weights, kind) | dict(assets or {})
+        make_manifest = partial(
+            new_manifest, sequence, number, tensors=plan, head=head, publisher=self._token, metadata=noted
+        )
+        if head is None or base is None:
+            own, encoded = copy_whole(share, self._ranks)
+            manifest = make_manifest(digest=encoded.digest, anchor=True)
+            move = Move(Baseline(own, manifest, plan), None, None)
+        else:
+            application, encoded = self._encoder.encode(base, share, number, beginning.bandwidth)
             self.flush()  # the version before must be committed before this one builds on it
             anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
-            manifest = new_manifest(
-                sequence, version, encoded.digest, tensors, head, self._token, anchor=anchor, metadata=noted
-            )
+            manifest = make_manifest(digest=encoded.digest, anchor=anchor)
             move = self._move(application, manifest)
-        upcoming = Upcoming(move, encoded.patch, files)
+        upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
         if background:
             return self._deliver_in_background(upcoming, looked, encoded, start)
         try:
@@ -375,24 +389,92 @@ class Publisher:
     ) -> None:
         self.close()
 
-    def _newest_baseline(self) -> Baseline | None:
-        """What the next version is encoded against."""
-        return self._in_flight.upcoming.move.baseline if self._in_flight else self._baseline
+    def _begin(self, anchor: bool, share: Share | None) -> tuple[Beginning, Manifest | None, Baseline | None]:
+        """Where the next version goes, the version before it, and the baseline that it is encoded against.
 
-    def _next_place(self, anchor: bool, model_nbytes: int) -> tuple[int, Manifest | None]:
-        """The sequence number of the next version, and the version before it. model_nbytes: of the weights."""
-        if self._in_flight is not None:
-            head: Manifest | None = self._in_flight.upcoming.manifest
-            sequence = self._in_flight.upcoming.manifest.sequence + 1
-        elif self._baseline is None and anchor:
+        share: what this rank holds; None to find out where the history ends. Rebuilds the version before where its
+        baseline is missing, unless an anchor was asked for.
+        """
+        if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
+            upcoming = self._in_flight.upcoming
+            sequence = upcoming.manifest.sequence + 1
+            self._check_room(sequence)
+            token, bandwidth = new_token(), self._bandwidth or self._delivery.measured_bandwidth
+            there = Beginning(None, True, sequence, upcoming.manifest.sequence, False, bandwidth, token)
+            return there, upcoming.manifest, upcoming.move.baseline
+        if self._baseline is not None and share is not None and not self._baseline.fits(share.plan):
+            self._baseline = None  # the weights are sharded otherwise than before
+        found = self._ranks.share("find the newest version", partial(self._look, anchor), Beginning)
+        first = found[0]
+        if first.before is None:
+            return first, None, None
+        head = self._head
+        if any(one.known != first.before for one in found):
+            self._ranks.share("read the newest version", partial(self._read, first.before), int)
+            head = self._head
+        blind = first.blind or (anchor and not all(one.ready for one in found))
+        ready = all(one.ready and one.known == first.before for one in found)
+        if not ready and not blind and (share is not None or self._ranks.size == 1):
+            self._ranks.share("rebuild the newest version", partial(self._rebuild, share), int)
+        return first, head, None if blind else self._baseline
+
+    def _look(self, anchor: bool) -> Beginning:
+        """Where this rank stands; on the first one also where the history ends."""
+        if self._ranks.rank:
+            committed = self._committed
+            return Beginning(committed.sequence if committed else None, self._baseline is not None)
+        if self._baseline is None:
             self._await_pool()
+        blind = self._baseline is None and anchor
+        if blind:
             sequence, head = self.history.end()
             self._check_end(head)
             check_key(self.history, head)
         else:
-            self._resume(model_nbytes)
-            head = self._committed
+            with add_recovery_hint():
+                head = self.history.head()
+            self._check_end(head)
+            if self._baseline is None:
+                with add_recovery_hint():
+                    check_place(self.history, head)
             sequence = head.sequence + 1 if head else 0
+        self._check_room(sequence)
+        self._head = head
+        known = self._committed.sequence if self._committed else None
+        bandwidth, token = self._bandwidth or self._delivery.measured_bandwidth, new_token()
+        before = head.sequence if head else None
+        return Beginning(known, self._baseline is not None, sequence, before, blind, bandwidth, token)
+
+    def _read(self, sequence: int) -> int:
+        """Read the version before, where this rank does not know it."""
+        if self._ranks.rank:
+            self._head = self.history.read(sequence)
+        return sequence
+
+    def _rebuild(self, share: Share | None) -> int:
+        """Rebuild the newest version, of what this rank owns, as the baseline."""
+        head = self._head
+        assert head is not None  # the caller has looked
+        faults, nbytes = FaultLog(), share.plan.nbytes if share else None
+        with add_recovery_hint(), scratch() as directory:
+            whole = restore(self.history, head, directory, Effort(), faults, nbytes)
+            plan = share.plan if share is not None and self._ranks.size > 1 else plan_of(whole, head.tied)
+            if share is not None and self._ranks.size > 1:
+                what = f"version {head.version} and these weights"
+                compare_layouts(whole, {**plan.tensors}, what)
+                own = taken(whole, share.own).clone()
+            else:
+                own = whole.clone()
+                own.tied = dict(head.tied)
+        for fault in faults.messages:
+            log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
+        self._delivery.resume(head)
+        self._committed = head
+        self._baseline = Baseline(own, head, plan)
+        return head.sequence
+
+    def _check_room(self, sequence: int) -> None:
+        """Raise StoreError if no sequence number is left."""
         if sequence > MAX_SEQUENCE:
             last, url = manifest_name(MAX_SEQUENCE), self.history.store.url
             raise StoreError(
@@ -401,7 +483,6 @@ class Publisher:
                 url=url,
                 name=last,
             )
-        return sequence, head
 
     def _check_end(self, head: Manifest | None) -> None:
         """Compare where the history ends with where this publisher left it.
@@ -428,7 +509,19 @@ class Publisher:
         """Move the baseline to a new version. No baseline is left in the field."""
         base, self._baseline = self._baseline, None
         assert base is not None
-        return base.move(application, manifest)
+        moved: list[Move] = []
+
+        def move() -> int:
+            moved.append(base.move(application, manifest))
+            return manifest.sequence
+
+        try:
+            self._ranks.share("move the baseline", move, int)
+        except BaseException:
+            if moved:  # another rank could not
+                self._baseline = moved[0].undo()
+            raise
+        return moved[0]
 
     def _settle(self, upcoming: Upcoming) -> None:
         """Bring the state in line after a delivery that raised: the version stands, or the move is undone."""
@@ -440,8 +533,8 @@ class Publisher:
 
     def _record(self, upcoming: Upcoming, committed: Manifest) -> None:
         """Record that a version is committed."""
-        self._committed = committed
-        self._baseline = Baseline(upcoming.move.baseline.tensors, committed)
+        self._committed = self._head = committed
+        self._baseline = Baseline(upcoming.move.baseline.tensors, committed, upcoming.plan)
 
     def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, start: float) -> PublishReport:
         """Record that a version is committed, and report it."""
@@ -454,7 +547,7 @@ class Publisher:
         If not, as a version was in flight, the history may have been rolled back: then no patch can start from its end.
         """
         base = upcoming.move.base
-        if base is not None and not looked and not holds(self.history.store, base):
+        if base is not None and not looked and self._ranks.size == 1 and not holds(self.history.store, base):
             raise self._changed(base, "unknown")
         return self._delivery.deliver(upcoming)
 

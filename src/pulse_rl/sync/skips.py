@@ -10,9 +10,12 @@ from pulse_rl.codecs.base import Codec
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.trail import SPANS, State
 from pulse_rl.patch import encode
-from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
+from pulse_rl.patch.encode import Coded, EncodedPatch
+from pulse_rl.patch.format import unpack
 from pulse_rl.patch.overlay import Overlay
+from pulse_rl.sync.ranks import Ranks
+from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
 MAX_OVERLAY = 1 / 2  # of the model's bytes; a larger overlay is dropped, and its window is empty until the next begins
@@ -67,28 +70,39 @@ class Skips:
         return due
 
 
-def skip_patch(base: State, overlay: Overlay, newest: Layout, target: State, codec: Codec) -> encode.EncodedPatch:
-    """The patch from an older version to the newest, proved. Raises IntegrityError if it does not lead there.
+def find_skip(overlay: Overlay, newest: Layout, codec: Codec) -> Coded:
+    """Code what changed from an older version to the newest, of what this rank owns.
 
-    overlay: what the base held, over `newest`.
+    overlay: what the older version held, over `newest`.
     """
-    older = overlay.over(newest)
-    (encoded,) = encode.encode(
-        older,
-        newest,
-        base=base.version,
-        target=target.version,
-        codecs=[codec],
-        base_digest=int(base.digest, 16),
-        tied=newest.tied,
-    )
-    if encoded.header.target_digest != target.digest:
+    (coded,) = encode.find(overlay.over(newest), newest, codecs=[codec], tied=newest.tied)
+    return coded
+
+
+def prove_skip(
+    coded: Coded, base: State, target: State, overlay: Overlay, newest: Layout, delta: int, ranks: Ranks
+) -> EncodedPatch:
+    """The patch, or this rank's part of it, proved. Raises IntegrityError if it does not lead to the target.
+
+    delta: what the digest gains, added up over all ranks.
+    """
+    before = int(base.digest, 16)
+    reached = digests.to_hex(before + delta)
+    if reached != target.digest:
         raise IntegrityError(
             f"the patch from version {base.version} to {target.version}: expected that it leads to digest "
-            f"{target.digest}, found {encoded.header.target_digest}",
+            f"{target.digest}, found {reached}",
             expected=target.digest,
-            found=encoded.header.target_digest,
+            found=reached,
         )
-    application = Application(patch_format.unpack(encoded.data), {name: [bits] for name, bits in older.items()})
-    application.prove(int(base.digest, 16))
-    return encoded
+    patch = coded.finish(
+        base=base.version,
+        target=target.version,
+        base_digest=before,
+        target_digest=before + delta,
+        part=ranks.rank,
+        parts=ranks.size,
+    )
+    older = {name: [bits] for name, bits in overlay.over(newest).items()}
+    Application(unpack(patch.data), older).prove(before, lambda mine: mine + delta - coded.delta)
+    return patch

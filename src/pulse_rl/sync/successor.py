@@ -26,8 +26,11 @@ from pulse_rl.history.manifest import (
 )
 from pulse_rl.history.search import FaultLog, check_line
 from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.segments import Entry
 from pulse_rl.sync.baseline import Baseline
-from pulse_rl.weights.layout import Layout, compare_layouts
+from pulse_rl.sync.shares import SharePlan
+from pulse_rl.weights.boxes import whole
+from pulse_rl.weights.layout import compare_layouts
 
 MAX_METADATA_NBYTES = 4096  # of its JSON
 OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
@@ -67,14 +70,15 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
     return found
 
 
-def check_readable(tensors: Layout) -> None:
+def check_readable(plan: SharePlan) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
-    if "__metadata__" in tensors.all_names():  # a patch could hold it, an anchor could not
+    if "__metadata__" in plan.all_names():  # a patch could hold it, an anchor could not
         raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
     with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
-        patch_format.check_table(tensors, tensors.tied)
-        for shard in plan_shards(tensors)[0]:
-            check_header([(name, tensors[name].dtype, tensors[name].shape) for name in shard.tensors])
+        rows = {name: (name, spec.dtype, spec.shape) for name, spec in plan.tensors.items()}
+        patch_format.check_table([Entry(*row, (whole(row[2]),)) for row in rows.values()], plan.tied)
+        for shard in plan_shards(plan.tensors)[0]:
+            check_header([rows[name] for name in shard.tensors])
 
 
 def check_key(history: History, head: Manifest | None) -> None:
@@ -104,7 +108,7 @@ def check_place(history: History, head: Manifest | None) -> None:
         check_line(history, head, FaultLog())
 
 
-def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, version: int) -> None:
+def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, version: int) -> None:
     """Raise ValueError or BaseMismatchError unless these tensors can be the version after `head`.
 
     base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared.
@@ -116,7 +120,7 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, vers
         )
     what = f"version {head.version} and version {version}"
     if base is not None:
-        compare_layouts(base.tensors.all_names(), tensors.all_names(), what)
+        compare_layouts(base.plan.all_names(), tensors.all_names(), what)
     elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
             f"{what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
@@ -133,11 +137,11 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: Layout, vers
 def new_manifest(
     sequence: int,
     version: int,
+    *,
     digest: str,
-    tensors: Layout,
+    tensors: SharePlan,
     head: Manifest | None,
     publisher: str,
-    *,
     anchor: bool,
     metadata: dict[str, Scalar] | None,
 ) -> Manifest:

@@ -15,6 +15,7 @@ caller had queued there, and what the caller queues next comes after the writes.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -64,6 +65,9 @@ class Bits(Protocol):
     def write(self, start: int, values: UIntArray) -> None:
         """Overwrite the elements [start, start + len(values))."""
 
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        """A part of the same memory, one slice for each dimension, as Bits of its own."""
+
     @property
     def writable(self) -> bool:
         """Whether every element can be written without changing another."""
@@ -84,7 +88,7 @@ class HostBits:
     backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
     """
 
-    __slots__ = ("_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+    __slots__ = ("_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
 
     def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
         self._tensor = tensor
@@ -93,22 +97,40 @@ class HostBits:
         self.shape: tuple[int, ...] = array.shape
         self.size = int(array.size)
         self.itemsize = int(array.itemsize)
-        # None if the elements are not in row-major order: then they are indexed one by one.
+        # None if the elements do not lie one after another in row-major order.
         self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
+        self._rows: UIntArray | None = None  # the same memory as (rows, run), where that is possible
+
+    @property
+    def rows(self) -> UIntArray | None:
+        """The elements as rows of one length and distance, as those of a part of a tensor are; None for others."""
+        if self._rows is None and self.array.ndim > 1:
+            self._rows = _as_rows(self.array)
+        return self._rows
 
     def read(self, start: int, stop: int) -> UIntArray:
-        return self.flat[start:stop] if self.flat is not None else self.array.flat[start:stop]
+        if self.flat is not None:
+            return self.flat[start:stop]
+        if start == 0 and stop == self.size:
+            return np.ascontiguousarray(self.array).reshape(-1)
+        return self.array.flat[start:stop]
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         if self.flat is not None:
             values = np.empty(len(indices), UINTS[self.itemsize])
             cpu.gather(self.flat[start:], indices, values)
             return values
+        if start == 0 and self.rows is not None:
+            values = np.empty(len(indices), UINTS[self.itemsize])
+            cpu.gather_rows(self.rows, indices, values)
+            return values
         return self.array.flat[start + indices.astype(np.int64)]
 
     def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
         if self.flat is not None:
             cpu.scatter(self.flat[start:], indices, values)
+        elif start == 0 and self.rows is not None:
+            cpu.scatter_rows(self.rows, indices, values)
         else:
             self.array.flat[start + indices.astype(np.int64)] = values
         self._count_write()
@@ -117,9 +139,14 @@ class HostBits:
         stop = start + len(values)
         if self.flat is not None:
             self.flat[start:stop] = values
+        elif len(values) == self.size:
+            self.array[...] = values.reshape(self.shape)
         else:
             self.array.flat[start:stop] = values
         self._count_write()
+
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        return HostBits(self.dtype, self.array[(*slices, ...)], self._tensor)  # of a 0-dim array a view, too
 
     def _count_write(self) -> None:
         if self._tensor is not None and not self._tensor.is_inference():
@@ -160,6 +187,11 @@ class TorchBits:
             # Integers that torch can index on every device: not the wider unsigned ones, nor some FP8 dtypes.
             name = "uint8" if self.itemsize == 1 else f"int{8 * self.itemsize}"
             self._tensor = self._tensor.view(getattr(torch, name))
+        self._place(self._tensor)
+
+    def _place(self, tensor: torch.Tensor) -> None:
+        """Take this as the tensor's memory."""
+        self._tensor = tensor
         self.shape = tuple(tensor.shape)
         self.size = tensor.numel()
         # None if the strides allow no flat view: then elements are indexed by coordinates. A flat copy would be a
@@ -230,6 +262,13 @@ class TorchBits:
     def writable(self) -> bool:
         return self._cast is None and not _expanded(self.shape, self._tensor.stride())
 
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        part = TorchBits.__new__(TorchBits)  # on the stream of the whole tensor, whoever asks for a part
+        part._cast, part._on_stream, part._uint = self._cast, self._on_stream, self._uint
+        part.dtype, part.itemsize = self.dtype, self.itemsize
+        part._place(self._tensor[slices])
+        return part
+
     @property
     def address(self) -> int:
         """The address of the first element."""
@@ -290,6 +329,9 @@ class ArrayCastBits:
     def write(self, start: int, values: UIntArray) -> None:
         raise TypeError("an array that is cast on reading cannot be written")
 
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        return ArrayCastBits(self._source.array[(*slices, ...)].view(self._floats), self._cast)
+
     @property
     def storage(self) -> object:
         return (self._source.storage, self.dtype)
@@ -308,6 +350,18 @@ def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:
     else:
         raise TypeError(f"expected the bits of a live tensor, found {type(bits).__name__}")
     return HostBits(bits.dtype, np.ndarray(bits.shape, UINTS[bits.itemsize], memory, address - start, strides))
+
+
+def _as_rows(array: UIntArray) -> UIntArray | None:
+    """The same memory as (rows, run) in row-major order; None if no two strides describe it."""
+    for split in range(array.ndim - 1, 0, -1):
+        rows = array.view()
+        try:
+            rows.shape = (math.prod(array.shape[:split]), math.prod(array.shape[split:]))
+        except AttributeError:  # it would take a copy
+            continue
+        return rows
+    return None
 
 
 def _expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -358,16 +412,22 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
         ) from None
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a tensor that torch.distributed has sharded over ranks."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
     """`as_bits` of a torch tensor."""
     import torch
 
-    if tensor.layout != torch.strided or tensor.is_nested or type(tensor).__name__ == "DTensor":
+    if tensor.layout != torch.strided or tensor.is_nested or is_dtensor(tensor):
         raise TypeError(f"expected a dense, unsharded tensor, found {type(tensor).__name__} of layout {tensor.layout}")
     if getattr(tensor, "ds_numel", tensor.numel()) != tensor.numel():  # DeepSpeed's mark on a parameter
         raise TypeError(
             f"expected a whole tensor, found a parameter that DeepSpeed ZeRO stage 3 has partitioned, with "
-            f"{tensor.numel()} of its elements: publish within deepspeed.zero.GatheredParameters(model.parameters())"
+            f"{tensor.numel()} of its elements: publish pulse_rl.integrations.deepspeed.shards(engine) on every rank"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise TypeError("expected a tensor that holds its own bits, found a lazily conjugated or negated view")

@@ -8,14 +8,21 @@ one tensor can each sum their own elements and add the sums. It detects corrupti
 hashes do that. `docs/format.md` gives the constants and test vectors.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Positions, tiles
 from pulse_rl.weights.layout import layout
+from pulse_rl.weights.pieces import Pieces
 from pulse_rl.weights.segments import segments
 
 MASK = (1 << 64) - 1
@@ -34,17 +41,59 @@ def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return int.from_bytes(blake3(text.encode()).digest(8), "little")
 
 
-def state_digest(tensors: dict[str, Bits]) -> int:
-    """The digest of a whole state as an integer; segments in parallel."""
-    work = []
-    total = 0
+def part(seed: int, at: Positions, bits: UIntArray) -> int:
+    """The sum of the terms of some elements. bits: (k,), in the order of the positions."""
+    if len(at.starts) == 1:
+        return cpu.digest_range(seed, int(at.starts[0]), bits)
+    return cpu.digest_rows(seed, at.starts, at.run, bits)
+
+
+def delta(seed: int, at: Positions, indices: NDArray[np.uint32], before: UIntArray, after: UIntArray) -> int:
+    """What the digest gains, mod 2^64, if elements change from before to after, (k,) each.
+
+    indices: (k,), in the order of the positions.
+    """
+    if len(at.starts) == 1:
+        return cpu.digest_delta(seed, int(at.starts[0]), indices, before, after)
+    places = np.empty(len(indices), np.int64)
+    cpu.positions(at.starts, at.run, indices, places)
+    return cpu.digest_delta(seed, 0, places, before, after)
+
+
+def state_digest(tensors: Mapping[str, Bits]) -> int:
+    """The digest of a whole state as an integer; segments in parallel.
+
+    Of sharded tensors, the share that this process owns: the sum over all processes is the digest,
+    but for tensors without elements, which each of them counts.
+    """
+    return (empty_digest(tensors) + sum(ordered_map(lambda term: term(), _terms(tensors)))) & MASK
+
+
+def empty_digest(tensors: Mapping[str, Bits]) -> int:
+    """The terms of the tensors without elements."""
+    return sum(mix(seed(name, bits.dtype, bits.shape)) for name, bits in tensors.items() if bits.size == 0) & MASK
+
+
+def _terms(tensors: Mapping[str, Bits]) -> Iterator[Callable[[], int]]:
     for name, bits in tensors.items():
         root = seed(name, bits.dtype, bits.shape)
-        if bits.size == 0:
-            total += mix(root)
-        work += [(root, bits, a, b) for a, b in segments(bits.size)]
-    parts = ordered_map(lambda item: cpu.digest_range(item[0], item[2], item[1].read(item[2], item[3])), work)
-    return (total + sum(parts)) & MASK
+        if not isinstance(bits, Pieces):
+            for a, b in segments(bits.size):
+                yield partial(_of_range, root, bits, a, b)
+            continue
+        for box, held, owned in bits.pieces:
+            for tile in tiles(bits.shape, box) if owned else ():
+                view = held.view(tile.box.slices(box))
+                at = tile.box.positions(bits.shape)
+                yield partial(_of_view, root, at, view)
+
+
+def _of_range(root: int, bits: Bits, start: int, stop: int) -> int:
+    return cpu.digest_range(root, start, bits.read(start, stop))
+
+
+def _of_view(root: int, at: Positions, view: Bits) -> int:
+    return part(root, at, view.read(0, view.size))
 
 
 def to_hex(value: int) -> str:

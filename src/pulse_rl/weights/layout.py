@@ -9,9 +9,11 @@ import numpy as np
 
 from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import BaseMismatchError
-from pulse_rl.weights.bits import Bits, HostBits, as_bits
+from pulse_rl.weights.bits import Bits, HostBits, as_bits, is_dtensor
 from pulse_rl.weights.casts import CASTS
+from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.names import named_state, wrapper_prefix
+from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
@@ -42,7 +44,9 @@ class HasLayout(Protocol):
 
 
 class Layout(dict[str, Bits]):
-    """Tensor name → Bits, each piece of memory once, in canonical order (by name, as Unicode code points).
+    """Bits name → its bits, each piece of memory once, in canonical order (by name, as Unicode code points).
+
+    A tensor is Bits where this process holds all of it, and Pieces where it holds parts.
 
     tensors: in that order. tied: further names of a tensor → the name that stands for it, which is the first one in the
     model's own order: Transformers keeps `model.embed_tokens.weight` for a tied `lm_head.weight`, too.
@@ -64,18 +68,35 @@ class Layout(dict[str, Bits]):
         """The bytes of those elements."""
         return sum(bits.size * bits.itemsize for bits in self.values())
 
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes of what this process holds of them."""
+        return sum(piece.box.size * bits.itemsize for bits in self.values() for piece in pieces_of(bits))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process holds parts of tensors."""
+        return any(isinstance(bits, Pieces) for bits in self.values())
+
     def clone(self) -> "Layout":
         """A copy of all bits in host memory, made segment by segment."""
-        copies: dict[str, Bits] = {}
-        for name, bits in self.items():
-            copies[name] = HostBits(bits.dtype, np.empty(bits.shape, UINTS[bits.itemsize]))
-            for start, stop in segments(bits.size):
-                copies[name].write(start, bits.read(start, stop))
-        return Layout(copies, self.tied)
+        return Layout({name: _clone(bits) for name, bits in self.items()}, self.tied)
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
         return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
+
+
+def _clone(tensor: Bits) -> Bits:
+    if isinstance(tensor, Pieces):
+        copies = []
+        for box, bits, owned in tensor.pieces:
+            copies.append(Piece(box, _clone(bits), owned))
+        return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
+    found = HostBits(tensor.dtype, np.empty(tensor.shape, UINTS[tensor.itemsize]))
+    for start, stop in segments(tensor.size):
+        found.write(start, tensor.read(start, stop))
+    return found
 
 
 def named_tensors(weights: Any) -> Mapping[str, Any]:
@@ -94,27 +115,55 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
     """View all weights as Bits.
 
     weights: a torch module (its parameters and persistent buffers, by the names that they have without wrappers around
-    the model) or a mapping of name → tensor or array. cast: as for `as_bits`. Raises TypeError for anything else.
+    the model) or a mapping of name → what `as_tensor` takes. cast: as for `as_bits`. Raises TypeError or ValueError.
     """
     if isinstance(weights, Layout) and cast is None:
         return weights
     weights = named_tensors(weights)
     found: dict[str, Bits] = {}
     owners: dict[object, str] = {}
+    # The same object has the same memory, also where none of it is in this process. Kept, so that no other has its id.
+    objects: dict[int, tuple[str, Any]] = {}
     tied: dict[str, str] = {}
     for name, tensor in weights.items():
         if not isinstance(name, str):
             raise TypeError(f"tensor names: expected str, found {name!r}")
         try:
-            bits = as_bits(tensor, cast)
-        except TypeError as error:
-            raise TypeError(f"tensor {name!r}: {error}") from None
-        owner = owners.setdefault(bits.storage, name) if bits.size else name
+            bits = as_tensor(tensor, cast)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"tensor {name!r}: {error}") from None
+        first, _ = objects.setdefault(id(tensor), (name, tensor))
+        if bits.size == 0:
+            owner = name
+        elif first == name:
+            owner = owners.setdefault(bits.storage, name)
+        else:
+            owner = tied.get(first, first)
         if owner == name:
             found[name] = bits
         else:
             tied[name] = owner
     return Layout(sorted(found.items()), tied)
+
+
+def as_tensor(tensor: Any, cast: str | None = None) -> Bits:
+    """View a tensor, an array, a DTensor, a Shard, or a list of Shards of one tensor. Raises TypeError or ValueError.
+
+    cast: as for `as_bits`.
+    """
+    if isinstance(tensor, Pieces):
+        return tensor
+    if isinstance(tensor, Computed):
+        return tensor.bits(cast)
+    if isinstance(tensor, Shard):
+        return join([tensor], cast)
+    if isinstance(tensor, list | tuple):
+        return join(tensor, cast)
+    if is_dtensor(tensor):
+        from pulse_rl.weights import dtensor
+
+        return dtensor.pieces(tensor, cast)
+    return as_bits(tensor, cast)
 
 
 def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLayout], what: str) -> None:

@@ -27,10 +27,11 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.beginning import FIRST, MAX_FIRST_NBYTES
 from pulse_rl.history.ending import END, MAX_END_NBYTES
-from pulse_rl.history.fetch import fetch_parts
+from pulse_rl.history.fetch import fetch_parts, limit_of
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, manifest_name
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
+from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.objects import PART_NBYTES, DirectoryStore
@@ -108,11 +109,16 @@ def copy_history(
         if progress is not None:
             progress(done, len(sequences), manifest_name(sequence))
         manifest = history.read(sequence)
+        limit = limit_of(manifest.full_nbytes)
+        for part in part_refs(history.store, manifest.patch, limit) if manifest.patch and manifest.patch.parts else ():
+            copy.object(part)
         for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])):
             copy.object(ref)
-        for ref in _skips(history, manifest, listed):
+        for skip in _skips(history, manifest, listed):
             with suppress(ObjectNotFoundError):  # it was pruned, or could not be made
-                copy.object(ref)
+                for part in part_refs(history.store, skip, limit) if skip.parts else ():
+                    copy.object(part)
+                copy.object(skip)
         copy.manifest(sequence)
     copy.small(END, MAX_END_NBYTES)
     return CopyReport(
@@ -127,7 +133,7 @@ def copy_history(
     )
 
 
-def _skips(history: History, manifest: Manifest, listed: set[int]) -> Iterable[ObjectRef]:
+def _skips(history: History, manifest: Manifest, listed: set[int]) -> Iterable[PatchObject]:
     """The skip patches that a version's trail lists."""
     trail, own = history.trail(manifest), link_of(manifest)
     return [link.ref for link in (trail.links() if trail else []) if link != own and link.to.sequence in listed]

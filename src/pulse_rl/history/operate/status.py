@@ -299,8 +299,8 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
     own = link_of(newest)
     links = trail.links() if trail else [own] if own else []
     links = [link for link in links if link.to.sequence >= first]
-    patches = [link.ref.nbytes for link in links if link.to.sequence - link.base_sequence == 1]
-    skips = [link.ref.nbytes for link in links if link.to.sequence - link.base_sequence > 1]
+    patches = [link.ref.total_nbytes for link in links if link.to.sequence - link.base_sequence == 1]
+    skips = [link.ref.total_nbytes for link in links if link.to.sequence - link.base_sequence > 1]
     middle = int(median(patches)) if patches else 0
     return Recent(
         versions=len(patches),

@@ -121,7 +121,7 @@ def _verify_patch(path: Path, base: Layout | None) -> VerifyReport:
     try:
         patch = patch_format.unpack(data)
         if base is None:
-            decode_all(patch)
+            decode_all([patch])
         else:
             live = resolve(patch.by_name(), patch.tied, base, written=False)
             Application(patch, live).prove(live_digest(live))

@@ -8,7 +8,7 @@ end its digest is counted over all bits. A fault does not end the walk: it goes 
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from pulse_rl.errors import (
     one_line,
 )
 from pulse_rl.history.beginning import FIRST
-from pulse_rl.history.fetch import fetch, limit_of
+from pulse_rl.history.fetch import limit_of
+from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
-from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
+from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
+from pulse_rl.history.restore import load_anchor
 from pulse_rl.history.trail import PatchLink, link_of, state_of
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
@@ -153,10 +155,12 @@ class Walk:
     def _holds(self, manifest: Manifest) -> bool:
         return self._copy is not None and self._copy.held == manifest
 
-    def _fetch(self, link: PatchLink, manifest: Manifest) -> bytearray:
+    def _fetch(self, link: PatchLink, manifest: Manifest) -> Fetched:
         """A patch, no larger than the model allows: the copy's size, or without a copy what the manifest says."""
         nbytes = self._copy.tensors.nbytes if self._copy else manifest.full_nbytes
-        return fetch(self._history.store, link.ref, limit_of(nbytes))
+        patch = fetch_patch(self._history.store, link.ref, limit_of(nbytes))
+        self._named.update(patch.names)
+        return patch
 
     def _take_patch(self, manifest: Manifest) -> None:
         """Bring the copy from the version before to this one; without such a copy, only decode the patch."""
@@ -164,12 +168,13 @@ class Walk:
         assert link is not None  # the caller has looked
         copy = self._copy
         try:
-            data = self._fetch(link, manifest)
-            self.effort.nbytes += len(data)
+            patch = self._fetch(link, manifest)
+            self.effort.nbytes += patch.nbytes
             if copy is None or copy.held.sequence != link.base_sequence:
-                decode_all(patch_format.unpack(data))
+                decode_all(patch.parts)
             else:
-                prove(unpack_promised(data, link, state_of(copy.held)), copy.tensors, Effort()).write()
+                check_promised(patch, link, state_of(copy.held), manifest.tied)
+                prove(patch, copy.tensors, Effort()).write()
                 copy.held = manifest
         except FAULTS as error:
             self._report(manifest, one_line(error))
@@ -182,7 +187,8 @@ class Walk:
         for link in self._skips.get(copy.held.sequence, {}).values():
             if link.to == state_of(manifest):
                 with suppress(*FAULTS):  # reported where it begins
-                    patch = unpack_promised(self._fetch(link, manifest), link, state_of(copy.held))
+                    patch = self._fetch(link, manifest)
+                    check_promised(patch, link, state_of(copy.held), manifest.tied)
                     prove(patch, copy.tensors, Effort()).write()
                     copy.held = manifest
                     return True
@@ -191,13 +197,13 @@ class Walk:
     def _prove_skip(self, link: PatchLink, manifest: Manifest) -> None:
         """Prove a skip patch that begins with a version: on the copy if that holds the version."""
         try:
-            data = self._fetch(link, manifest)
-            self.effort.nbytes += len(data)
-            patch = unpack_promised(data, link, state_of(manifest))
+            patch = self._fetch(link, manifest)
+            self.effort.nbytes += patch.nbytes
+            check_promised(patch, link, state_of(manifest), manifest.tied)
             if self._copy is not None and self._holds(manifest):
                 prove(patch, self._copy.tensors, Effort())
             else:
-                decode_all(patch)
+                decode_all(patch.parts)
         except FAULTS as error:
             self.problems.append(
                 f"the skip patch from version {manifest.version} to {link.to.version}: {one_line(error)}"
@@ -312,8 +318,7 @@ def walk(history: History, progress: Callable[[int, int, str], None], weights: L
     return found
 
 
-def decode_all(patch: patch_format.Patch) -> None:
+def decode_all(parts: Sequence[patch_format.Patch]) -> None:
     """Decode what can be decoded without the base, which proves its indices. Raises PatchFormatError."""
-    pieces = list(patch.pieces())
-    if not patch.codec.conditional:
-        deque(ordered_map(lambda piece: piece[1].decode([]), pieces), maxlen=0)
+    units = [unit for part in parts if not part.codec.conditional for _, unit in part.units()]
+    deque(ordered_map(lambda unit: unit.decode([]), units), maxlen=0)

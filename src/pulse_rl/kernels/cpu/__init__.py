@@ -10,8 +10,8 @@ all of them beforehand.
 """
 
 from pulse_rl.kernels.cpu.arrays import buffer
-from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, scatter, union
-from pulse_rl.kernels.cpu.digests import digest_delta, digest_range
+from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 
 __all__ = [
@@ -19,10 +19,14 @@ __all__ = [
     "buffer",
     "digest_delta",
     "digest_range",
+    "digest_rows",
     "find_changes",
     "gap_decode",
     "gap_encode",
     "gather",
+    "gather_rows",
+    "positions",
     "scatter",
+    "scatter_rows",
     "union",
 ]

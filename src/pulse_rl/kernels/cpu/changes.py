@@ -1,6 +1,6 @@
 """Find, read, write and merge changed elements.
 
-Arrays are one-dimensional and contiguous; elements are unsigned integers of any width. The caller brings the memory
+Arrays are one-dimensional and contiguous, but for the rows of a part of a tensor; elements are unsigned integers of any width. The caller brings the memory
 that results go to.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -72,6 +72,38 @@ def _gather(source, indices, values):
 def gather(source: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
     """Set values (k,) to source[indices]. The indices (k,) must be in range: they are not checked here."""
     _gather(read_only(source), read_only(indices), values)
+
+
+@kernel
+def _scatter_rows(target, indices, values):
+    run = target.shape[1]
+    for j in range(indices.shape[0]):
+        row = np.int64(indices[j]) // run
+        target[row, np.int64(indices[j]) - row * run] = values[j]
+
+
+def scatter_rows(target: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
+    """Set the elements of target (rows, run), of any strides, at flat row-major indices (k,) to values (k,).
+
+    The indices must be in range: they are not checked here.
+    """
+    _scatter_rows(target, read_only(indices), read_only(values))
+
+
+@kernel
+def _gather_rows(source, indices, values):
+    run = source.shape[1]
+    for j in range(indices.shape[0]):
+        row = np.int64(indices[j]) // run
+        values[j] = source[row, np.int64(indices[j]) - row * run]
+
+
+def gather_rows(source: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
+    """Set values (k,) to the elements of source (rows, run), of any strides, at flat row-major indices (k,).
+
+    The indices must be in range: they are not checked here.
+    """
+    _gather_rows(read_only(source), read_only(indices), values)
 
 
 @kernel

@@ -50,8 +50,37 @@ def _digest_delta(seed, start, indices, before, after):
     return total
 
 
-def digest_delta(seed: int, start: int, indices: NDArray[np.uint32], before: UIntArray, after: UIntArray) -> int:
+def digest_delta(
+    seed: int, start: int, indices: NDArray[np.uint32] | NDArray[np.int64], before: UIntArray, after: UIntArray
+) -> int:
     """The change of the digest, mod 2^64, if the elements at start + indices change from before to after, (k,) each."""
     return int(
         _digest_delta(np.uint64(seed), np.uint64(start), read_only(indices), read_only(before), read_only(after))
     )
+
+
+@kernel
+def _digest_rows(seed, starts, run, bits):
+    total = np.uint64(0)
+    for r in range(starts.shape[0]):
+        position = seed + np.uint64(starts[r]) * C1
+        for i in range(run):
+            total += _mix(position + np.uint64(i) * C1 + np.uint64(bits[r * run + i]) * C2)
+    return total
+
+
+def digest_rows(seed: int, starts: NDArray[np.int64], run: int, bits: UIntArray) -> int:
+    """The sum of the digest's terms of bits (rows · run,), whose rows begin at the flat indices starts (rows,)."""
+    return int(_digest_rows(np.uint64(seed), read_only(starts), run, read_only(bits)))
+
+
+@kernel
+def _positions(starts, run, indices, found):
+    for j in range(indices.shape[0]):
+        row = np.int64(indices[j]) // run
+        found[j] = starts[row] + np.int64(indices[j]) - row * run
+
+
+def positions(starts: NDArray[np.int64], run: int, indices: NDArray[np.uint32], found: NDArray[np.int64]) -> None:
+    """Set found (k,) to the flat index in the tensor of each index (k,) in rows of `run` that begin at starts."""
+    _positions(read_only(starts), run, read_only(indices), found)

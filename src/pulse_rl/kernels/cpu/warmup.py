@@ -9,8 +9,8 @@ import numpy as np
 
 from pulse_rl.dtypes import UINTS, Field, field_of
 from pulse_rl.kernels.cpu import compiled, context, loco, moves, rangecoder, study
-from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, scatter, union
-from pulse_rl.kernels.cpu.digests import digest_delta, digest_range
+from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 
 N = 192  # elements; kernels look at 64 at a time
@@ -47,6 +47,13 @@ def _warm_changes(itemsize: int) -> None:
     union(indices, values, indices, values, np.empty(2 * count, np.uint32), np.empty(2 * count, old.dtype))
     digest_range(0, 0, old)
     digest_delta(0, 0, indices, values, values)
+    starts, flat = np.zeros(1, np.int64), np.empty(count, np.int64)
+    digest_rows(0, starts, N, old)
+    positions(starts, N, indices, flat)
+    digest_delta(0, 0, flat, values, values)
+    rows = np.zeros((2 * N, 2), old.dtype)[::2]
+    gather_rows(rows, indices, values.copy())
+    scatter_rows(rows, indices, values)
     study.count_differing(old, new)
     study.recurring(old, old, indices, values)
 

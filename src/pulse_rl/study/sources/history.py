@@ -10,17 +10,19 @@ from threading import Lock
 from typing import Literal
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.codecs.base import Piece
+from pulse_rl.codecs.base import Unit
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.fetch import fetch, limit_of
+from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Effort, load_anchor, prove, unpack_promised
+from pulse_rl.history.patches import Fetched, check_promised
+from pulse_rl.history.restore import load_anchor
 from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels import cpu
-from pulse_rl.patch.format import Patch, Segment
+from pulse_rl.patch.format import Patch, Segment, unpack
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
 from pulse_rl.study.sources.base import Tensor, check_same_model
@@ -70,7 +72,9 @@ class Stored:
             if link is not None and found and link.base_sequence == found[-1].sequence:
                 path = directory / f"{manifest.sequence}.patch"
                 path.write_bytes(fetch(history.store, link.ref, limit_of(manifest.full_nbytes)))
-                self._states.append(_Patched(unpack_promised(map_file(path), link, state_of(found[-1]))))
+                fetched = Fetched([unpack(map_file(path))], link.ref.nbytes, (link.ref.name,))
+                check_promised(fetched, link, state_of(found[-1]), manifest.tied)
+                self._states.append(_Patched(fetched.first))
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
@@ -117,8 +121,8 @@ class Stored:
                 before, weights = weights, self._opened(number)
                 yield before, weights
                 continue
-            application = prove(state.patch, weights, Effort())
-            past = Overlay(Replaced(name, start, old) for name, _, start, old in application.replaced())
+            application = prove(Fetched([state.patch], 0, ()), weights, Effort())
+            past = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
             application.write()
             yield past.over(weights), weights
 
@@ -147,8 +151,8 @@ class _Patched:
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
         self.tensors = {tensor.name: Tensor(tensor.dtype, tensor.shape) for tensor in patch.tensors}
-        self._pieces: dict[tuple[str, int], tuple[Sequence[Segment], Piece]] = {}
-        for pieced in patch.pieces():
+        self._pieces: dict[tuple[str, int], tuple[Sequence[Segment], Unit]] = {}
+        for pieced in patch.units():
             self._pieces.update((self._key(segment), pieced) for segment in pieced[0])
         self._kept: dict[tuple[str, int], Changes] = {}
         self._lock = Lock()
@@ -170,4 +174,4 @@ class _Patched:
         return new
 
     def _key(self, segment: Segment) -> tuple[str, int]:
-        return self.patch.tensors[segment.tensor].name, segment.start
+        return self.patch.table[segment.tensor].name, segment.place

@@ -1,0 +1,202 @@
+"""The segments of a patch: how its tensors are cut, and in which order they are coded.
+
+Tensors of one kind (the same name but for numbers, dtype, shape and boxes) are a group. A group is coded tile by tile,
+and each tile tensor by tensor. So what one rank of an engine holds, half of every tensor or half of the experts, is a
+few runs of segments, and a few ranges of a patch's bytes.
+
+In format 1 each tensor is a group, cut into runs of flat positions.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.codecs.base import SegmentSpec, row_spec, run_spec
+from pulse_rl.dtypes import ITEMSIZES
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.weights.boxes import Box, Run, Shape, count_at_most, tiles, whole
+from pulse_rl.weights.pieces import Place
+from pulse_rl.weights.segments import SEGMENT
+
+MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kept of them takes 200 MB
+MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
+CACHED_PLACES = 1 << 12  # of a group whose tiles are kept for the next patch
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # in a name: a part between dots that is a number
+
+
+class Entry(NamedTuple):
+    """One tensor of a patch's table."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    boxes: tuple[Box, ...]  # what the patch covers of it, disjoint; all of it: one box
+
+
+class Segment(NamedTuple):
+    """A part of one tensor that is coded on its own, and how many of its elements change."""
+
+    tensor: int  # position in the table
+    place: Place
+    spec: SegmentSpec
+
+
+class _Runs(Sequence[Run]):
+    """A tensor of format 1, cut into runs, each made on access: a few bytes can name millions of them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return -(-self._size // SEGMENT)
+
+    @overload
+    def __getitem__(self, number: int) -> Run: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Run]: ...
+    def __getitem__(self, number: int | slice) -> Run | Sequence[Run]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        return Run(number * SEGMENT, min((number + 1) * SEGMENT, self._size))
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Elements of each run."""
+        found = np.full(len(self), SEGMENT, np.int64)
+        found[-1:] = self._size - SEGMENT * (len(self) - 1)
+        return found
+
+
+class Group(NamedTuple):
+    """Tensors that are cut alike, and coded together."""
+
+    tensors: tuple[int, ...]  # positions in the table, in the order of coding
+    places: Sequence[Place]
+    quadrants: Sequence[object]  # of each place: blocks end where it changes
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Elements of each place."""
+        if isinstance(self.places, _Runs):
+            return self.places.sizes()
+        return np.array([place.size for place in self.places], np.int64)
+
+
+def _tiled(shape: Shape, boxes: tuple[Box, ...]) -> tuple[tuple[Box, ...], tuple[tuple[int, ...], ...]]:
+    """The tiles of some boxes of a tensor, and the quadrant of each."""
+    found = sorted((tile.quadrant, tile.box) for box in boxes for tile in tiles(shape, box))
+    return tuple(box for _, box in found), tuple(quadrant for quadrant, _ in found)
+
+
+_tiled_and_kept = lru_cache(maxsize=512)(_tiled)  # a model has few different shapes
+
+
+def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
+    """A bound of the number of tiles, found without making them."""
+    return sum(count_at_most(shape, box) for box in boxes)
+
+
+def groups_of(table: Sequence[Entry], *, format_version: int) -> list[Group]:
+    """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
+    if format_version == 1:
+        return [
+            Group((number,), runs := _Runs(whole(entry.shape).size), range(len(runs)))
+            for number, entry in enumerate(table)
+        ]
+    kinds: dict[tuple[str, str, Shape, tuple[Box, ...]], list[tuple[list[int], int]]] = {}
+    for number, (name, dtype, shape, boxes) in enumerate(table):
+        # Experts of one number in all layers are next to each other: ranks hold ranges of experts.
+        numbers = [int(text) for text in reversed(NUMBER.findall(name))]
+        kinds.setdefault((NUMBER.sub("*", name), dtype, shape, boxes), []).append((numbers, number))
+    found = []
+    left, places_left = MAX_SEGMENTS, MAX_PLACES
+    for (_, _, shape, boxes), members in sorted(kinds.items()):
+        count = _count_at_most(shape, boxes)
+        left -= count * len(members)
+        places_left -= count
+        if left < 0 or places_left < 0:
+            raise PatchFormatError(
+                f"table: expected tensors of at most {MAX_SEGMENTS} tiles, {MAX_PLACES} of them different, found more"
+            )
+        places, quadrants = (_tiled_and_kept if count <= CACHED_PLACES else _tiled)(shape, boxes)
+        found.append(Group(tuple(number for _, number in sorted(members)), places, quadrants))
+    return found
+
+
+class Segments(Sequence[Segment]):
+    """Consecutive segments of a patch, each made on access."""
+
+    def __init__(
+        self, table: Sequence[Entry], groups: Sequence[Group], counts: NDArray[np.uint32] | None = None
+    ) -> None:
+        self._table, self._groups = table, groups
+        sizes = [len(group.tensors) * len(group.places) for group in groups]
+        self._firsts = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]  # of each group, then of all
+        self.counts = counts if counts is not None else np.zeros(self._firsts[-1], np.uint32)  # changes of each
+        self._numbers = range(self._firsts[-1])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Segment: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Segments": ...
+    def __getitem__(self, place: "int | slice") -> "Segment | Segments":
+        if isinstance(place, slice):
+            part = object.__new__(Segments)
+            part._table, part._groups, part._firsts = self._table, self._groups, self._firsts
+            part.counts, part._numbers = self.counts, self._numbers[place]
+            return part
+        number = self._numbers[place]
+        group, tile, member = self._find(number)
+        tensor, where = group.tensors[member], group.places[tile]
+        return Segment(tensor, where, spec_of(self._table[tensor], where, int(self.counts[number])))
+
+    def _find(self, number: int) -> tuple[Group, int, int]:
+        place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
+        group = self._groups[place]
+        return group, *divmod(number - self._firsts[place], len(group.tensors))
+
+    def boundary(self, number: int) -> int:
+        """How much of an end comes before a segment: 2 between groups and quadrants, 1 between tiles, 0 within."""
+        group, tile, member = self._find(number)
+        if member:
+            return 0
+        return 2 if tile == 0 or group.quadrants[tile] != group.quadrants[tile - 1] else 1
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Elements of each segment of the patch."""
+        return self._each(Group.sizes)
+
+    def change_nbytes(self) -> NDArray[np.int64]:
+        """Memory of one decoded change of each segment of the patch, bytes: an index and a value."""
+        return self._each(
+            lambda group: np.full(
+                len(group.places), 4 + ITEMSIZES[self._table[group.tensors[0]].dtype] if group.tensors else 0, np.int64
+            )
+        )
+
+    def _each(self, of_places: Callable[[Group], NDArray[np.int64]]) -> NDArray[np.int64]:
+        parts = [np.repeat(of_places(group), len(group.tensors)) for group in self._groups]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def per_tensor(self) -> NDArray[np.int64]:
+        """The sum of the changes of each tensor, (tensors,)."""
+        sums = np.zeros(len(self._table), np.int64)
+        for group, first in zip(self._groups, self._firsts, strict=False):
+            if len(group.places):
+                held = self.counts[first : first + len(group.places) * len(group.tensors)]
+                sums[list(group.tensors)] = held.reshape(len(group.places), -1).sum(0, dtype=np.int64)
+        return sums
+
+
+def spec_of(entry: Entry, place: Place, changed: int) -> SegmentSpec:
+    """What a decoder knows of a segment."""
+    if isinstance(place, Run):
+        return run_spec(entry.dtype, entry.shape, place.start, place.stop, changed)
+    return row_spec(entry.dtype, place.sizes, changed)

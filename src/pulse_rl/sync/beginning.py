@@ -1,0 +1,53 @@
+"""What ranks agree on before a version: that they publish the same one, with the same settings, after the same one."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pulse_rl.errors import ExchangeError
+from pulse_rl.group.collectives import Wording, name_ranks
+
+WORDING = Wording(
+    failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
+    "same calls",
+    advice="the version before stands; if a rank is lost, make a new process group and a new Publisher on all ranks",
+)
+
+
+class Wish(msgspec.Struct, array_like=True):
+    """What one rank was asked to publish, and how."""
+
+    version: int | None
+    anchor: bool
+    background: bool
+    settings: str
+
+
+class Beginning(msgspec.Struct, array_like=True):
+    """Where one rank stands. From `sequence` on it is the first rank that knows."""
+
+    known: int | None  # the sequence number of the version that it has committed last
+    ready: bool  # whether its baseline holds that version
+    sequence: int = 0  # of the next version
+    before: int | None = None  # of the version before it; None for the first
+    blind: bool = False  # whether nothing is rebuilt, as an anchor was asked for
+    bandwidth: float | None = None  # bits per second, for the choice of a codec
+    token: str = ""  # of this attempt
+
+
+def check_wishes(wishes: Sequence[Wish]) -> None:
+    """Raise ExchangeError on all ranks unless they were asked for the same."""
+    checks: list[tuple[str, Callable[[Wish], object]]] = [
+        ("version", lambda wish: wish.version),
+        ("anchor", lambda wish: wish.anchor),
+        ("background", lambda wish: wish.background),
+        ("settings", lambda wish: wish.settings),
+    ]
+    for what, value in checks:
+        odd = [rank for rank, wish in enumerate(wishes) if value(wish) != value(wishes[0])]
+        if odd:
+            raise ExchangeError(
+                f"publish: expected the same {what} on all ranks: {value(wishes[0])!r} on rank 0, found "
+                f"{value(wishes[odd[0]])!r} on {name_ranks(odd, len(wishes))}; nothing was published",
+                ranks=odd,
+            )

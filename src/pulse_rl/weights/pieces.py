@@ -1,0 +1,332 @@
+"""Pieces: the parts of a tensor that one process holds, and what of a tensor they are.
+
+A whole tensor is the piece that is all of it. A sharded one is `Pieces`: boxes of the global tensor, each with the live
+memory that holds it. `place_view` gives the part of either that a patch codes on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UINTS, UIntArray
+from pulse_rl.errors import BaseMismatchError
+from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.boxes import Box, Run, Shape, disjoint, whole
+
+Place: TypeAlias = Box | Run
+
+
+class Shard:
+    """A tensor that is a part of a larger one, to be published or synced as that part.
+
+    Args:
+        tensor: A torch tensor or NumPy array: the live memory of the part, of any strides and dtype.
+        shape: The shape of the whole tensor.
+        offset: Where the part begins along each dimension; its sizes are the tensor's own shape.
+        flat_offset: Instead of `offset`, for a 1-D tensor: it holds the whole tensor's elements from this flat
+            row-major position on.
+
+    Raises:
+        ValueError: Both or none of the offsets are given, or the part does not lie within the whole.
+    """
+
+    def __init__(
+        self,
+        tensor: Any,
+        *,
+        shape: Sequence[int],
+        offset: Sequence[int] | None = None,
+        flat_offset: int | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.shape: Shape = tuple(int(n) for n in shape)
+        sizes = tuple(int(n) for n in tensor.shape)
+        if (offset is None) == (flat_offset is None):
+            raise ValueError("Shard: expected offset=… or flat_offset=…, one of them")
+        if offset is not None:
+            box = Box(tuple(int(n) for n in offset), sizes)
+            if len(box.offset) != len(self.shape) or len(sizes) != len(self.shape) or not _fits(box, self.shape):
+                raise ValueError(
+                    f"Shard: expected a part of a tensor of shape {list(self.shape)}, found one of shape "
+                    f"{list(sizes)} at offset {list(box.offset)}"
+                )
+            self.place: Place = box
+        elif flat_offset is not None:
+            run, elements = Run(int(flat_offset), int(flat_offset) + sum(sizes)), whole(self.shape).size
+            if len(sizes) != 1 or not 0 <= run.start <= run.stop <= elements:
+                raise ValueError(
+                    f"Shard: expected a 1-D tensor within the {elements} elements of shape {list(self.shape)}, found "
+                    f"shape {list(sizes)} at flat offset {flat_offset}"
+                )
+            self.place = run
+
+    def boxes(self) -> list[tuple[Box, Any]]:
+        """Cut what it holds into boxes.
+
+        Returns:
+            Each box of the whole tensor that it holds, with the view of its memory that holds it.
+        """
+        if isinstance(self.place, Box):
+            return [(self.place, self.tensor)] if self.place.size else []
+        found, at = [], 0
+        for box in self.place.boxes(self.shape):
+            found.append((box, self.tensor[at : at + box.size].reshape(box.sizes)))
+            at += box.size
+        return found
+
+    def __repr__(self) -> str:
+        return f"Shard({self.place} of {list(self.shape)})"
+
+
+def _fits(box: Box, shape: Shape) -> bool:
+    return all(a >= 0 and a + n <= size for a, n, size in zip(box.offset, box.sizes, shape, strict=True))
+
+
+class Piece(NamedTuple):
+    """One part of a tensor, in the memory of this process."""
+
+    box: Box
+    bits: Bits  # of the box's sizes
+    owned: bool = True  # whether this process publishes and counts it; of replicas one does
+
+
+class Pieces:
+    """What this process holds of one tensor, as `Bits` of the whole.
+
+    Elements that are not in its memory cannot be read or written: that raises BaseMismatchError. Pieces may overlap
+    where a process holds a part twice; then all of them are written.
+
+    memory: what is equal for tied tensors alone, where this process holds nothing of them; None if nothing tells.
+    """
+
+    def __init__(
+        self, dtype: str, itemsize: int, shape: Shape, pieces: Sequence[Piece], memory: object = None
+    ) -> None:
+        self.dtype, self.itemsize, self.shape = dtype, itemsize, shape
+        self.size = whole(shape).size
+        self._memory = object() if memory is None and not pieces else memory  # equal to nothing else
+        self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, not piece.owned)))
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        views = [place_view(self, box) for box in Run(start, stop).boxes(self.shape)]
+        parts = [view.read(0, view.size) for view in views]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, UINTS[self.itemsize])
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        found, values = np.zeros(len(indices), bool), np.empty(len(indices), UINTS[self.itemsize])
+        for bits, local, chosen in self._here(start, indices):
+            values[chosen] = bits.gather(0, local)
+            found |= chosen
+        if not found.all():
+            raise self._elsewhere(int(start + indices[~found][0]))
+        return values
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        found = np.zeros(len(indices), bool)
+        here = list(self._here(start, indices))
+        for _, _, chosen in here:
+            found |= chosen
+        if not found.all():
+            raise self._elsewhere(int(start + indices[~found][0]))
+        for bits, local, chosen in here:
+            bits.scatter(0, local, values[chosen])
+
+    def write(self, start: int, values: UIntArray) -> None:
+        self.scatter(start, np.arange(len(values), dtype=np.uint32), values)
+
+    def _here(
+        self, start: int, indices: NDArray[np.uint32]
+    ) -> Iterator[tuple[Bits, NDArray[np.uint32], NDArray[np.bool_]]]:
+        """For each piece: its memory, the flat indices in it, and which of the indices they are."""
+        flat = start + indices.astype(np.int64)
+        for piece in self.pieces:
+            local, chosen = within(flat, self.shape, piece.box.slices(whole(self.shape)))
+            if len(local):
+                yield piece.bits, local, chosen
+
+    def _elsewhere(self, flat: int) -> BaseMismatchError:
+        return BaseMismatchError(
+            f"element {flat} of a tensor of shape {list(self.shape)} is not in the memory of this process"
+        )
+
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        starts = tuple(along.start for along in slices)
+        return place_view(self, Box(starts, tuple(along.stop - along.start for along in slices)))
+
+    @property
+    def writable(self) -> bool:
+        return all(piece.bits.writable for piece in self.pieces)
+
+    @property
+    def held(self) -> int:
+        """Number of elements in memory here."""
+        return sum(piece.box.size for piece in self.pieces)
+
+    @property
+    def storage(self) -> object:
+        return (self._memory, *((piece.box, piece.bits.storage) for piece in self.pieces))
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        if not self.pieces:
+            return "nowhere", 0, 0
+        device, first, last = zip(*(piece.bits.extent for piece in self.pieces), strict=True)
+        return device[0], min(first), max(last)
+
+
+def pieces_of(tensor: Bits) -> tuple[Piece, ...]:
+    """The pieces of a tensor; of a whole one, one."""
+    return tensor.pieces if isinstance(tensor, Pieces) else (Piece(whole(tensor.shape), tensor),)
+
+
+def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
+    """View shards of one tensor as Pieces.
+
+    parts: at least one Shard, all of one shape. cast: as for `as_bits`. Raises TypeError or ValueError.
+    """
+    pieces: list[Piece] = []
+    kinds: dict[tuple[str, int, Shape], None] = {}
+    for shard in parts:
+        if not isinstance(shard, Shard):
+            raise TypeError(f"expected a list of pulse.Shard, found {type(shard).__name__} in it")
+        bits = as_bits(shard.tensor, cast)  # of an empty shard too: its dtype counts
+        kinds[(bits.dtype, bits.itemsize, shard.shape)] = None
+        pieces += [Piece(box, as_bits(view, cast)) for box, view in shard.boxes()]
+    if len(kinds) != 1:
+        found = ", ".join(f"{dtype} of {list(shape)}" for dtype, _, shape in kinds) or "none"
+        raise ValueError(f"expected shards of one tensor, found {found}")
+    ((dtype, itemsize, shape),) = kinds
+    return Pieces(dtype, itemsize, shape, pieces)
+
+
+def place_view(tensor: Bits, place: Place) -> Bits:
+    """One part of a tensor as Bits of its own, flat positions counted within it. The same memory, no copy.
+
+    Raises BaseMismatchError for a part that is not in the memory of this process.
+    """
+    if isinstance(place, Run):
+        if isinstance(tensor, Pieces):
+            raise BaseMismatchError(
+                "a patch of format 1 fits whole tensors only, and these are shards: publish with this release, or "
+                "publish an anchor"
+            )
+        return RunBits(tensor, place)
+    for piece in pieces_of(tensor):
+        if place == piece.box:
+            return piece.bits
+        if place.inside(piece.box):
+            return piece.bits.view(place.slices(piece.box))
+    return Mosaic(tensor, place)
+
+
+class RunBits:
+    """A run of flat positions of a whole tensor, as Bits of one dimension."""
+
+    def __init__(self, tensor: Bits, run: Run) -> None:
+        self._tensor, self._start = tensor, run.start
+        self.dtype, self.itemsize, self.size, self.shape = tensor.dtype, tensor.itemsize, run.size, (run.size,)
+        self.writable = tensor.writable
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return self._tensor.read(self._start + start, self._start + stop)
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        return self._tensor.gather(self._start + start, indices)
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        self._tensor.scatter(self._start + start, indices, values)
+
+    def write(self, start: int, values: UIntArray) -> None:
+        self._tensor.write(self._start + start, values)
+
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        start, stop, _ = slices[0].indices(self.size)
+        return RunBits(self._tensor, Run(self._start + start, self._start + stop))
+
+    @property
+    def storage(self) -> object:
+        return (self._tensor.storage, self._start, self.size)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return self._tensor.extent
+
+
+class Mosaic:
+    """A box that several pieces hold together, as Bits."""
+
+    def __init__(self, tensor: Bits, box: Box) -> None:
+        self.dtype, self.itemsize, self.shape, self.size = tensor.dtype, tensor.itemsize, box.sizes, box.size
+        self._box = box
+        self._parts = []
+        for piece in pieces_of(tensor):
+            common = piece.box.intersect(box)
+            if common is not None:
+                self._parts.append((common.slices(box), piece.bits.view(common.slices(piece.box))))
+        left = [box]
+        for piece in pieces_of(tensor):
+            left = [rest for part in left for rest in part.without(piece.box)]
+        if left:
+            raise BaseMismatchError(
+                f"the elements {list(left[0].sizes)} at {list(left[0].offset)} of a tensor of shape "
+                f"{list(tensor.shape)} are not in the memory of this process"
+            )
+        self.writable = all(bits.writable for _, bits in self._parts)
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        found = np.empty(self.shape, UINTS[self.itemsize])
+        for where, bits in self._parts:
+            part = found[where]
+            part[...] = bits.read(0, bits.size).reshape(part.shape)
+        return found.reshape(-1)[start:stop]
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        values: UIntArray = self.read(0, self.size)[start + indices.astype(np.int64)]
+        return values
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        for where, bits in self._parts:
+            local, chosen = within(start + indices.astype(np.int64), self.shape, where)
+            bits.scatter(0, local, values[chosen])
+
+    def write(self, start: int, values: UIntArray) -> None:
+        self.scatter(start, np.arange(len(values), dtype=np.uint32), values)
+
+    def view(self, slices: tuple[slice, ...]) -> Bits:
+        raise TypeError("a view of several pieces cannot be cut further")
+
+    @property
+    def storage(self) -> object:
+        return tuple(bits.storage for _, bits in self._parts)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        device, first, last = zip(*(bits.extent for _, bits in self._parts), strict=True)
+        return device[0], min(first), max(last)
+
+
+def within(
+    indices: NDArray[np.int64], sizes: Shape, part: tuple[slice, ...]
+) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Which flat indices of a box lie in a part of it, and their flat indices there.
+
+    indices: (k,). Returns the indices in the part (m,) and which of the k they are, (k,).
+    """
+    chosen = np.ones(len(indices), bool)
+    local = np.zeros(len(indices), np.int64)
+    for at, along in zip(np.unravel_index(indices, sizes), part, strict=True):
+        chosen &= (along.start <= at) & (at < along.stop)
+        local = local * (along.stop - along.start) + (at - along.start)
+    return local[chosen].astype(np.uint32), chosen
+
+
+def check_disjoint(name: str, tensor: Bits) -> None:
+    """Raise ValueError if the owned pieces of a tensor overlap."""
+    if not disjoint([piece.box for piece in pieces_of(tensor) if piece.owned]):
+        raise ValueError(f"tensor {name!r}: two of its shards hold the same elements")

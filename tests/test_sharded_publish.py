@@ -1,0 +1,209 @@
+"""Several ranks publish one model together: what they commit is compared, bit for bit, with the whole weights."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loco_ranks import Ranks
+from safetensors.torch import load_file
+from shares import model, shares
+
+import pulse_rl as pulse
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.restore import Effort, restore
+from pulse_rl.history.search import FaultLog
+from pulse_rl.weights.digests import digest
+
+
+def digest_of(version: int, seed: int = 0) -> str:
+    return pulse.digest(model(version, seed))
+
+
+def restored(store: str, version: int) -> str:
+    """The digest of a version, rebuilt from its anchor and patches."""
+    history = History(store)
+    with tempfile.TemporaryDirectory() as directory:
+        tensors = restore(history, history.find(version), Path(directory), Effort(), FaultLog(), None)
+        return digest(tensors)
+
+
+def newest(store: str) -> Manifest | None:
+    return History(store).head()
+
+
+def publish(group: Any, rank: int, size: int, store: str, versions: list[int], options: dict[str, Any]) -> list[Any]:
+    """Publish these versions. Returns each report's version, digest, changes, sizes and warning."""
+    found = []
+    call = {"background": options.pop("background", False)}
+    with pulse.Publisher(store, group=group, **options) as publisher:
+        for version in versions:
+            report = publisher.publish(shares(model(version), rank, size), version=version, **call)
+            report = publisher.flush() or report
+            found.append((report.version, report.digest, report.changes, report.patch_nbytes, report.warning))
+        sent = publisher._ranks.sent_nbytes
+    return [found, sent]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {"codec": "context"}), (3, {"background": True}), (4, {"codec": "gap"})]
+)
+def test_each_version_is_that_of_the_whole_weights(
+    ranks: Ranks, tmp_path: Path, size: int, options: dict[str, Any]
+) -> None:
+    store, alone = str(tmp_path / "store"), str(tmp_path / "alone")
+    results = ranks(publish, size, store, list(range(10)), {"anchor_every": 4, **options})
+    reports, _ = results[0]
+    assert all(result[0] == reports for result in results)  # every rank reports the same
+    assert [(version, found) for version, found, *_ in reports] == [(v, digest_of(v)) for v in range(10)]
+    assert all(warning is None for *_, warning in reports)
+    assert [restored(store, version) for version in range(10)] == [digest_of(version) for version in range(10)]
+    assert pulse.verify(store).problems == ()
+    with pulse.Publisher(alone, anchor_every=4, codec=options.get("codec", "auto")) as publisher:
+        changes = [publisher.publish(model(version)).changes for version in range(10)]
+    assert [found for _, _, found, *_ in reports] == changes
+
+
+def test_a_rank_sends_less_than_a_kilobyte_a_publish(ranks: Ranks, tmp_path: Path) -> None:
+    versions = list(range(4))
+    few = ranks(publish, 4, str(tmp_path / "few"), versions[:2], {"codec": "gap"})
+    more = ranks(publish, 4, str(tmp_path / "more"), versions, {"codec": "gap"})
+    for (_, first), (_, second) in zip(few, more, strict=True):
+        assert (second - first) / 2 / 3 < 1024  # per publish, to each of the others
+
+
+def test_an_anchor_is_an_ordinary_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    ranks(publish, 4, str(store), [0], {})
+    (anchor,) = (store / "anchors").iterdir()
+    loaded = {name: tensor for file in anchor.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    expected = model(0)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_other_ranks_go_on_from_there(ranks: Ranks, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    ranks(publish, 4, store, [0, 1, 2], {})
+    ranks(publish, 3, store, [3, 4], {})
+    ranks(publish, 1, store, [5], {})
+    with pulse.Publisher(store) as publisher:
+        assert publisher.resume() == 5
+        publisher.publish(model(6))
+    ranks(publish, 2, store, [7], {})
+    assert [restored(store, version) for version in range(8)] == [digest_of(version) for version in range(8)]
+    patches = [manifest.patch for manifest in History(store).manifests()]
+    assert [patch.parts if patch else None for patch in patches] == [None, 4, 4, 3, 3, 0, 0, 2]
+
+
+def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str) -> list[Any]:
+    """Version 0, then a version 1 that goes wrong on rank 1, then version 2. Returns the errors of version 1."""
+    publisher = pulse.Publisher(store, group=group, patience=0)
+    publisher.publish(shares(model(0), rank, size))
+    weights: Any = shares(model(1), rank, size)
+    options: dict[str, Any] = {"version": 1}
+    put = publisher.history.store.put
+    if rank == 1:
+        if fault == "version":
+            options["version"] = 2
+        elif fault == "dtype":
+            weights["norm"] = model(1)["norm"].float()
+        elif fault == "shape":
+            weights["norm"] = model(1)["norm"][:-1].clone()
+        elif fault == "replica":
+            weights["norm"] = weights["norm"].clone()
+            weights["norm"][3] += 1
+        elif fault == "missing":
+            del weights["columns"]
+        elif fault == "type":
+            weights["norm"] = "a text"
+        elif fault == "anchor":
+            options["anchor"] = True
+        elif fault == "interrupt":
+
+            class Interrupting(dict[str, Any]):
+                def items(self) -> Any:
+                    raise KeyboardInterrupt
+
+            weights = Interrupting(weights)
+    if (rank == 1 and fault == "store") or (rank == 0 and fault == "first store"):
+
+        def refuse(name: str, *args: Any, **named: Any) -> None:
+            raise pulse.StoreError(f"cannot write {name}: refused", name=name)
+
+        publisher.history.store.put = refuse  # type: ignore[method-assign]
+    try:
+        publisher.publish(weights, **options)
+        error = None
+    except BaseException as caught:  # noqa: BLE001
+        error = caught
+    head = publisher.history.head() if rank == 0 else None
+    publisher.history.store.put = put  # type: ignore[method-assign]
+    report = publisher.publish(shares(model(2), rank, size), version=2)
+    return [type(error).__name__, str(error), head.version if head else None, report.base, report.digest]
+
+
+@pytest.mark.parametrize(
+    ("fault", "own", "told"),
+    [
+        ("version", "ExchangeError", "version on all ranks"),
+        ("dtype", "ExchangeError", "'norm'"),
+        ("shape", "ExchangeError", "'norm'"),
+        ("replica", "ExchangeError", "replicas"),
+        ("missing", "BaseMismatchError", "'columns'"),
+        ("type", "TypeError", "rank 1"),
+        ("anchor", "ExchangeError", "anchor on all ranks"),
+        ("interrupt", "KeyboardInterrupt", "rank 1"),
+        ("store", "StoreError", "refused"),
+        ("first store", "ExchangeError", "refused"),
+    ],
+)
+def test_what_fails_on_one_rank_is_published_by_none(
+    ranks: Ranks, tmp_path: Path, fault: str, own: str, told: str
+) -> None:
+    store = str(tmp_path / "store")
+    results = ranks(publish_with_fault, 3, store, fault)
+    assert not any(isinstance(result, BaseException) for result in results), results
+    assert results[1][0] == own
+    assert all(told in text for _, text, *_ in (results[0], results[2]))
+    assert all(name in (own, "ExchangeError", "StoreError") for name, *_ in results)
+    assert results[0][2] == 0  # version 1 was not committed
+    assert all(result[3:] == [0, digest_of(2)] for result in results)  # and version 2 follows version 0
+    assert restored(store, 2) == digest_of(2)
+
+
+def publish_beside(group: Any, rank: int, size: int, store: str, beside: str) -> list[str]:
+    """Publish, then let another publisher commit, then publish again: which errors come."""
+    publisher = pulse.Publisher(store, group=group)
+    publisher.publish(shares(model(0), rank, size))
+    if rank == 0:
+        pulse.Publisher(store).publish(model(1))
+        Path(beside).touch()
+    while not Path(beside).exists():
+        pass
+    with pytest.raises(pulse.PulseError) as raised:
+        publisher.publish(shares(model(2), rank, size))
+    return [type(raised.value).__name__, str(raised.value)]
+
+
+def test_a_group_that_was_overtaken_publishes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    results = ranks(publish_beside, 3, store, str(tmp_path / "done"))
+    assert [name for name, _ in results] == ["StoreError", "ExchangeError", "ExchangeError"]
+    assert all("another publisher" in text for _, text in results)
+    head = newest(store)
+    assert head is not None
+    assert head.version == 1
+
+
+def without_group(group: Any, rank: int, size: int) -> str:
+    with pytest.raises(pulse.PulseError) as raised:
+        pulse.Publisher(tempfile.mkdtemp()).publish(shares(model(0), rank, 4))
+    return str(raised.value)
+
+
+def test_shares_without_a_group_are_refused(ranks: Ranks) -> None:
+    (text,) = ranks(without_group, 1)
+    assert "are on no rank" in text
