@@ -20,7 +20,7 @@ import numpy as np
 
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import Part, SegmentSpec
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, open_block
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
@@ -55,14 +55,14 @@ def encoded(segments: Sequence[Segment]) -> Block:
     for dtype, old, new, row, phase in segments:
         changes = find_changes(old, new)
         spec = SegmentSpec(dtype, len(old), len(changes.indices), row, phase)
-        parts.append(Part(spec, changes, lambda old=old: old))  # type: ignore[misc]
-    return Block(CODEC.encode(parts), [part.spec for part in parts], [segment.old for segment in segments])
+        parts.append(SegmentChanges(spec, changes, lambda old=old: old))  # type: ignore[misc]
+    return Block(CODEC.encode_block(parts), [part.spec for part in parts], [segment.old for segment in segments])
 
 
 def decode(block: Block) -> Decoded:
     """The library's result. Raises FormatError."""
     decoded, at = [], 0
-    for piece in CODEC.open(memoryview(block.payload), block.specs):
+    for piece in open_block(CODEC, memoryview(block.payload), block.specs):
         reads = [lambda old=old: old for old in block.old[at : at + piece.segments]]
         decoded += [(indices.tolist(), values.tolist()) for indices, values in piece.decode(reads)]
         at += piece.segments

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import zstandard
 from blake3 import blake3
-from patch_tools import seal, take_apart
+from patch_tools import Index, index_bytes, read_index, seal, take_apart, with_payload
 
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.patch.format import MAX_BLOCK_NBYTES, MAX_TABLE_NBYTES
 
-SEGMENT = 1 << 20
+MAX_TILE = 1 << 20
 # Filled in after the rest of a document is written: content that json.dumps refuses or would recurse into.
 _PLACEHOLDERS = {b'"@deep"': b"[" * 20_000 + b"]" * 20_000, b'"@digits"': b"9" * 5_000, b'"@nan"': b"NaN"}
 EXTREMES: list[Any] = [
@@ -137,7 +137,9 @@ def mutated_frame(random: Random, frame: bytes, change: Callable[[bytes], bytes]
 
 def mutated_patch(random: Random, patch: bytes, donor: bytes) -> bytes:
     """A patch of which one layer is changed."""
-    layer = random.choice(["file", "container", "metadata", "table", "index", "payload", "payload", "frame", "stream"])
+    layer = random.choice(
+        ["file", "container", "metadata", "table", "boxes", "index", "payload", "payload", "frame", "stream"]
+    )
     if layer == "file":
         return mutated_bytes(random, patch, donor)
     if layer == "container":
@@ -160,6 +162,9 @@ def mutated_patch(random: Random, patch: bytes, donor: bytes) -> bytes:
         change = _tie if random.random() < 0.15 else _changed_json
         streams["table"] = mutated_frame(random, streams["table"], lambda data: change(random, data))
         _fit(random, metadata, streams)
+    elif layer == "boxes":
+        streams["table"] = mutated_frame(random, streams["table"], lambda data: _cut(random, data))
+        _fit(random, metadata, streams)
     elif layer == "index":
         streams["index"] = mutated_frame(random, streams["index"], lambda data: _changed_words(random, data))
         if random.random() < 0.5:
@@ -170,10 +175,11 @@ def mutated_patch(random: Random, patch: bytes, donor: bytes) -> bytes:
     elif layer == "frame" and metadata["codec"] == "gap" and len(streams["payload"]) > 8:
         _change_gap_frame(random, metadata, streams)
     else:
-        before = len(streams["payload"])
-        streams["payload"] = mutated_bytes(random, streams["payload"], donated["payload"])
+        payload = mutated_bytes(random, streams["payload"], donated["payload"])
         if random.random() < 0.8:
-            _lengthen(metadata, streams, len(streams["payload"]) - before)
+            _lengthen(metadata, streams, payload)
+        else:
+            streams["payload"] = payload
     return resealed(metadata, streams) if random.random() < 0.95 else _sealed_wrong(metadata, streams)
 
 
@@ -218,6 +224,29 @@ def _tie(random: Random, data: bytes) -> bytes:
     return dumps(table)
 
 
+def _cut(random: Random, data: bytes) -> bytes:
+    """A table that covers boxes of a tensor: a cut of all of it, half of the time with something changed."""
+    table = json.loads(data)
+    if not table["tensors"]:
+        return data
+    row = random.choice(table["tensors"])
+    shape = row[2]
+    offsets = [random.randrange(n + 1) for n in shape]
+    row[3] = [[[0] * len(shape), shape]]
+    if shape:
+        at = random.randrange(len(shape))
+        first, rest = list(shape), list(shape)
+        first[at], rest[at] = offsets[at], shape[at] - offsets[at]
+        second = [0] * len(shape)
+        second[at] = offsets[at]
+        row[3] = random.choice(
+            [[[[0] * len(shape), first], [second, rest]], [[second, rest]], [[[0] * len(shape), first]]]
+        )
+    if random.random() < 0.5:
+        row[3] = mutated_json(random, row[3])
+    return dumps(table)
+
+
 def _changed_words(random: Random, data: bytes) -> bytes:
     """u32 numbers of which one or two are changed, or one is moved to a neighbour, or the bytes are."""
     words = np.frombuffer(data, "<u4").astype(object)
@@ -237,57 +266,59 @@ def _changed_words(random: Random, data: bytes) -> bytes:
 def _fit(random: Random, metadata: dict[str, str], streams: dict[str, bytes]) -> None:
     """Adapt the totals to a changed table, and half of the time the index too."""
     try:
-        tensors = [
-            (dtype, int(np.prod([int(n) for n in shape], dtype=object)))
-            for _, dtype, shape in json.loads(decompressed(streams["table"]))["tensors"]
+        sizes = [
+            (dtype, [int(np.prod([int(n) for n in part], dtype=object)) for part in [b[1] for b in boxes] or [shape]])
+            for _, dtype, shape, boxes in json.loads(decompressed(streams["table"]))["tensors"]
         ]
-        totals = [sum(size for _, size in tensors), sum(size * ITEMSIZES[dtype] for dtype, size in tensors)]
-        elements, full_nbytes = map(str, totals)
-        segments = sum(-(-size // SEGMENT) for _, size in tensors)
+        elements = str(sum(sum(size) for _, size in sizes))
+        full_nbytes = str(sum(sum(size) * ITEMSIZES[dtype] for dtype, size in sizes))
+        index = read_index(metadata, decompressed(streams["index"]))
+        tiles = sum(sum(1 for n in size if n) for _, size in sizes)  # each box is a tile: these tensors are small
+        spread = sum(n for n, _ in index.spans[:-1])
     except Exception:  # noqa: BLE001 — then it stays as it is: a wrong table with any totals
         return
     if random.random() < 0.8:
         metadata["elements"], metadata["full_nbytes"] = elements, full_nbytes
-    blocks = int(metadata["blocks"])
-    words = np.frombuffer(decompressed(streams["index"]), "<u4")
-    if random.random() < 0.5 and 0 < segments <= 1 << 22 and blocks:
-        index = np.zeros(2 * blocks + segments, "<u4")
-        shared = min(len(index), len(words))
-        index[:shared] = words[:shared]
-        index[2 * blocks - 2] = max(0, segments - int(words[: 2 * blocks - 2 : 2].sum()))
-        streams["index"] = compress(index.tobytes())
+    if random.random() < 0.5 and 0 < tiles <= 1 << 22 and index.spans:
+        counts = (index.counts + [0] * tiles)[:tiles]
+        index.spans[-1][0] = max(0, tiles - spread)
+        streams["index"] = compress(index_bytes(index._replace(counts=counts)))
 
 
 def _count(metadata: dict[str, str], streams: dict[str, bytes]) -> None:
     """Adapt the total of changes to the index."""
+    index = _index(metadata, streams)
+    if index is not None:
+        metadata["changes"] = str(sum(index.counts))
+
+
+def _index(metadata: dict[str, str], streams: dict[str, bytes]) -> Index | None:
+    """The index; None if a mutation before has broken it."""
     try:
-        words = np.frombuffer(decompressed(streams["index"]), "<u4")
-    except (zstandard.ZstdError, ValueError):
-        return
-    metadata["changes"] = str(int(words[2 * int(metadata["blocks"]) :].sum(dtype=np.uint64)))
+        return read_index(metadata, decompressed(streams["index"]))
+    except (zstandard.ZstdError, ValueError, struct.error):
+        return None
 
 
-def _lengthen(metadata: dict[str, str], streams: dict[str, bytes], by: int) -> None:
-    """Adapt the last block's number of bytes to a payload that was made longer or shorter."""
-    words = np.frombuffer(decompressed(streams["index"]), "<u4").astype(object)
-    if int(metadata["blocks"]):
-        place = 2 * int(metadata["blocks"]) - 1
-        words[place] = max(0, words[place] + by)
-        streams["index"] = compress(words.astype("<u4").tobytes())
+def _lengthen(metadata: dict[str, str], streams: dict[str, bytes], payload: bytes) -> None:
+    """Put in a payload that was made longer or shorter, with an index that says so."""
+    if int(metadata["spans"]):
+        streams.update(with_payload(metadata, streams, payload))
+    else:
+        streams["payload"] = payload
 
 
 def _change_gap_frame(random: Random, metadata: dict[str, str], streams: dict[str, bytes]) -> None:
-    """Change what the gaps or the values of the last block of a `gap` patch decompress to."""
-    words = np.frombuffer(decompressed(streams["index"]), "<u4")
-    start = len(streams["payload"]) - int(words[2 * int(metadata["blocks"]) - 1])
+    """Change what the gaps or the values of the last span of a `gap` patch decompress to."""
+    index = read_index(metadata, decompressed(streams["index"]))
+    start = len(streams["payload"]) - index.spans[-1][1]
     earlier, block = streams["payload"][:start], streams["payload"][start:]
     (split,) = struct.unpack_from("<I", block)
     frames = [block[4 : 4 + split], block[4 + split :]]
     which = random.randrange(2)
     change = mutated_bytes if which else _changed_gaps
     frames[which] = mutated_frame(random, frames[which], lambda data: change(random, data))
-    streams["payload"] = earlier + struct.pack("<I", len(frames[0])) + frames[0] + frames[1]
-    _lengthen(metadata, streams, len(streams["payload"]) - start - len(block))
+    _lengthen(metadata, streams, earlier + struct.pack("<I", len(frames[0])) + frames[0] + frames[1])
 
 
 def _changed_gaps(random: Random, data: bytes) -> bytes:
@@ -309,29 +340,27 @@ def bomb(random: Random, patch: bytes, kind: str) -> bytes:
     count = 1 << random.choice([18, 20, 21])
     if kind == "names":  # many tensors, or many that are all the same
         names = (f"{n:07x}" for n in range(count)) if random.random() < 0.5 else ("a" for _ in range(count))
-        table = '{"tensors":[' + ",".join(f'["{name}","U8",[]]' for name in names) + '],"tied":{}}'
+        table = '{"tensors":[' + ",".join(f'["{name}","U8",[],[]]' for name in names) + '],"tied":{}}'
         streams["table"] = compress(table.encode())
         metadata["elements"] = metadata["full_nbytes"] = str(count)
     elif kind == "elements":  # one tensor with the most elements or more, and an index of its segments
         size = 1 << random.choice([39, 40, 41, 42])
-        streams["table"] = compress(dumps({"tensors": [["a", "U8", [size]]], "tied": {}}))
-        segments, metadata["blocks"] = min(size // SEGMENT, 1 << 21), "1"
-        streams["index"] = compress(np.array([segments, 0, *[0] * segments], "<u4").tobytes())
+        streams["table"] = compress(dumps({"tensors": [["a", "U8", [size], []]], "tied": {}}))
+        segments, metadata["blocks"], metadata["spans"] = min(size // MAX_TILE, 1 << 21), "1", "1"
+        streams["index"] = compress(index_bytes(Index([[1, 0]], [[segments, 0]], [0] * segments, [bytes(16)])))
         metadata |= {"elements": str(size), "full_nbytes": str(size), "changes": "0"}
         streams["payload"] = b""
     elif kind == "dimensions":
-        streams["table"] = compress(b'{"tensors":[["a","U8",[' + b"1," * (count * 4 - 1) + b'1]]],"tied":{}}')
+        streams["table"] = compress(b'{"tensors":[["a","U8",[' + b"1," * (count * 4 - 1) + b'1],[]]],"tied":{}}')
     elif kind == "tied":
         tied = ",".join(f'"{n:07x}":"a"' for n in range(count))
-        streams["table"] = compress(f'{{"tensors":[["a","U8",[1]]],"tied":{{{tied}}}}}'.encode())
+        streams["table"] = compress(f'{{"tensors":[["a","U8",[1],[]]],"tied":{{{tied}}}}}'.encode())
     elif kind == "spaces":  # a table or an index at its limit and over it
         name = random.choice(["table", "index"])
         streams[name] = compress(b" " * (MAX_TABLE_NBYTES + random.choice([-1, 0, 1])))
     else:  # values that decompress to much more than the index promises
         frame = compress(b"\0" * MAX_BLOCK_NBYTES)
-        before = len(streams["payload"])
-        streams["payload"] = struct.pack("<I", len(frame)) + frame + frame
-        _lengthen(metadata, streams, len(streams["payload"]) - before)
+        _lengthen(metadata, streams, struct.pack("<I", len(frame)) + frame + frame)
     return seal(metadata, streams)
 
 

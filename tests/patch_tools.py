@@ -6,17 +6,18 @@ slip in those shows.
 
 import json
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import zstandard
 from blake3 import blake3
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
-from pulse_rl.patch.encode import encode
+from pulse_rl.patch.encode import encode, find
 from pulse_rl.patch.verbs import pair
 from pulse_rl.weights.layout import layout
 
@@ -83,11 +84,129 @@ def take_apart(patch: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
     return metadata, {name: data[slice(*entry["data_offsets"])] for name, entry in header.items()}
 
 
-def seal(metadata: Mapping[str, Any], streams: Mapping[str, bytes]) -> bytes:
-    """A patch of this metadata and these streams, with a hash that matches."""
-    lines = "".join(f"{key}={value}\n" for key, value in sorted(metadata.items()) if key != "blake3")
+def cut(weights: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """A share of whole weights as Shards: some rows of each tensor."""
+    found = {}
+    for name, tensor in weights.items():
+        shape = tuple(tensor.shape)
+        rows = shape[0] if shape else 1
+        start, stop = part * rows // parts, (part + 1) * rows // parts
+        if start < stop:
+            offset = (start, *(0 for _ in shape[1:])) if shape else ()
+            found[name] = pulse.Shard(tensor[start:stop] if shape else tensor, shape=shape, offset=offset)
+        else:
+            empty = tensor[:0] if shape else tensor.reshape(1)[:0]
+            found[name] = (
+                pulse.Shard(empty, shape=shape, flat_offset=0)
+                if not shape
+                else pulse.Shard(empty, shape=shape, offset=(0,) * len(shape))
+            )
+    return found
+
+
+def parts_of(shares: Sequence[tuple[Any, Any]], *, codec: str, base: int = 0, target: int = 1) -> list[bytes]:
+    """The parts of one patch that processes make of their shares, (old, new) of each."""
+    found = []
+    for old, new in shares:
+        (coded,) = find(layout(old), layout(new), codecs=[CODECS[codec]], digest_old=True)
+        found.append(coded)
+    before = sum(coded.base for coded in found)
+    after = before + sum(coded.delta for coded in found)
+    return [
+        coded.finish(
+            base=base, target=target, base_digest=before, target_digest=after, part=part, parts=len(found)
+        ).data
+        for part, coded in enumerate(found)
+    ]
+
+
+def part_of(old: Mapping[str, Any], new: Mapping[str, Any], part: int, *, parts: int, codec: str) -> bytes:
+    """One part of the patch of whole weights that are shared between processes by rows."""
+    shares = [(cut(old, number, parts), cut(new, number, parts)) for number in range(parts)]
+    return parts_of(shares, codec=codec)[part]
+
+
+class Index(NamedTuple):
+    """A patch's index as docs/format.md describes it, each number as it stands there."""
+
+    blocks: list[list[int]]  # number of spans, bytes that they share
+    spans: list[list[int]]  # number of segments, bytes
+    counts: list[int]  # changes of each segment
+    hashes: list[bytes]  # of each span
+
+
+def read_index(metadata: Mapping[str, str], stream: bytes) -> Index:
+    """The index of a patch of format 2, from its decompressed stream. Raises ValueError if that is too short."""
+    blocks, spans = 2 * int(metadata["blocks"]), 2 * int(metadata["spans"])
+    end = len(stream) - 16 * (spans // 2)
+    if blocks < 0 or spans < 0 or end < 4 * (blocks + spans):
+        raise ValueError(f"expected {blocks // 2} blocks and {spans // 2} spans, found {len(stream)} bytes")
+    numbers = [n for (n,) in struct.iter_unpack("<I", stream[:end])]
+    return Index(
+        [numbers[i : i + 2] for i in range(0, blocks, 2)],
+        [numbers[i : i + 2] for i in range(blocks, blocks + spans, 2)],
+        numbers[blocks + spans :],
+        [stream[at : at + 16] for at in range(end, len(stream), 16)],
+    )
+
+
+def index_bytes(index: Index) -> bytes:
+    """The inverse of `read_index`."""
+    numbers = [n for pair in [*index.blocks, *index.spans] for n in pair] + index.counts
+    return struct.pack(f"<{len(numbers)}I", *numbers) + b"".join(index.hashes)
+
+
+def hashed(index: Index, payload: bytes) -> Index:
+    """The index with the hashes of the spans that the payload holds."""
+    hashes, at = [], 0
+    for _, nbytes in index.spans:
+        hashes.append(blake3(payload[at : at + nbytes]).digest()[:16])
+        at += nbytes
+    return index._replace(hashes=hashes)
+
+
+def hash_of(metadata: Mapping[str, Any], data: bytes) -> str:
+    """BLAKE3 of the metadata's lines and of what follows them."""
+    lines = "".join(f"{key}={value}\n" for key, value in sorted(metadata.items()))
+    return blake3(lines.encode() + data).hexdigest()
+
+
+def with_payload(metadata: Mapping[str, str], streams: Mapping[str, bytes], payload: bytes) -> dict[str, bytes]:
+    """The streams with another payload, of which the last span takes what is more or less."""
+    index = read_index(metadata, zstandard.decompress(streams["index"]))
+    index.spans[-1][1] = max(0, index.spans[-1][1] + len(payload) - len(streams["payload"]))
+    stream = zstandard.ZstdCompressor().compress(index_bytes(index))
+    return {**streams, "index": stream, "payload": payload}
+
+
+def _with_span_hashes(metadata: Mapping[str, Any], streams: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """The streams with an index that has the right hashes of the spans; the same where it cannot be read."""
+    try:
+        if zstandard.get_frame_parameters(streams["index"]).content_size > 1 << 27:
+            return streams
+        found = zstandard.decompress(streams["index"])
+        index = index_bytes(hashed(read_index(metadata, found), streams["payload"]))
+    except (KeyError, ValueError, OverflowError, MemoryError, struct.error, zstandard.ZstdError):
+        return streams
+    if len(index) != len(found) or index == found:
+        return streams
+    return {**streams, "index": zstandard.ZstdCompressor().compress(index)}
+
+
+def seal(metadata: Mapping[str, Any], streams: Mapping[str, bytes], *, spans: bool = True) -> bytes:
+    """A patch of this metadata and these streams, with hashes that match.
+
+    spans: whether the hashes of the spans are made to match too, if the index can be read.
+    """
+    stated = {key: value for key, value in metadata.items() if key not in ("blake3", "head_blake3")}
+    if spans and stated.get("format_version") != "1":
+        streams = _with_span_hashes(stated, streams)
     data = b"".join(streams.values())
-    header: dict[str, Any] = {"__metadata__": {**metadata, "blake3": blake3(lines.encode() + data).hexdigest()}}
+    if stated.get("format_version") != "1":
+        head = b"".join(stream for name, stream in streams.items() if name != "payload")
+        stated["head_blake3"] = hash_of(stated, head)
+    stated["blake3"] = hash_of(stated, data)
+    header: dict[str, Any] = {"__metadata__": stated}
     at = 0
     for name, stream in streams.items():
         header[name] = {"dtype": "U8", "shape": [len(stream)], "data_offsets": [at, at + len(stream)]}

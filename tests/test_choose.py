@@ -128,11 +128,11 @@ def test_the_first_trial_does_not_count_compiling(tmp_path: Path, monkeypatch: p
     """The first encoding is discarded: here it takes a second, as if it compiled the kernels."""
     genuine, calls = ContextCodec.encode, 0
 
-    def slow_at_first(self: ContextCodec, parts: Any) -> bytes:
+    def slow_at_first(self: ContextCodec, segments: Any, spans: Any) -> tuple[bytes, list[bytes]]:
         nonlocal calls
         calls += 1
         time.sleep(1.0 if calls == 1 else 0.0)
-        return genuine(self, parts)
+        return genuine(self, segments, spans)
 
     monkeypatch.setattr(ContextCodec, "encode", slow_at_first)
     publisher = pulse.Publisher(tmp_path, bandwidth=160_000.0)  # kilobytes, so that a second decides

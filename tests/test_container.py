@@ -16,7 +16,21 @@ import zstandard
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patch_tools import TORCH_DTYPES, changed, diff, from_bytes, random_tensor, raw_bytes, seal, snapshot, take_apart
+from patch_tools import (
+    TORCH_DTYPES,
+    changed,
+    diff,
+    from_bytes,
+    hash_of,
+    index_bytes,
+    random_tensor,
+    raw_bytes,
+    read_index,
+    seal,
+    snapshot,
+    take_apart,
+    with_payload,
+)
 
 import pulse_rl as pulse
 from pulse_rl.checkpoint import header as safetensors_header
@@ -193,6 +207,10 @@ def test_any_bytes_are_refused_or_read(data: bytes, length: int | None) -> None:
 # Malformed patches, each with the hash that belongs to it
 
 
+def compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
 def make_weights() -> dict[str, Any]:
     rng = np.random.default_rng(3)
     shared = random_tensor("torch", "bfloat16", (21, 9), rng)
@@ -237,7 +255,7 @@ def test_an_untouched_patch_survives_being_taken_apart() -> None:
 HEADERS: list[tuple[str, str | None, str]] = [
     ("format", "pulse-rl/history", "not a pulse-rl patch: expected format 'pulse-rl/patch'"),
     ("format", None, "found None"),
-    ("format_version", "01", "expected 1, found 01"),
+    ("format_version", "01", "expected 1 or 2, found 01"),
     ("codec", "zip", f"codec: expected one of {', '.join(CODECS)}, found 'zip'"),
     ("codec", "auto", f"codec: expected one of {', '.join(CODECS)}, found 'auto'"),
     ("codec", None, "patch header: .*codec"),
@@ -252,13 +270,18 @@ HEADERS: list[tuple[str, str | None, str]] = [
     ("elements", "572", "elements: the header says 572, the streams hold 571"),
     ("changes", "38", "changes: the header says 38, the streams hold 37"),
     ("full_nbytes", "1", "full_nbytes: the header says 1, the streams hold"),
-    ("segment", "1024", "segment: expected 1048576 elements, found 1024"),
-    ("segment", "0", "segment: expected 1048576"),
+    ("segment", "1048576", "patch header: .*segment"),  # of format 1
     ("blocks", "-1", "patch header"),
     ("blocks", "0", "index"),
-    ("blocks", "2", "index"),
-    ("blocks", "5", "blocks: expected at most 4, found 5"),
-    ("blocks", "9223372036854775807", "blocks: expected at most 4"),
+    ("blocks", "2", "at most 4 spans, found 1 in 2 blocks"),
+    ("blocks", "9223372036854775807", "at most 4 spans, found 1 in 9223372036854775807 blocks"),
+    ("spans", "0", "index"),
+    ("spans", "2", "index"),
+    ("spans", "5", "expected at most 4 spans, found 5"),
+    ("spans", None, "index"),
+    ("part", "1", "part: expected less than 1, found 1"),
+    ("parts", "0", "part: expected less than 0, found 0"),
+    ("parts", "x", "patch header"),
     ("extra", "1", "patch header: .*extra"),
 ]
 
@@ -271,12 +294,34 @@ def test_malformed_headers(key: str, value: str | None, message: str) -> None:
         refused(seal(metadata if value is None else {**metadata, key: value}, streams), message)
 
 
-def test_a_hash_that_is_missing() -> None:
-    metadata, streams = take_apart(PATCHES["gap"])
-    data = b"".join(streams.values())
-    del metadata["blake3"]
+def sealed_as(metadata: dict[str, str], streams: dict[str, bytes]) -> bytes:
+    """A patch with the hashes that the metadata state."""
     head = safetensors_header.header_bytes([(name, "U8", (len(s),)) for name, s in streams.items()], metadata)
-    refused(head + data, "BLAKE3 hash does not match")
+    return head + b"".join(streams.values())
+
+
+@pytest.mark.parametrize("value", [None, "0" * 64, ""])
+def test_a_hash_that_is_missing_or_wrong(value: str | None) -> None:
+    metadata, streams = take_apart(PATCHES["gap"])
+    del metadata["blake3"]
+    refused(sealed_as(metadata | ({} if value is None else {"blake3": value}), streams), "BLAKE3 hash does not match")
+
+
+@pytest.mark.parametrize("value", [None, "0" * 64, ""])
+def test_a_hash_of_the_head_that_is_missing_or_wrong(value: str | None) -> None:
+    metadata, streams = take_apart(PATCHES["gap"])
+    del metadata["blake3"], metadata["head_blake3"]
+    metadata |= {} if value is None else {"head_blake3": value}
+    metadata["blake3"] = hash_of(metadata, b"".join(streams.values()))
+    refused(sealed_as(metadata, streams), "BLAKE3 hash of its head does not match")
+
+
+def test_a_hash_of_a_span_that_is_wrong() -> None:
+    """The whole file's hash and the head's are right, as of a writer that hashes something else."""
+    metadata, streams = take_apart(PATCHES["gap"])
+    index = read_index(metadata, zstandard.decompress(streams["index"]))
+    wrong = {**streams, "index": compress(index_bytes(index._replace(hashes=[bytes(16)])))}
+    refused(seal(metadata, wrong, spans=False), "the hash of span 0 does not match")
 
 
 def edit_streams(change: Callable[[dict[str, bytes]], dict[str, bytes]], codec: str = "gap") -> bytes:
@@ -286,6 +331,7 @@ def edit_streams(change: Callable[[dict[str, bytes]], dict[str, bytes]], codec: 
 
 def test_malformed_streams() -> None:
     refused(edit_streams(lambda s: {"table": s["table"], "payload": s["payload"], "index": s["index"]}), "streams")
+    refused(edit_streams(lambda s: {n: s[n] for n in ("table", "index", "payload")}), "streams")  # as in format 1
     refused(edit_streams(lambda s: {**s, "more": b""}), "streams.*more")
     refused(edit_streams(lambda s: {"table": s["table"]}), "streams")
     refused(edit_streams(lambda s: {}), "streams")
@@ -293,13 +339,12 @@ def test_malformed_streams() -> None:
     refused(edit_streams(lambda s: {**s, "table": s["table"] + b"x"}), "table: expected one whole zstd frame")
     refused(edit_streams(lambda s: {**s, "table": s["table"] * 2}), "table: expected one whole zstd frame")
     refused(edit_streams(lambda s: {**s, "index": s["index"][:-1]}), "index")
-    refused(edit_streams(lambda s: {**s, "payload": s["payload"] + b"x"}), "index: the blocks cover 4 of 4 segments")
-    refused(edit_streams(lambda s: {**s, "payload": s["payload"][:-1]}), "a block reaches past")
-    refused(edit_streams(lambda s: {**s, "payload": b""}), "a block reaches past")
-
-
-def compress(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor().compress(data)
+    refused(edit_streams(lambda s: {**s, "shared": b"x"}), "or not all that they share")
+    refused(edit_streams(lambda s: {**s, "shared": s["shared"][:-1]}, "context"), "reaches past the spans or what they")
+    refused(edit_streams(lambda s: {**s, "shared": bytes(len(s["shared"]))}, "context"))
+    refused(edit_streams(lambda s: {**s, "payload": s["payload"] + b"x"}), "index: the spans cover 4 of 4 segments")
+    refused(edit_streams(lambda s: {**s, "payload": s["payload"][:-1]}), "a span reaches past")
+    refused(edit_streams(lambda s: {**s, "payload": b""}), "a span reaches past")
 
 
 def table(tensors: Any, tied: Any = None) -> bytes:
@@ -308,28 +353,51 @@ def table(tensors: Any, tied: Any = None) -> bytes:
 
 TABLES: dict[str, tuple[bytes, str]] = {
     "no JSON": (compress(b"x"), "broken table"),
-    "no UTF-8": (compress(b'{"tensors":[["\xff","U8",[]]],"tied":{}}'), "broken table"),
-    "surrogate": (compress(rb'{"tensors":[["\ud800","U8",[]]],"tied":{}}'), "broken table"),
+    "no UTF-8": (compress(b'{"tensors":[["\xff","U8",[],[]]],"tied":{}}'), "broken table"),
+    "surrogate": (compress(rb'{"tensors":[["\ud800","U8",[],[]]],"tied":{}}'), "broken table"),
     "other keys": (compress(b'{"tensors":[],"tied":{},"x":1}'), "broken table"),
     "deep": (compress(b'{"tensors":' + b"[" * 100_000), "broken table"),
-    "unsorted": (table([["b", "U8", []], ["a", "U8", []]]), "ascending order"),
-    "twice": (table([["a", "U8", []], ["a", "U8", []]]), "ascending order, each once"),
-    "no name": (table([["", "U8", []]]), "names of 1 to 1024 bytes"),
-    "long name": (table([["x" * 1025, "U8", []]]), "names of 1 to 1024 bytes"),
-    "long alias": (table([["a", "U8", []]], {"x" * 1025: "a"}), "names of 1 to 1024 bytes"),
-    "dtype": (table([["a", "F4", []]]), "impossible dtype or shape"),
-    "negative": (table([["a", "U8", [-1]]]), "impossible dtype or shape"),
-    "dimensions": (table([["a", "U8", [1] * 65]]), "impossible dtype or shape"),
-    "wide": (table([["a", "U8", [(1 << 41) + 1]]]), "impossible dtype or shape"),
-    "huge": (table([["a", "U8", [10**4000]]]), "impossible dtype or shape|broken table"),
-    "product": (table([["a", "U8", [1 << 41] * 64]]), "at most 2199023255552 elements"),
-    "sum": (table([["a", "U8", [1 << 41]], ["b", "U8", [1]]]), "at most 2199023255552 elements"),
-    "tied to nothing": (table([["a", "U8", []]], {"b": "c"}), "'b' is tied to 'c', which does not stand for it"),
-    "tied to itself": (table([["a", "U8", []]], {"a": "a"}), "'a' is tied to 'a'"),
-    "tied in a chain": (table([["a", "U8", []]], {"b": "a", "c": "b"}), "'c' is tied to 'b'"),
+    "unsorted": (table([["b", "U8", [], []], ["a", "U8", [], []]]), "ascending order"),
+    "twice": (table([["a", "U8", [], []], ["a", "U8", [], []]]), "ascending order, each once"),
+    "no name": (table([["", "U8", [], []]]), "names of 1 to 1024 bytes"),
+    "long name": (table([["x" * 1025, "U8", [], []]]), "names of 1 to 1024 bytes"),
+    "long alias": (table([["a", "U8", [], []]], {"x" * 1025: "a"}), "names of 1 to 1024 bytes"),
+    "dtype": (table([["a", "F4", [], []]]), "impossible dtype or shape"),
+    "negative": (table([["a", "U8", [-1], []]]), "impossible dtype or shape"),
+    "dimensions": (table([["a", "U8", [1] * 65, []]]), "impossible dtype or shape"),
+    "wide": (table([["a", "U8", [(1 << 41) + 1], []]]), "impossible dtype or shape"),
+    "huge": (table([["a", "U8", [10**4000], []]]), "impossible dtype or shape|broken table"),
+    "product": (table([["a", "U8", [1 << 41] * 64, []]]), "at most 2199023255552 elements"),
+    "sum": (table([["a", "U8", [1 << 41], []], ["b", "U8", [1], []]]), "at most 2199023255552 elements"),
+    "tied to nothing": (table([["a", "U8", [], []]], {"b": "c"}), "tied to \\['c'\\], which it does not have"),
+    "tied to itself": (table([["a", "U8", [], []]], {"a": "a"}), "'a' is tied to 'a'"),
+    "tied in a chain": (table([["a", "U8", [], []]], {"b": "a", "c": "b"}), "'c' is tied to 'b'"),
     "size unknown": (zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"), "table: expected at most"),
     "too large": (compress(bytes((16 << 20) + 1)), "expected at most 16777216 bytes, the frame declares 16777217"),
-    "other tensors": (table([["a", "U8", [4]]]), ""),
+    "of format 1": (table([["a", "U8", [4]]]), "broken table"),
+    "no sizes": (table([["a", "U8", [4], [[[0]]]]]), "broken table"),
+    "negative offset": (table([["a", "U8", [4], [[[-1], [2]]]]]), "'a': expected disjoint boxes"),
+    "negative sizes": (table([["a", "U8", [4], [[[2], [-1]]]]]), "'a': expected disjoint boxes"),
+    "a box outside": (table([["a", "U8", [4], [[[2], [3]]]]]), "'a': expected disjoint boxes"),
+    "a box far outside": (table([["a", "U8", [4], [[[1 << 62], [1 << 62]]]]]), "'a': expected disjoint boxes"),
+    "a box of digits": (table([["a", "U8", [4], [[[10**4000], [1]]]]]), "'a': expected disjoint boxes|broken table"),
+    "other dimensions": (table([["a", "U8", [4], [[[0, 0], [2, 1]]]]]), "'a': expected disjoint boxes"),
+    "no dimensions": (table([["a", "U8", [4], [[[], []]]]]), "'a': expected disjoint boxes"),
+    "boxes that overlap": (table([["a", "U8", [4, 4], [[[0, 0], [2, 4]], [[1, 3], [3, 1]]]]]), "disjoint boxes"),
+    "a box twice": (table([["a", "U8", [4], [[[0], [2]], [[0], [2]]]]]), "'a': expected disjoint boxes"),
+    "the only element twice": (table([["a", "U8", [], [[[], []], [[], []]]]]), "'a': expected disjoint boxes"),
+    "unsorted boxes": (table([["a", "U8", [4], [[[2], [2]], [[0], [2]]]]]), "boxes in ascending order"),
+    "an empty box": (table([["a", "U8", [4], [[[0], [4]], [[4], [0]]]]]), "boxes that are not empty"),
+    "too many boxes": (
+        table([["a", "U8", [4096], [[[i], [1]] for i in range(1025)]]]),
+        "'a': expected at most 1024 boxes, found 1025",
+    ),
+    "too many tiles": (table([["a", "U8", [1 << 41], []]]), "expected tensors of at most"),
+    "too many tiles of tensors alike": (
+        table([[f"a.{i:06d}", "U8", [2048, 2048], []] for i in range(1 << 18)]),
+        "expected tensors of at most",
+    ),
+    "other tensors": (table([["a", "U8", [4], []]]), ""),
 }
 
 
@@ -339,30 +407,45 @@ def test_malformed_tables(case: str) -> None:
     refused(edit_streams(lambda s: {**s, "table": stream}), message or None)
 
 
-def words(*numbers: int) -> bytes:
-    return compress(np.array(numbers, "<u4").tobytes())
+def words(*numbers: int, spans: int = 1) -> bytes:
+    """An index of these numbers, with hashes of its spans that are not right yet."""
+    return compress(np.array(numbers, "<u4").tobytes() + bytes(16 * spans))
 
 
 def test_malformed_indices() -> None:
-    """The blocks must account for every segment and every byte of the payload."""
+    """The blocks must account for every span, the spans for every segment and every byte of the payload."""
     n = len(take_apart(PATCHES["gap"])[1]["payload"])
     for numbers, message in [
-        ((4, n, 20, 3, 5), "expected 24 bytes, found 20"),
-        ((4, n, 20, 3, 5, 9, 0), "expected at most 24 bytes, the frame declares 28"),
-        ((3, n, 20, 3, 5, 9), "the blocks cover 3 of 4 segments"),
-        ((5, n, 20, 3, 5, 9), "a block reaches past the segments"),
-        ((0, n, 20, 3, 5, 9), "a block reaches past the segments"),
-        ((4, n + 1, 20, 3, 5, 9), "a block reaches past the segments or the payload"),
-        ((4, n - 1, 20, 3, 5, 9), f"and {n - 1} of {n} bytes"),
-        ((4, n, 301, 3, 5, 9), "tensor 'a': 301 changes in a segment of 300 elements"),
-        ((4, n, 20, 3, 6, 9), "tensor 'dense': 6 changes in a segment of 5 elements"),
-        ((4, n, 20, 3, 5, 10), "changes: the header says 37, the streams hold 38"),
-        ((4, n, 21, 2, 5, 9), "gaps|values"),
+        ((1, 0, 4, n, 20, 3, 5), "expected 48 bytes, found 44"),
+        ((1, 0, 4, n, 20, 3, 5, 9, 0), "expected at most 48 bytes, the frame declares 52"),
+        ((1, 0, 3, n, 20, 3, 5, 9), "the spans cover 3 of 4 segments"),
+        ((1, 0, 5, n, 20, 3, 5, 9), "a span reaches past the segments"),
+        ((1, 0, 0, n, 20, 3, 5, 9), "a span reaches past the segments"),
+        ((1, 0, 4, n + 1, 20, 3, 5, 9), "a span reaches past the segments or the payload"),
+        ((1, 0, 4, n - 1, 20, 3, 5, 9), f"and {n - 1} of {n} bytes"),
+        ((0, 0, 4, n, 20, 3, 5, 9), "a block reaches past the spans"),
+        ((2, 0, 4, n, 20, 3, 5, 9), "a block reaches past the spans"),
+        ((1, 1, 4, n, 20, 3, 5, 9), "a block reaches past the spans or what they share"),
+        ((1, 0, 4, n, 301, 3, 5, 9), "tensor 'a': 301 changes in a segment of 300 elements"),
+        ((1, 0, 4, n, 20, 3, 6, 9), "tensor 'dense': 6 changes in a segment of 5 elements"),
+        ((1, 0, 4, n, 20, 3, 5, 10), "changes: the header says 37, the streams hold 38"),
+        ((1, 0, 4, n, 21, 2, 5, 9), "gaps|values"),
     ]:
         stream = words(*numbers)
         refused(edit_streams(lambda s, stream=stream: {**s, "index": stream}), message)  # type: ignore[misc]
-    odd = compress(bytes(23))
-    refused(edit_streams(lambda s: {**s, "index": odd}), "index: expected 24 bytes, found 23")
+    odd = compress(bytes(47))
+    refused(edit_streams(lambda s: {**s, "index": odd}), "index: expected 48 bytes, found 47")
+    metadata, streams = take_apart(PATCHES["gap"])
+    for blocks, spans, numbers, message in [
+        ("0", "1", (4, n, 20, 3, 5, 9), "the blocks cover 0 of 1 spans"),
+        ("1", "2", (1, 0, 2, n, 2, 0, 20, 3, 5, 9), "the blocks cover 1 of 2 spans"),
+        ("2", "2", (2, 0, 0, 0, 2, n, 2, 0, 20, 3, 5, 9), "a block reaches past the spans"),
+        ("2", "2", (0, 0, 2, 0, 2, n, 2, 0, 20, 3, 5, 9), "a block reaches past the spans"),
+        ("1", "0", (1, 0, 20, 3, 5, 9), "expected at most 4 spans, found 0 in 1 blocks"),
+        ("1", "2", (2, 0, 2, n, 2, 0, 20, 3, 5, 9), "gap block: expected at least 4 bytes, found 0|gaps|values"),
+    ]:
+        edited = {**streams, "index": words(*numbers, spans=int(spans))}
+        refused(seal(metadata | {"blocks": blocks, "spans": spans}, edited), message)
 
 
 def test_malformed_gap_blocks() -> None:
@@ -372,7 +455,7 @@ def test_malformed_gap_blocks() -> None:
 
     def with_block(block: bytes) -> bytes:
         metadata, streams = take_apart(PATCHES["gap"])
-        return seal(metadata, {**streams, "index": words(4, len(block), 20, 3, 5, 9), "payload": block})
+        return seal(metadata, {**streams, "index": words(1, 0, 4, len(block), 20, 3, 5, 9), "payload": block})
 
     def block(gaps: bytes, values: bytes = values) -> bytes:
         return struct.pack("<I", len(gaps)) + gaps + values
@@ -401,7 +484,7 @@ def test_malformed_raw_blocks() -> None:
     def with_block(indices: Any, values: bytes = values) -> bytes:
         block = np.array(indices, "<u4").tobytes() + values
         metadata, streams = take_apart(PATCHES["raw"])
-        return seal(metadata, {**streams, "index": words(4, len(block), 20, 3, 5, 9), "payload": block})
+        return seal(metadata, {**streams, "index": words(1, 0, 4, len(block), 20, 3, 5, 9), "payload": block})
 
     def at(place: int, index: int) -> Any:
         found = ascending.copy()
@@ -477,7 +560,7 @@ def test_fuzz_of_whole_patches(codec: str, mutations: list[tuple[str, float, int
 @settings(deadline=None, max_examples=700)
 @given(
     st.sampled_from(NAMES),
-    st.sampled_from(["table", "index", "payload"]),
+    st.sampled_from(["table", "index", "shared", "payload"]),
     st.booleans(),
     st.lists(MUTATION, min_size=1, max_size=3),
 )
@@ -489,17 +572,16 @@ def test_fuzz_of_streams_with_their_hash_made_right(
     coded = streams[stream]
     if not inside:
         coded = mutate(coded, mutations)
-    elif stream != "payload":
+    elif stream in ("table", "index"):
         coded = compress(mutate(zstandard.decompress(coded), mutations))
-    elif codec != "gap":
+    elif stream == "shared" or codec != "gap":
         coded = mutate(coded, mutations)[: len(coded)].ljust(len(coded), b"\0")
     else:
         (length,) = struct.unpack_from("<I", coded)
         gaps, values = zstandard.decompress(coded[4 : 4 + length]), zstandard.decompress(coded[4 + length :])
         gaps = compress(mutate(gaps, mutations))
         coded = struct.pack("<I", len(gaps)) + gaps + compress(values)
-        segments = np.frombuffer(zstandard.decompress(streams["index"]), "<u4").tolist()
-        streams["index"] = words(segments[0], len(coded), *segments[2:])
+        streams = with_payload(metadata, streams, coded)
     survives(seal(metadata, {**streams, stream: coded}))
 
 

@@ -19,7 +19,7 @@ from patch_tools import changed, random_tensor, seal, snapshot, take_apart
 import pulse_rl as pulse
 from pulse_rl import parallel
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import SegmentSpec
+from pulse_rl.codecs.base import SegmentSpec, open_block
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
@@ -133,7 +133,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
         listed.append(Segment("BF16", old, stepped(old, 0.2, "ulp", rng), 30))
     block = encoded(listed)
     head = 4 + struct.unpack_from("<I", block.payload)[0]
-    pieces = CODEC.open(memoryview(block.payload), block.specs)
+    pieces = open_block(CODEC, memoryview(block.payload), block.specs)
     assert [piece.segments for piece in pieces] == [1, 1, 1, 1]
     expected = expected_of(listed)
     for number in (2, 0, 3):
@@ -144,7 +144,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
     turned = bytearray(block.payload)
     for at in range(head, min(last, len(turned) - 200)):
         turned[at] ^= 0xFF
-    ((indices, values),) = CODEC.open(memoryview(turned), block.specs)[3].decode([lambda: block.old[3]])
+    ((indices, values),) = open_block(CODEC, memoryview(turned), block.specs)[3].decode([lambda: block.old[3]])
     assert (indices.tolist(), values.tolist()) == expected[3]
 
 
@@ -152,7 +152,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
 
 
 def large() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows longer than a segment, rows across segments (phase 576), 0-dim, empty and short tensors."""
+    """Rows longer than a segment, tiles that do not divide evenly, 0-dim, empty and short tensors."""
     rng = np.random.default_rng(4)
     old: dict[str, Any] = {
         "a": torch.from_numpy(rng.normal(0, 0.02, (2, (1 << 20) + 7)).astype("f4")).bfloat16(),
@@ -182,22 +182,30 @@ def apply_to_copy(old: dict[str, Any], patch: bytes) -> dict[str, bytes]:
 def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one block and in several: the naive decoder's changes and `apply` both lead to the target."""
     old, new = large()
-    for block_nbytes, blocks in ((CODEC.block_nbytes, 1), (10_000, 4)):
+    for block_nbytes, blocks, spans in ((CODEC.block_nbytes, 1, 7), (10_000, 7, 11)):
         monkeypatch.setattr(ContextCodec, "block_nbytes", block_nbytes)
         patch = pulse.diff(old, new, codec="context")
         assert pulse.inspect(patch).codec == "context"
         parsed = patch_format.unpack(patch)
-        assert len(parsed.blocks) == blocks
+        assert (len(parsed.blocks), len(list(parsed.spans))) == (blocks, spans)
         assert apply_to_copy(old, patch) == snapshot(new)
-    assert [s.spec.phase for block in parsed.blocks for s in block.segments] == [0, 0, 0, 0, 576, 0, 0, 0]
-    assert [s.spec.stride for block in parsed.blocks for s in block.segments][:4] == [1 << 20, 1 << 20, 14, 1000]
+    strides = [s.spec.stride for block in parsed.blocks for s in block.segments]
+    assert strides == [131072] + [131073] * 7 + [250] * 16 + [1, 65, 63]  # eighths, quarters, whole tensors
     target = {name: np.frombuffer(bytearray(data), np.uint8) for name, data in snapshot(old).items()}
     for block in parsed.blocks:
-        places = [(parsed.tensors[s.tensor].name, s) for s in block.segments]
-        elements = [target[name].view(UINTS[s.spec.itemsize])[s.start : s.stop] for name, s in places]
-        decoded = decode_naively(Block(bytes(block.payload), [s.spec for _, s in places], elements))
-        for view, (indices, values) in zip(elements, decoded, strict=True):
-            view[indices] = values
+        flat, elements = [], []
+        for segment in block.segments:
+            name, _, shape, _ = parsed.table[segment.tensor]
+            at = segment.place.positions(shape)
+            flat.append((at.starts[:, None] + np.arange(at.run)).reshape(-1))
+            elements.append(target[name].view(UINTS[segment.spec.itemsize]))
+        old_bits = [view[places].copy() for view, places in zip(elements, flat, strict=True)]
+        assert block.shared is not None
+        streams = b"".join(bytes(parsed.payloads[span.number]) for span in block.spans)
+        coded = struct.pack("<I", len(block.shared)) + bytes(block.shared) + streams
+        decoded = decode_naively(Block(coded, [s.spec for s in block.segments], old_bits))
+        for view, places, (indices, values) in zip(elements, flat, decoded, strict=True):
+            view[places[indices]] = values
     assert {name: data.tobytes() for name, data in target.items()} == snapshot(new)
 
 
@@ -435,15 +443,16 @@ def test_a_change_just_past_the_end() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_hostile_patches_never_touch_the_weights(data: st.DataObject) -> None:
-    """A payload changed anywhere, with a hash that matches: refused, or applied with exactly the target's bits."""
+    """What is coded, changed anywhere, with hashes that match: refused, or applied with exactly the target's bits."""
     old, new, patch = drifted_patch(2, size=20)
     metadata, streams = take_apart(patch)
-    payload = bytearray(streams["payload"])
+    name = data.draw(st.sampled_from(["shared", "payload"]))
+    coded = bytearray(streams[name])
     for _ in range(data.draw(st.integers(1, 3))):
-        payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+        coded[data.draw(st.integers(0, len(coded) - 1))] ^= data.draw(st.integers(1, 255))
     before = snapshot(old)
     try:
-        pulse.apply(old, seal(metadata, {**streams, "payload": bytes(payload)}))
+        pulse.apply(old, seal(metadata, {**streams, name: bytes(coded)}))
     except (FormatError, pulse.IntegrityError):
         assert snapshot(old) == before
     else:
@@ -465,7 +474,7 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     clock = time.perf_counter()
     tracemalloc.start()
     try:
-        for piece in CODEC.open(memoryview(block.payload), block.specs):
+        for piece in open_block(CODEC, memoryview(block.payload), block.specs):
             ((indices, _),) = piece.decode([lambda: old])
             assert len(indices) == size
     except FormatError:

@@ -4,12 +4,14 @@ zstd frames may differ between versions of zstd, so what the writer makes is pin
 the reader must go on reading is pinned as one whole file. docs/format.md shows the same values.
 """
 
+import itertools
 import json
 import math
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import zstandard
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fuzz_context import Block, Decoded, decode, decode_naively
-from patch_tools import changed, diff, from_bytes, random_tensor, snapshot, take_apart
+from patch_tools import changed, diff, from_bytes, part_of, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
 from pulse_rl.codecs.base import SegmentSpec
@@ -53,12 +55,12 @@ def target_weights() -> dict[str, Any]:
 
 
 TABLE = (
-    b'{"tensors":[["a","I8",[]],["b","U16",[2,3]],["c","U32",[3]],["d","U64",[5]],["empty","F32",[0,3]]],'
+    b'{"tensors":[["a","I8",[],[]],["b","U16",[2,3],[]],["c","U32",[3],[]],["d","U64",[5],[]],["empty","F32",[0,3],[]]],'
     b'"tied":{"c.tied":"c"}}'
 )
 METADATA = {
     "format": "pulse-rl/patch",
-    "format_version": "1",
+    "format_version": "2",
     "base": "3",
     "target": "4",
     "base_digest": "552df3471a92139a",
@@ -66,16 +68,44 @@ METADATA = {
     "elements": "15",
     "changes": "4",
     "full_nbytes": "65",
-    "segment": "1048576",
     "blocks": "1",
+    "spans": "1",
+    "part": "0",
+    "parts": "1",
 }
 # d's index | values of a | of b, which is dense | of d
 RAW_PAYLOAD = "030000000500000080020003000400ffffefcdab8967452301"
-RAW_INDEX = [4, 25, 1, 2, 0, 1]  # one block of 4 segments and 25 bytes | changes of a, b, c, d
+# one block of one span, which share nothing | the span: 4 segments, 25 bytes | changes of a, b, c, d
+RAW_INDEX = [1, 0, 4, 25, 1, 2, 0, 1]
+RAW_SPAN_HASH = "9e2aa52ef6bc2c162d7b37fe13e2c0ea"
 # Of the gap codec, decompressed. Sparse: b (2 of 6 elements) and d; a is dense.
 GAP_WORDS = "010003000300"
 GAP_VALUES = "050080ffffefcdab8967452301"
 RAW_PATCH = """
+a0020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
+61745f76657273696f6e223a2232222c22636f646563223a22726177222c2262617365223a2233222c22746172676574223a2234222c2262
+6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
+6133323338336439222c22656c656d656e7473223a223135222c226368616e676573223a2234222c2266756c6c5f6e6279746573223a2236
+35222c22626c6f636b73223a2231222c227370616e73223a2231222c2270617274223a2230222c227061727473223a2231222c2268656164
+5f626c616b6533223a2230653137346235663938663161336162373863633333383766653464616661353038316234313436356337633232
+616666396663643632656361643661363961222c22626c616b6533223a223933353438613333633837613636383265643461376463396431
+3365653137336539363031656266633633353431626535393933663363656338383164613861227d2c227461626c65223a7b226474797065
+223a225538222c227368617065223a5b3130335d2c22646174615f6f666673657473223a5b302c3130335d7d2c22696e646578223a7b2264
+74797065223a225538222c227368617065223a5b35375d2c22646174615f6f666673657473223a5b3130332c3136305d7d2c227368617265
+64223a7b226474797065223a225538222c227368617065223a5b305d2c22646174615f6f666673657473223a5b3136302c3136305d7d2c22
+7061796c6f6164223a7b226474797065223a225538222c227368617065223a5b32355d2c22646174615f6f666673657473223a5b3136302c
+3138355d7d7d202028b52ffd2088f5020052c51117606f3a8be805f04b462592081c6c9b9fe883020400705cd7f51b785bc70d74e2750172
+afa2f44022fb5034d9597bad2c7b212877e6ac735997dd48eecb99c7d41451108c5b010800adf14248d65493e02158c2a62ab08c484c3d28
+b52ffd203081010001000000000000000400000019000000010000000200000000000000010000009e2aa52ef6bc2c162d7b37fe13e2c0ea
+030000000500000080020003000400ffffefcdab8967452301
+"""
+# The same patch in format 1, which is read and no longer written.
+TABLE_1 = (
+    b'{"tensors":[["a","I8",[]],["b","U16",[2,3]],["c","U32",[3]],["d","U64",[5]],["empty","F32",[0,3]]],'
+    b'"tied":{"c.tied":"c"}}'
+)
+RAW_INDEX_1 = [4, 25, 1, 2, 0, 1]  # one block of 4 segments and 25 bytes | changes of a, b, c, d
+PATCH_1 = """
 08020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
 61745f76657273696f6e223a2231222c22636f646563223a22726177222c2262617365223a2233222c22746172676574223a2234222c2262
 6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
@@ -93,16 +123,21 @@ efcdab8967452301
 
 
 def test_the_writer_makes_the_pinned_streams() -> None:
-    """diff of fixed arrays against metadata, table, index and payload, byte for byte."""
+    """diff of fixed arrays against metadata and streams, byte for byte."""
     patch = diff(base_weights(), target_weights(), base=3, target=4, codec="raw")
     metadata, streams = take_apart(patch)
-    stated = metadata.pop("blake3")
+    stated, head = metadata.pop("blake3"), metadata.pop("head_blake3")
     assert metadata == {**METADATA, "codec": "raw"}
-    assert list(streams) == ["table", "index", "payload"]
+    assert list(streams) == ["table", "index", "shared", "payload"]
     assert zstandard.decompress(streams["table"]) == TABLE
-    assert np.frombuffer(zstandard.decompress(streams["index"]), "<u4").tolist() == RAW_INDEX
+    index = zstandard.decompress(streams["index"])
+    assert np.frombuffer(index[:-16], "<u4").tolist() == RAW_INDEX
+    assert index[-16:].hex() == RAW_SPAN_HASH == blake3(streams["payload"]).hexdigest()[:32]
+    assert streams["shared"] == b""
     assert streams["payload"].hex() == RAW_PAYLOAD
     lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
+    assert head == blake3(lines.encode() + streams["table"] + streams["index"] + streams["shared"]).hexdigest()
+    lines = "".join(f"{key}={value}\n" for key, value in sorted({**metadata, "head_blake3": head}.items()))
     assert stated == blake3(lines.encode() + b"".join(streams.values())).hexdigest()
     (length,) = struct.unpack_from("<Q", patch)
     assert length % 8 == 0
@@ -112,22 +147,23 @@ def test_the_writer_makes_the_pinned_streams() -> None:
 def test_the_gap_codec_makes_the_pinned_streams() -> None:
     patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="gap")
     metadata, streams = take_apart(patch)
-    metadata.pop("blake3")
+    del metadata["blake3"], metadata["head_blake3"]
     assert metadata == {**METADATA, "codec": "gap"}
     payload = streams["payload"]
     (length,) = struct.unpack_from("<I", payload)
     assert zstandard.decompress(payload[4 : 4 + length]).hex() == GAP_WORDS
     assert zstandard.decompress(payload[4 + length :]).hex() == GAP_VALUES
-    index = np.frombuffer(zstandard.decompress(streams["index"]), "<u4").tolist()
-    assert index == [4, len(payload), *RAW_INDEX[2:]]
+    index = np.frombuffer(zstandard.decompress(streams["index"])[:-16], "<u4").tolist()
+    assert index == [1, 0, 4, len(payload), *RAW_INDEX[4:]]
 
 
-def test_the_reader_reads_the_pinned_file() -> None:
-    """A patch of format version 1, as it was written when the format was fixed."""
+@pytest.mark.parametrize("golden", [RAW_PATCH, PATCH_1], ids=["format 2", "format 1"])
+def test_the_reader_reads_the_pinned_file(golden: str) -> None:
+    """Patches as they were written when their format was fixed."""
     weights = base_weights()
-    info = pulse.apply(weights, bytes.fromhex(RAW_PATCH))
+    info = pulse.apply(weights, bytes.fromhex(golden))
     assert snapshot(weights) == snapshot(target_weights())
-    assert info == pulse.inspect(bytes.fromhex(RAW_PATCH))
+    assert info == pulse.inspect(bytes.fromhex(golden))
     assert (info.base, info.target, info.codec, info.elements, info.changes) == (3, 4, "raw", 15, 4)
     assert [(t.name, t.dtype, t.shape, t.changes) for t in info.tensors] == [
         ("a", "I8", (), 1),
@@ -311,7 +347,9 @@ GOLDEN = pytest.mark.parametrize("golden", [CONTEXT_BF16, CONTEXT_MIXED], ids=["
 def test_the_context_codec_makes_the_pinned_block(golden: str) -> None:
     """The writer's payload, byte for byte. Other models may change it; the readers below must still read it."""
     patch = pulse.diff(*context_states(golden), codec="context")
-    assert take_apart(patch)[1]["payload"].hex() == "".join(golden.split())
+    _, streams = take_apart(patch)
+    block = struct.pack("<I", len(streams["shared"])) + streams["shared"] + streams["payload"]
+    assert block.hex() == "".join(golden.split())
 
 
 @GOLDEN
@@ -330,38 +368,114 @@ def test_both_context_decoders_read_the_pinned_block(golden: str, reader: Callab
 
 # A reader written from docs/format.md alone, with nothing of the library
 
+WIDTHS = {"U8": 1, "I8": 1, "BOOL": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4, "U64": 8, "I64": 8}
+
+
+class DocumentSegment(NamedTuple):
+    """A segment as the document has it."""
+
+    name: str
+    width: int  # bytes of an element
+    places: list[int]  # the flat indices of its elements in the tensor
+
+
+def product(numbers: Iterable[int]) -> int:
+    return math.prod(numbers)
+
+
+def document_tiles(shape: list[int], offset: list[int], sizes: list[int]) -> list[tuple[Any, Any, Any]]:
+    """The tiles of a box: (halves, offset, sizes) of each, in order."""
+    ranges = [8 if n >= 16 else 1 for n in shape]
+    while max(ranges, default=1) > 1 and product(shape) < 65536 * product(ranges):
+        chosen = max(d for d in range(len(shape)) if ranges[d] == max(ranges))
+        ranges[chosen] //= 2
+    cells = []
+    for cell in itertools.product(*(range(m) for m in ranges)):
+        low = [max(a, i * n // m) for i, n, m, a in zip(cell, shape, ranges, offset, strict=True)]
+        high = [min(a + k, (i + 1) * n // m) for i, n, m, a, k in zip(cell, shape, ranges, offset, sizes, strict=True)]
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            halves = [2 * i // m for i, m in zip(cell, ranges, strict=True)]
+            cut = document_cut(low, [b - a for a, b in zip(low, high, strict=True)])
+            cells += [(halves, *small) for small in cut]
+    return sorted(cells)
+
+
+def document_cut(offset: list[int], sizes: list[int], d: int = 0) -> list[tuple[list[int], list[int]]]:
+    """A box cut into ones of at most 2^20 elements: along dimension d, and then along the next ones."""
+    if product(sizes) <= 1 << 20:
+        return [(offset, sizes)]
+    step = max(1, (1 << 20) // product(sizes[d + 1 :]))
+    found = []
+    for at in range(0, sizes[d], step):
+        start, n = [*offset], [*sizes]
+        start[d], n[d] = offset[d] + at, min(step, sizes[d] - at)
+        found += document_cut(start, n, d + 1)
+    return found
+
+
+def document_segments(tensors: list[Any]) -> list[DocumentSegment]:
+    """The segments of a table of format 2, in the order in which they are coded."""
+    groups: dict[Any, Any] = {}
+    for number, (name, dtype, shape, boxes) in enumerate(tensors):
+        words = name.split(".")
+        numbers = [int(word) for word in words if re.fullmatch("[0-9]+", word)]
+        pattern = ".".join("*" if re.fullmatch("[0-9]+", word) else word for word in words)
+        covered = boxes or [[[0] * len(shape), shape]]
+        key = (pattern, dtype, shape, covered)
+        groups.setdefault(json.dumps(key), (key, []))[1].append((numbers[::-1], number))
+    found = []
+    for (_, dtype, shape, boxes), members in sorted(groups.values()):
+        tiles = sorted(tile for box in boxes for tile in document_tiles(shape, *box))
+        for _, offset, sizes in tiles:
+            grid = np.arange(product(shape)).reshape(shape)
+            part = grid[tuple(slice(a, a + n) for a, n in zip(offset, sizes, strict=True))]
+            places = part.reshape(-1).tolist()
+            found += [DocumentSegment(tensors[number][0], WIDTHS[dtype], places) for _, number in sorted(members)]
+    return found
+
+
+def document_segments_1(tensors: list[Any]) -> list[DocumentSegment]:
+    """The segments of a table of format 1."""
+    return [
+        DocumentSegment(name, WIDTHS[dtype], list(range(start, min(start + (1 << 20), math.prod(shape)))))
+        for name, dtype, shape in tensors
+        for start in range(0, math.prod(shape), 1 << 20)
+    ]
+
 
 def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, bytes]:
     """The target's bytes by name, from the base's: plain Python, one element at a time."""
     metadata, streams = take_apart(patch)
-    table = json.loads(zstandard.decompress(streams["table"]))
-    index = [n for (n,) in struct.iter_unpack("<I", zstandard.decompress(streams["index"]))]
-    widths = {"U8": 1, "I8": 1, "BOOL": 1, "U16": 2, "BF16": 2, "F16": 2, "U32": 4, "F32": 4, "U64": 8, "I64": 8}
-    target = {name: bytearray(base[name]) for name, _, _ in table["tensors"]}
-    segments = [
-        (name, start, min(1 << 20, math.prod(shape) - start), widths[dtype])
-        for name, dtype, shape in table["tensors"]
-        for start in range(0, math.prod(shape), 1 << 20)
-    ]
-    blocks = int(metadata["blocks"])
-    counts = iter(index[2 * blocks :])
+    tensors = json.loads(zstandard.decompress(streams["table"]))["tensors"]
+    index = zstandard.decompress(streams["index"])
+    target = {row[0]: bytearray(base[row[0]]) for row in tensors}
+    if metadata["format_version"] == "1":
+        segments, spans = document_segments_1(tensors), int(metadata["blocks"])
+    else:
+        segments, spans = document_segments(tensors), int(metadata["spans"])
+        index = index[8 * int(metadata["blocks"]) :]  # what spans share is nothing with these codecs
+    numbers = [n for (n,) in struct.iter_unpack("<I", index[: 8 * spans + 4 * len(segments)])]
+    hashes = index[8 * spans + 4 * len(segments) :]
+    counts = iter(numbers[2 * spans :])
     overhead = {"gap": 2, "raw": 4}[metadata["codec"]]
     at = taken = 0
-    for number, nbytes in zip(index[: 2 * blocks : 2], index[1 : 2 * blocks : 2], strict=True):
+    for number, nbytes in zip(numbers[: 2 * spans : 2], numbers[1 : 2 * spans : 2], strict=True):
         payload = streams["payload"][at : at + nbytes]
-        specs = [(*segment, next(counts)) for segment in segments[taken : taken + number]]
+        assert hashes[:16] in (b"", blake3(payload).digest()[:16])
+        hashes = hashes[16:]
+        specs = [(segment, next(counts)) for segment in segments[taken : taken + number]]
         at, taken = at + nbytes, taken + number
-        sparse = [n * (overhead + width) < size * width for _, _, size, width, n in specs]
+        sparse = [n * (overhead + segment.width) < len(segment.places) * segment.width for segment, n in specs]
         if metadata["codec"] == "raw":
-            split = 4 * sum(n for (*_, n), is_sparse in zip(specs, sparse, strict=True) if is_sparse)
+            split = 4 * sum(n for (_, n), is_sparse in zip(specs, sparse, strict=True) if is_sparse)
             words, values = [n for (n,) in struct.iter_unpack("<I", payload[:split])], payload[split:]
         else:
             split = 4 + int.from_bytes(payload[:4], "little")
             words = [n for (n,) in struct.iter_unpack("<H", zstandard.decompress(payload[4:split]))]
             values = zstandard.decompress(payload[split:])
-        for (name, start, size, width, n), is_sparse in zip(specs, sparse, strict=True):
-            previous = -1
-            for j in range(n if is_sparse else size):
+        for (segment, n), is_sparse in zip(specs, sparse, strict=True):
+            previous, width = -1, segment.width
+            for j in range(n if is_sparse else len(segment.places)):
                 if not is_sparse:
                     previous = j
                 elif metadata["codec"] == "raw":
@@ -369,30 +483,66 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
                 else:
                     gap = words.pop(0)
                     previous += 1 + (gap if gap < 65535 else words.pop(0) | words.pop(0) << 16)
-                place = (start + previous) * width
-                target[name][place : place + width], values = values[:width], values[width:]
+                place = segment.places[previous] * width
+                target[segment.name][place : place + width], values = values[:width], values[width:]
         assert (words, values) == ([], b"")
-    assert (at, taken) == (len(streams["payload"]), len(segments))
+    assert (at, taken, hashes) == (len(streams["payload"]), len(segments), b"")
     return {name: bytes(data) for name, data in target.items()}
 
 
 @pytest.mark.parametrize("codec", ["gap", "raw"])
 def test_a_reader_written_from_the_document_reads_our_patches(codec: str) -> None:
-    """Several segments, blocks, widths and densities: its result against the target's bytes."""
+    """Several segments, groups, spans, widths and densities: its result against the target's bytes."""
     rng = np.random.default_rng(9)
-    sizes = {"uint8": 2000, "bool": 77, "bfloat16": (1 << 20) + 900, "float16": 3, "float32": 501, "int64": 40}
-    old = {f"{i}.{dtype}": random_tensor("torch", dtype, (n,), rng) for i, (dtype, n) in enumerate(sizes.items())}
-    counts = dict(zip(old, (1300, 0, 700, 3, 100, 39), strict=True))
-    new = {name: changed(tensor, counts[name], rng) for name, tensor in old.items()}
+    shapes: dict[str, tuple[str, tuple[int, ...], int]] = {
+        "0.uint8": ("uint8", (2000,), 1300),
+        "1.bool": ("bool", (77,), 0),
+        "2.bfloat16": ("bfloat16", ((1 << 20) + 900,), 700),
+        "3.float16": ("float16", (3,), 3),
+        "4.float32": ("float32", (501,), 100),
+        "5.int64": ("int64", (40,), 39),
+        "b.scalar": ("uint8", (), 1),
+        "layers.10.w": ("uint16", (515, 260), 900),
+        "layers.2.w": ("uint16", (515, 260), 20_000),
+        "layers.2.experts.1.w": ("uint16", (16, 17, 300), 5000),
+        "layers.3.experts.0.w": ("uint16", (16, 17, 300), 300),
+    }
+    old = {
+        name: random_tensor("numpy" if "uint16" in dtype else "torch", dtype, shape, rng)
+        for name, (dtype, shape, _) in shapes.items()
+    }
+    new = {name: changed(tensor, shapes[name][2], rng) for name, tensor in old.items()}
     patch = diff(old, new, codec=codec)
+    assert int(take_apart(patch)[0]["spans"]) > 2
     assert read_by_the_document(patch, snapshot(old)) == snapshot(new)
-    assert read_by_the_document(bytes.fromhex(RAW_PATCH), snapshot(base_weights()))["a"] == b"\x05"
+    for golden in (RAW_PATCH, PATCH_1):
+        assert read_by_the_document(bytes.fromhex(golden), snapshot(base_weights()))["a"] == b"\x05"
+
+
+def test_a_reader_written_from_the_document_reads_parts() -> None:
+    """Two parts of one patch, each of boxes that do not divide evenly, one after the other."""
+    rng = np.random.default_rng(10)
+    old = {"w": random_tensor("numpy", "uint16", (301, 402), rng), "v": random_tensor("numpy", "uint8", (70,), rng)}
+    new = {name: changed(array, array.size // 9, rng) for name, array in old.items()}
+    bits = snapshot(old)
+    for part in range(2):
+        bits |= read_by_the_document(part_of(old, new, part, parts=2, codec="gap"), bits)
+    assert bits == snapshot(new)
 
 
 def test_the_document_shows_the_pinned_values() -> None:
     """docs/format.md against this file: whoever writes a reader from it tests against the same numbers."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    pinned = [TABLE.decode(), RAW_PAYLOAD, GAP_WORDS, GAP_VALUES, "".join(RAW_PATCH.split())]
+    pinned = [
+        TABLE.decode(),
+        TABLE_1.decode(),
+        "".join(PATCH_1.split()),
+        RAW_SPAN_HASH,
+        RAW_PAYLOAD,
+        GAP_WORDS,
+        GAP_VALUES,
+        "".join(RAW_PATCH.split()),
+    ]
     pinned += [f"{key}={value}" for key, value in METADATA.items()]
     pinned += [value for *_, seed, digest in DIGESTS for value in (seed, digest)]
     pinned += [f"{value:016x}" for pair in MIX for value in pair]

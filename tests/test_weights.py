@@ -15,29 +15,33 @@ from pulse_rl.weights.layout import Layout, compare_layouts, layout
 class Remote:
     """Bits of somebody else's making: an adapter's, that keeps its elements where no tensor is."""
 
-    dtype, shape, size, itemsize, writable = "BF16", (2, 3), 6, 2, True
+    dtype, itemsize, writable = "BF16", 2, True
 
-    def __init__(self) -> None:
-        self.elements = np.arange(6, dtype=np.uint16)
+    def __init__(self, elements: Any) -> None:
+        self.elements = elements
+        self.shape, self.size = elements.shape, elements.size
         self.storage = self
         self.extent = (self, 0, 12)
 
     def read(self, start: int, stop: int) -> Any:
-        return self.elements[start:stop].copy()
+        return self.elements.flat[start:stop]
 
     def gather(self, start: int, indices: Any) -> Any:
-        return self.elements[start + indices]
+        return self.elements.flat[start + indices]
 
     def scatter(self, start: int, indices: Any, values: Any) -> None:
-        self.elements[start + indices] = values
+        self.elements.flat[start + indices] = values
 
     def write(self, start: int, values: Any) -> None:
-        self.elements[start : start + len(values)] = values
+        self.elements.flat[start : start + len(values)] = values
+
+    def view(self, slices: Any) -> Bits:
+        return Remote(self.elements[slices])
 
 
 def test_any_bits_are_weights() -> None:
     """What fulfils the protocol is read, digested and patched like a tensor of the same bits."""
-    remote: Bits = Remote()
+    remote: Bits = Remote(np.arange(6, dtype=np.uint16).reshape(2, 3))
     assert as_bits(remote) is remote
     old = torch.arange(6, dtype=torch.int16).view(torch.bfloat16).reshape(2, 3)
     assert pulse.digest({"w": remote}) == pulse.digest({"w": old})
