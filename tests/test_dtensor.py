@@ -1,28 +1,19 @@
 """DTensors as pieces, on four real ranks over Gloo: all pieces of all ranks against the whole tensor, bit for bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from held import Held, assemble, bits_of, flip, held_by_rank, held_pieces
-from loco_ranks import RANKS, Ranks, good, running
+from loco_ranks import RANKS, Ranks, good
 from torch import nn
 
 from pulse_rl.weights.dtensor import Split, ranges_held
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.memory import Memory, live_layout, live_tensors
 from pulse_rl.weights.pieces import pieces_of
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
-
 
 # Weights, each made alike on every rank
 

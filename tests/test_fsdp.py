@@ -1,25 +1,16 @@
 """FSDP1's flat parameters as pieces, on four real ranks over Gloo, against the state dict that FSDP1 gathers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from held import assemble, flip, held_by_rank
-from loco_ranks import RANKS, Ranks, good, running
+from loco_ranks import RANKS, Ranks, good
 from torch import nn
 
 from pulse_rl.integrations.fsdp import shards
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.memory import Memory, live_tensors
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with running() as run:
-        yield run
 
 
 class Net(nn.Module):
