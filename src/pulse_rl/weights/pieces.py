@@ -194,7 +194,9 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
     kinds: dict[tuple[str, int, Shape], None] = {}
     for shard in parts:
         if not isinstance(shard, Shard):
-            raise TypeError(f"expected a tensor, an array or a list of pulse.Shard, found {type(shard).__name__} in a list")
+            raise TypeError(
+                f"expected a tensor, an array or a list of pulse.Shard, found {type(shard).__name__} in a list"
+            )
         bits = as_bits(shard.tensor, cast)  # of an empty shard too: its dtype counts
         kinds[(bits.dtype, bits.itemsize, shard.shape)] = None
         pieces += [Piece(box, as_bits(view, cast)) for box, view in shard.boxes()]
