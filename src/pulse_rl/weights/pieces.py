@@ -103,9 +103,7 @@ class Pieces:
     memory: what is equal for tied tensors alone, where this process holds nothing of them; None if nothing tells.
     """
 
-    def __init__(
-        self, dtype: str, itemsize: int, shape: Shape, pieces: Sequence[Piece], memory: object = None
-    ) -> None:
+    def __init__(self, dtype: str, itemsize: int, shape: Shape, pieces: Sequence[Piece], memory: object = None) -> None:
         self.dtype, self.itemsize, self.shape = dtype, itemsize, shape
         self.size = whole(shape).size
         self._memory = object() if memory is None and not pieces else memory  # equal to nothing else
