@@ -88,7 +88,9 @@ def _make_files(place: Path, plan: SharePlan, shards: list[Shard]) -> int:
     return 0
 
 
-def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard], failures: list[OSError]) -> None:
+def _gather(
+    ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard], failures: list[OSError]
+) -> None:
     """Bring one file of each rank together. A collective.
 
     A file that cannot be written is noted in failures: this rank still sends what the others need, and all hear of it

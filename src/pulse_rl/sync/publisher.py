@@ -4,9 +4,9 @@ A version takes six steps: encode the changes against the baseline; prove that t
 new version; move the baseline; put the objects; commit the manifest; put skip patches and prune, where they are due.
 From the move on nothing reads the trainer's weights, so the rest can go on in the background.
 
-Three fields hold the state:
+Three fields hold the state, two of them in `position`:
 
-    state      _committed         _baseline      _in_flight
+    state      committed          baseline       _in_flight
     empty      None               None           None             nothing is known of the history
     ready      version n          of version n   None
     in flight  version n or None  None           the version that the background puts, with its baseline
@@ -25,8 +25,10 @@ Each verb leads from state to state:
     broken     as empty                                   as empty                   nothing
 
 With anchor=True, empty and broken publish an anchor and rebuild nothing. Two rules make every line safe to interrupt:
-`_baseline` is of `_committed` or None; and what changes the baseline's memory takes it out of the field first, and puts
+`baseline` is of `committed` or None; and what changes the baseline's memory takes it out of the field first, and puts
 it back when it is known what the memory holds. So an interruption leaves the publisher broken at worst.
+
+Ranks of a group take each step together: what can fail is done in a `share`, so that it fails on all of them.
 """
 
 from __future__ import annotations
@@ -41,31 +43,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.errors import StoreError, VersionNotFoundError
+from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.find import holds
-from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, Scalar, manifest_name, new_token
+from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.history.operate.prune import GRACE_S, Retention
-from pulse_rl.history.restore import add_recovery_hint, restore, scratch
-from pulse_rl.history.search import FaultLog
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
-from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
+from pulse_rl.sync.position import Position
 from pulse_rl.sync.ranks import ranks_of
 from pulse_rl.sync.reports import PublishReport, publish_report
-from pulse_rl.sync.shares import Share, SharePlan, plan_of, share_of, taken
+from pulse_rl.sync.shares import Share, SharePlan, share_of
 from pulse_rl.sync.successor import (
     check_key,
     check_metadata,
-    check_place,
     check_readable,
     check_successor,
     new_manifest,
@@ -73,7 +71,7 @@ from pulse_rl.sync.successor import (
 )
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.casts import cast_name
-from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
 
 if TYPE_CHECKING:
@@ -158,15 +156,12 @@ class Publisher:
         self._encoder = Encoder(codec, self._ranks)
         self._anchor_every, self._codec = anchor_every, codec
         self._cast = cast_name(cast) if cast is not None else None
-        self._token = new_token()
         self._delivery = Delivery(
             self.history, Retention(retain, keep_every, grace) if retain is not None else None, self._ranks
         )
         self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
-        self._committed: Manifest | None = None
-        self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
-        self._baseline: Baseline | None = None
+        self._position = Position(self.history, self._ranks)
         self._in_flight: _InFlight | None = None
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
@@ -191,12 +186,14 @@ class Publisher:
     @property
     def version(self) -> int | None:
         """The newest version that this publisher has committed or resumed from; None before the first."""
-        return self._committed.version if self._committed else None
+        committed = self._position.committed
+        return committed.version if committed else None
 
     @property
     def digest(self) -> str | None:
         """The digest of that version, 16 hex digits; None before the first."""
-        return self._committed.digest if self._committed else None
+        committed = self._position.committed
+        return committed.digest if committed else None
 
     @in_turn
     def resume(self) -> int | None:
@@ -303,7 +300,7 @@ class Publisher:
             warn_of_prefix(plan.tensors)
         files = model_config(weights, kind) | dict(assets or {})
         make_manifest = partial(
-            new_manifest, sequence, number, tensors=plan, head=head, publisher=self._token, metadata=noted
+            new_manifest, sequence, number, tensors=plan, head=head, publisher=self._position.token, metadata=noted
         )
         if head is None or base is None:
             own, encoded = copy_whole(share, self._ranks)
@@ -314,7 +311,7 @@ class Publisher:
             self.flush()  # the version before must be committed before this one builds on it
             anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
             manifest = make_manifest(digest=encoded.digest, anchor=anchor)
-            move = self._move(application, manifest)
+            move = self._position.move(application, manifest)
         upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
         if background:
             return self._deliver_in_background(upcoming, looked, encoded, start)
@@ -359,14 +356,21 @@ class Publisher:
             ValueError: The history is signed, and this publisher has no key.
         """
         self.flush()
+        self._ranks.share("mark the end", self._mark_end, bool)
+
+    def _mark_end(self) -> bool:
+        """On the first rank: mark the newest version as the last one."""
+        if self._ranks.rank:
+            return True
         head = self.history.head()
-        self._check_end(head)
+        self._position.check_end(head)
         if head is None:
             url = self.history.store.url
             raise VersionNotFoundError(f"{url} holds no version yet, so none can be the last one", url=url)
         check_key(self.history, head)
         self._delivery.marked = True
         self.history.mark_end(head)
+        return True
 
     @in_turn
     def close(self) -> None:
@@ -392,153 +396,27 @@ class Publisher:
     def _begin(self, anchor: bool, share: Share | None) -> tuple[Beginning, Manifest | None, Baseline | None]:
         """Where the next version goes, the version before it, and the baseline that it is encoded against.
 
-        share: what this rank holds; None to find out where the history ends. Rebuilds the version before where its
-        baseline is missing, unless an anchor was asked for.
+        share: what this rank holds; None to find out where the history ends.
         """
+        bandwidth = self._bandwidth or self._delivery.measured_bandwidth
         if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
             upcoming = self._in_flight.upcoming
-            sequence = upcoming.manifest.sequence + 1
-            self._check_room(sequence)
-            token, bandwidth = new_token(), self._bandwidth or self._delivery.measured_bandwidth
-            there = Beginning(None, True, sequence, upcoming.manifest.sequence, False, bandwidth, token)
-            return there, upcoming.manifest, upcoming.move.baseline
-        if self._baseline is not None and share is not None and not self._baseline.fits(share.plan):
-            self._baseline = None  # the weights are sharded otherwise than before
-        found = self._ranks.share("find the newest version", partial(self._look, anchor), Beginning)
-        first = found[0]
-        if first.before is None:
-            return first, None, None
-        head = self._head
-        if any(one.known != first.before for one in found):
-            self._ranks.share("read the newest version", partial(self._read, first.before), int)
-            head = self._head
-        blind = first.blind or (anchor and not all(one.ready for one in found))
-        ready = all(one.ready and one.known == first.before for one in found)
-        if not ready and not blind and (share is not None or self._ranks.size == 1):
-            self._ranks.share("rebuild the newest version", partial(self._rebuild, share), int)
-        return first, head, None if blind else self._baseline
-
-    def _look(self, anchor: bool) -> Beginning:
-        """Where this rank stands; on the first one also where the history ends."""
-        if self._ranks.rank:
-            committed = self._committed
-            return Beginning(committed.sequence if committed else None, self._baseline is not None)
-        if self._baseline is None:
+            return self._position.after(upcoming.manifest, bandwidth), upcoming.manifest, upcoming.move.baseline
+        if self._position.baseline is None:
             self._await_pool()
-        blind = self._baseline is None and anchor
-        if blind:
-            sequence, head = self.history.end()
-            self._check_end(head)
-            check_key(self.history, head)
-        else:
-            with add_recovery_hint():
-                head = self.history.head()
-            self._check_end(head)
-            if self._baseline is None:
-                with add_recovery_hint():
-                    check_place(self.history, head)
-            sequence = head.sequence + 1 if head else 0
-        self._check_room(sequence)
-        self._head = head
-        known = self._committed.sequence if self._committed else None
-        bandwidth, token = self._bandwidth or self._delivery.measured_bandwidth, new_token()
-        before = head.sequence if head else None
-        return Beginning(known, self._baseline is not None, sequence, before, blind, bandwidth, token)
-
-    def _read(self, sequence: int) -> int:
-        """Read the version before, where this rank does not know it."""
-        if self._ranks.rank:
-            self._head = self.history.read(sequence)
-        return sequence
-
-    def _rebuild(self, share: Share | None) -> int:
-        """Rebuild the newest version, of what this rank owns, as the baseline."""
-        head = self._head
-        assert head is not None  # the caller has looked
-        faults, nbytes = FaultLog(), share.plan.nbytes if share else None
-        with add_recovery_hint(), scratch() as directory:
-            whole = restore(self.history, head, directory, Effort(), faults, nbytes)
-            plan = share.plan if share is not None and self._ranks.size > 1 else plan_of(whole, head.tied)
-            if share is not None and self._ranks.size > 1:
-                what = f"version {head.version} and these weights"
-                compare_layouts(whole, {**plan.tensors}, what)
-                own = taken(whole, share.own).clone()
-            else:
-                own = whole.clone()
-                own.tied = dict(head.tied)
-        for fault in faults.messages:
-            log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
-        self._delivery.resume(head)
-        self._committed = head
-        self._baseline = Baseline(own, head, plan)
-        return head.sequence
-
-    def _check_room(self, sequence: int) -> None:
-        """Raise StoreError if no sequence number is left."""
-        if sequence > MAX_SEQUENCE:
-            last, url = manifest_name(MAX_SEQUENCE), self.history.store.url
-            raise StoreError(
-                f"{url} is full: it holds {last}, after which no name is left; if this object is not part of your "
-                "history, delete it",
-                url=url,
-                name=last,
-            )
-
-    def _check_end(self, head: Manifest | None) -> None:
-        """Compare where the history ends with where this publisher left it.
-
-        Raises StoreError if another publisher has committed since.
-        """
-        if self._committed is None or head == self._committed:
-            return
-        if head is not None and head.publisher == self._token and head.sequence > self._committed.sequence:
-            # Our commit succeeded; its response was lost, or the call was interrupted.
-            self._baseline = None
-            self._committed = None
-            return
-        raise self._changed(self._committed, head.publisher if head else "unknown")
-
-    def _changed(self, since: Manifest, by: str) -> StoreError:
-        return StoreError(
-            f"another publisher ({by}) has changed {self.history.store.url} since version {since.version}: a history "
-            "has one publisher at a time; open a new Publisher to continue from its newest version",
-            url=self.history.store.url,
-        )
-
-    def _move(self, application: Application, manifest: Manifest) -> Move:
-        """Move the baseline to a new version. No baseline is left in the field."""
-        base, self._baseline = self._baseline, None
-        assert base is not None
-        moved: list[Move] = []
-
-        def move() -> int:
-            moved.append(base.move(application, manifest))
-            return manifest.sequence
-
-        try:
-            self._ranks.share("move the baseline", move, int)
-        except BaseException:
-            if moved:  # another rank could not
-                self._baseline = moved[0].undo()
-            raise
-        return moved[0]
+        return self._position.begin(anchor, share, bandwidth, self._delivery.resume)
 
     def _settle(self, upcoming: Upcoming) -> None:
         """Bring the state in line after a delivery that raised: the version stands, or the move is undone."""
         committed = self._delivery.committed
         if committed is not None and committed.sequence == upcoming.manifest.sequence:
-            self._record(upcoming, committed)
+            self._position.record(upcoming.move.baseline, committed)
         else:
-            self._baseline = upcoming.move.undo()
-
-    def _record(self, upcoming: Upcoming, committed: Manifest) -> None:
-        """Record that a version is committed."""
-        self._committed = self._head = committed
-        self._baseline = Baseline(upcoming.move.baseline.tensors, committed, upcoming.plan)
+            self._position.baseline = upcoming.move.undo()
 
     def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, start: float) -> PublishReport:
         """Record that a version is committed, and report it."""
-        self._record(upcoming, delivered.manifest)
+        self._position.record(upcoming.move.baseline, delivered.manifest)
         return publish_report(delivered.manifest, encoded, delivered, start)
 
     def _deliver(self, upcoming: Upcoming, looked: bool) -> Delivered:
@@ -548,7 +426,7 @@ class Publisher:
         """
         base = upcoming.move.base
         if base is not None and not looked and self._ranks.size == 1 and not holds(self.history.store, base):
-            raise self._changed(base, "unknown")
+            raise self._position.changed(base, "unknown")
         return self._delivery.deliver(upcoming)
 
     def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, start: float) -> PublishReport:
