@@ -111,8 +111,8 @@ def learn(
 ) -> Learned:
     """Learn where each element of a rank's tensors lies in the tensors that a converter makes of them.
 
-    The converter is called a few times, with tensors in host memory that hold numbers instead of weights. It takes
-    about 32 bytes for each element that it is given: where that is too much, learn layer by layer.
+    The converter is called a few times, with tensors in host memory that hold numbers instead of weights. It takes 20
+    to 45 bytes and 0.15 to 0.3 µs for each element that it is given: learn a large model layer by layer.
 
     Args:
         convert: Takes name → tensor and returns published name → tensor. With `ranks`, it takes a list of such
