@@ -165,7 +165,11 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
         if missing:
             raise BaseMismatchError(
                 f"tensor {name!r}: {missing} of its {all_of_it.size} elements are on no rank: expected shards that "
-                "make up the whole; are the ranks of another dimension of the mesh missing in group=…?",
+                + (
+                    "make up the whole; give group=…, with all ranks that hold some"
+                    if len(said) == 1
+                    else "make up the whole; are the ranks of another dimension of the mesh missing in group=…?"
+                ),
                 missing=[name],
             )
         parts[name] = found
