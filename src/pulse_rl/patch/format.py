@@ -366,6 +366,11 @@ def _read_header(
             raise PatchFormatError("the patch is corrupt: the BLAKE3 hash of its head does not match its bytes")
     elif metadata.pop("segment", None) != str(SEGMENT):
         raise PatchFormatError(f"segment: expected {SEGMENT} elements, found another number")
+    added = {"spans", "part", "parts"}
+    if added & metadata.keys() != (added if version == "2" else set()):
+        raise PatchFormatError(
+            f"patch header: expected keys of format {version}, found {sorted(added & metadata.keys())}"
+        )
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
