@@ -33,7 +33,6 @@ Ranks of a group take each step together: what can fail is done in a `share`, so
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -59,7 +58,7 @@ from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.position import Position
 from pulse_rl.sync.ranks import ranks_of
-from pulse_rl.sync.reports import PublishReport, publish_report
+from pulse_rl.sync.reports import Clock, PublishReport, publish_report
 from pulse_rl.sync.shares import Share, SharePlan, share_of
 from pulse_rl.sync.successor import (
     check_key,
@@ -263,7 +262,7 @@ class Publisher:
             StoreError: The store failed, or another publisher has committed.
             RuntimeError: Another thread is at work with this publisher.
         """
-        start = time.perf_counter()
+        clock = Clock(self._ranks)
         if self._ranks.size > 1:
             self.flush()  # the ranks are at one thing at a time
         found: list[Layout] = []
@@ -314,13 +313,13 @@ class Publisher:
             move = self._position.move(application, manifest)
         upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
         if background:
-            return self._deliver_in_background(upcoming, looked, encoded, start)
+            return self._deliver_in_background(upcoming, looked, encoded, clock)
         try:
             delivered = self._deliver(upcoming, looked)
         except BaseException:
             self._settle(upcoming)
             raise
-        return self._conclude(upcoming, encoded, delivered, start)
+        return self._conclude(upcoming, encoded, delivered, clock)
 
     @in_turn
     def flush(self) -> PublishReport | None:
@@ -341,7 +340,7 @@ class Publisher:
         if error is not None:
             self._settle(flight.upcoming)
             raise error
-        return self._conclude(flight.upcoming, flight.encoded, flight.future.result(), flight.start)
+        return self._conclude(flight.upcoming, flight.encoded, flight.future.result(), flight.clock)
 
     @in_turn
     def end(self) -> None:
@@ -414,10 +413,10 @@ class Publisher:
         else:
             self._position.baseline = upcoming.move.undo()
 
-    def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, start: float) -> PublishReport:
+    def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, clock: Clock) -> PublishReport:
         """Record that a version is committed, and report it."""
         self._position.record(upcoming.move.baseline, delivered.manifest)
-        return publish_report(delivered.manifest, encoded, delivered, start)
+        return publish_report(delivered.manifest, encoded, delivered, clock)
 
     def _deliver(self, upcoming: Upcoming, looked: bool) -> Delivered:
         """Put and commit a version. looked: whether this call has looked where the history ends.
@@ -429,7 +428,7 @@ class Publisher:
             raise self._position.changed(base, "unknown")
         return self._delivery.deliver(upcoming)
 
-    def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, start: float) -> PublishReport:
+    def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, clock: Clock) -> PublishReport:
         def deliver() -> Delivered:
             try:
                 return self._deliver(upcoming, looked)
@@ -440,9 +439,9 @@ class Publisher:
 
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
         future = self._pool.submit(deliver)
-        self._in_flight = _InFlight(future, upcoming, encoded, start)
+        self._in_flight = _InFlight(future, upcoming, encoded, clock)
         self._pool.shutdown(wait=False)  # its thread ends with this version
-        return publish_report(upcoming.manifest, encoded, None, start)
+        return publish_report(upcoming.manifest, encoded, None, clock)
 
     def _await_pool(self) -> None:
         """Wait for a version that is put although it is not in flight, as the call that began it was interrupted."""
@@ -456,4 +455,4 @@ class _InFlight(NamedTuple):
     future: Future[Delivered]
     upcoming: Upcoming
     encoded: Encoded
-    start: float
+    clock: Clock

@@ -11,6 +11,7 @@ from pulse_rl.history.follow import Effort
 from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.sync.delivery import Delivered
 from pulse_rl.sync.encoding import Encoded
+from pulse_rl.sync.ranks import Ranks
 
 Route: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do; patches only; from an anchor
 
@@ -35,6 +36,8 @@ class PublishReport:
         anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
         skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
         sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
+        group_nbytes: Bytes that this rank sent to the others of its group, to all of them together; 0 without a group.
+            Only an anchor's tensors go over the group.
         reduction: full_nbytes / patch_nbytes; 1 without a patch.
         cast_s: Seconds of reading and casting the weights, summed over threads.
         diff_s: Seconds of finding the changes, summed over threads.
@@ -61,6 +64,7 @@ class PublishReport:
     anchor_nbytes: int
     skip_nbytes: int
     sent_nbytes: int
+    group_nbytes: int
     reduction: float
     cast_s: float
     diff_s: float
@@ -73,10 +77,25 @@ class PublishReport:
     metadata: Mapping[str, Scalar] | None
 
 
-def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, start: float) -> PublishReport:
+class Clock:
+    """What a call has taken since this was made: seconds, and bytes that this rank sent over its group."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._start, self._ranks, self._sent_nbytes = time.perf_counter(), ranks, ranks.sent_nbytes
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    @property
+    def group_nbytes(self) -> int:
+        return self._ranks.sent_nbytes - self._sent_nbytes
+
+
+def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, clock: Clock) -> PublishReport:
     """The report of a version.
 
-    delivered: None while the version is in flight. start: `time.perf_counter()` when publish was called.
+    delivered: None while the version is in flight. clock: made when publish was called.
     """
     patch, ref = encoded.patch, manifest.patch
     patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
@@ -99,6 +118,7 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
         anchor_nbytes=manifest.anchor_nbytes,
         skip_nbytes=skip_nbytes,
         sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
+        group_nbytes=clock.group_nbytes,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
         cast_s=encoded.cast_s,
         diff_s=encoded.diff_s,
@@ -106,7 +126,7 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
         prove_s=encoded.prove_s,
         put_s=delivered.put_s if delivered else 0.0,
         skip_s=delivered.skip_s if delivered else 0.0,
-        total_s=time.perf_counter() - start,
+        total_s=clock.seconds,
         warning=delivered.warning if delivered else None,
         metadata=manifest.metadata,
     )
