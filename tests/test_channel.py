@@ -5,61 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from channel_world import BUCKET, bits, made, step, zeros
 from loco_ranks import Ranks, good, running
 
 import pulse_rl as pulse
-
-BUCKET = 1 << 12  # bytes: small enough that everything takes several
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with running() as run:
         yield run
-
-
-def made(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A model of every kind of tensor, BF16 but for some."""
-    random = torch.Generator().manual_seed(seed)
-    tied = (0.02 * torch.randn(64, 40, generator=random)).bfloat16()
-    return {
-        "embed": tied,
-        "head": tied,
-        "layers.0.up": (0.02 * torch.randn(96, 40, generator=random)).bfloat16(),
-        "layers.1.up": (0.02 * torch.randn(96, 40, generator=random)).bfloat16(),
-        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
-        "empty": torch.zeros(0, 3, dtype=torch.bfloat16),
-        "ids": torch.arange(7),
-        "wide": torch.randn(33, generator=random),
-        "strided": (0.02 * torch.randn(30, 20, generator=random)).bfloat16().t(),
-    }
-
-
-def zeros() -> dict[str, torch.Tensor]:
-    found = {name: torch.zeros_like(tensor) for name, tensor in made().items()}
-    found["head"] = found["embed"]
-    return found
-
-
-def step(weights: dict[str, torch.Tensor], number: int, share: float = 0.05) -> None:
-    """Change some elements of BF16 tensors, alike on every rank that does it."""
-    random = torch.Generator().manual_seed(1000 + number)
-    for name, tensor in weights.items():
-        if tensor.dtype == torch.bfloat16 and name != "head":
-            chosen = torch.rand(tensor.shape, generator=random) < share
-            tensor.view(torch.int16)[chosen] ^= 1
-
-
-def raw(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {
-        name: tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        for name, tensor in tensors.items()
-        if tensor.numel() and tensor.ndim
-    } | {
-        name: tensor.reshape(1).view(torch.uint8).numpy().tobytes()
-        for name, tensor in tensors.items()
-        if not tensor.ndim
-    }
 
 
 def several(group: Any, rank: int, size: int, options: dict[str, Any]) -> Any:
@@ -73,7 +28,7 @@ def several(group: Any, rank: int, size: int, options: dict[str, Any]) -> Any:
             reports.append(channel.send(weights, version=version))
         else:
             reports.append(channel.receive(weights))
-        states.append(raw(weights))
+        states.append(bits(weights))
         assert channel.version == version
     return reports, states, pulse.digest(weights)
 
@@ -168,7 +123,7 @@ def sharded(group: Any, rank: int, size: int, sources: tuple[int, ...], cuts: di
                 mine, other = weights[name], one
                 if isinstance(one, pulse.Shard):
                     mine, other = mine.tensor, one.tensor
-                assert raw({"x": mine}) == raw({"x": other}), name
+                assert bits({"x": mine}) == bits({"x": other}), name
     return reports, pulse.digest(full)
 
 

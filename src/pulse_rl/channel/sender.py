@@ -86,15 +86,19 @@ class Sender:
         assert base is not None  # it said so
         number, count = meeting.sources.index(standing.rank), len(meeting.sources)
         before: Mapping[str, Bits] = base.tensors if base.tensors is not None else self._before(self._own)
-        made = self._finder.find(
-            before,
-            self._own,
-            (meeting.base.version, meeting.version),
-            None if base.tensors is not None else base.digest,
-            self._bandwidth or bandwidth or FAST,
-            cut=meeting.cut,
-            part=(number, count),
-        )
+        try:
+            made = self._finder.find(
+                before,
+                self._own,
+                (meeting.base.version, meeting.version),
+                None if base.tensors is not None else base.digest,
+                self._bandwidth or bandwidth or FAST,
+                cut=meeting.cut,
+                part=(number, count),
+            )
+        except IntegrityError:
+            self._base = None  # it is not what the changes start from
+            raise
         self._made = made
         self._digest = (base.digest + made.coded.delta) & digests.MASK
         if self._statistics:
