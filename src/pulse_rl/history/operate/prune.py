@@ -256,9 +256,27 @@ def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, 
     for done, name in enumerate(names):
         if progress is not None:
             progress(done, len(names))
+        if done == len(pruning.manifests) and pruning.first > pruning.first_before:
+            _correct_beginning(history, pruning)
         if name in pruning.partial:
             delete_partial(history.store, name)
         else:
             history.store.delete(name)
     if names:
         history.forget()
+
+
+def _correct_beginning(history: History, pruning: Pruning) -> None:
+    """Write where the history begins again, if another pruning at the same time has written an earlier number.
+
+    Either of two prunings may be the last to write it. Each looks after its deletions, and after every correction.
+    """
+    expected = {sequence for sequence in pruning.kept if sequence >= pruning.first}
+    while True:
+        listed = {manifest_sequence(info.name) for info in history.store.list("manifests")}
+        # What went meanwhile was deleted by a pruning that has come further.
+        gone = max(expected - listed, default=pruning.first - 1)
+        begin = min((sequence for sequence in listed if sequence is not None and sequence > gone), default=0)
+        if history.first() >= begin:
+            return
+        history.store.put(FIRST, encode_first(begin))
