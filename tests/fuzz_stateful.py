@@ -49,6 +49,7 @@ class Machine(Calls):
         verbs: dict[Callable[[], str], float] = {
             self.publish: 30,
             self.sync: 30,
+            self.apply_staged: 6,
             self.raced_publish: 3,
             self.raced_sync: 4,
             self.flush: 3,
@@ -82,7 +83,7 @@ class Machine(Calls):
             return self.new_follower()
         follower = self.random.choice(self.followers)
         self.plan_faults(follower.wire, rate=0.25)
-        return self.synced(follower)
+        return self.synced(follower, self.random.choice(("sync", "sync", "sync", "stage", "later")))
 
     def raced_publish(self) -> str:
         """Two publishers on one history: while one publishes, the other one does."""
@@ -217,6 +218,7 @@ class Machine(Calls):
             follower.altered |= {(name, place)}
         follower.seen = self.model.read(follower.tensors())
         seen_at_once = kind != "silent"
+        follower.obsolete |= seen_at_once
         self.check_follower(follower)
         if seen_at_once and draw.random() < 0.7:
             said = self.synced(follower)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from stateful_machine import Clients, Follower, Trainer
 from stateful_weights import expect
@@ -135,8 +135,11 @@ class Calls(Clients):
         self.settle(trainer)
         return outcome + self.fired(trainer.wire)
 
-    def synced(self, follower: Follower) -> str:
-        """Sync one follower, and compare with the model."""
+    def synced(self, follower: Follower, how: Literal["sync", "stage", "later"] = "sync") -> str:
+        """Sync one follower, and compare with the model.
+
+        how: "stage" for stage and apply; "later" for stage alone.
+        """
         draw, disk, subscriber = self.random, follower.wire.disk, follower.subscriber
         pin = None
         if draw.random() < 0.2 and disk.line:
@@ -145,9 +148,16 @@ class Calls(Clients):
         prunings = disk.prunings
         report, error = None, None
         try:
-            report = subscriber.sync(follower.live, version=pin)
+            if how == "sync":
+                report = subscriber.sync(follower.live, version=pin)
+            else:
+                follower.staged, follower.obsolete = subscriber.stage(follower.live, version=pin), False
+                expect(self.model.read(follower.tensors()) == follower.seen, "stage has written")
         except pulse.PulseError as caught:
             error = caught
+        if how == "stage" and error is None:
+            report = self.applied(follower)
+        follower.obsolete |= how != "later" or error is not None
         name = f"follower {self.followers.index(follower)}" if follower in self.followers else "a new follower"
         who = f"{name}{'' if follower.wire.listing else ' (web)'}{f' to {pin}' if pin is not None else ''}"
         disturbed = follower.wire.fired or hurt or disk.hurt or disk.prunings != prunings or follower.wire.dead
@@ -155,7 +165,9 @@ class Calls(Clients):
         head = disk.head
         gone_back = top is not None and head is not None and head is not top and head.place <= top.place
         gone_back |= top is not None and head is not None and head.history != top.history  # begun anew
-        if report is None:
+        if error is None and report is None:
+            outcome = f"{who}: {held}, staged {follower.staged and follower.staged.version}"
+        elif report is None:
             outcome = f"{who}: refused: {type(error).__name__}: {str(error)[:150]}"
             if not disturbed:
                 first = disk.began()
@@ -190,6 +202,35 @@ class Calls(Clients):
                 follower.top = attempt
         self.check_follower(follower)
         return outcome + self.fired(follower.wire)
+
+    def applied(self, follower: Follower) -> pulse.SyncReport:
+        """Apply what was staged, which nothing in between has made obsolete."""
+        staged, follower.staged = follower.staged, None
+        assert staged is not None  # the caller has looked
+        promised = (staged.version, staged.digest)
+        report = staged.apply()
+        expect((report.version, report.digest) == promised, f"{promised} was staged, and {report} applied")
+        return report
+
+    def apply_staged(self) -> str:
+        """What was staged in an earlier step is applied, or refused where the weights have moved on."""
+        followers = [follower for follower in self.followers if follower.staged is not None]
+        if not followers:
+            return "nothing is staged"
+        follower = self.random.choice(followers)
+        before = self.model.read(follower.tensors())
+        try:
+            outcome = f"{self.applied(follower).version}"
+        except pulse.BaseMismatchError as error:
+            expect(follower.obsolete, f"a staged version was refused without a reason: {error!r}")
+            expect(self.model.read(follower.tensors()) == before, "a staged version was refused, and written")
+            outcome = "refused"
+        else:
+            held = (follower.subscriber.version, follower.subscriber.digest)
+            known = (a for disk in self.disks for a in disk.committed_here if (a.version, a.digest) == held)
+            follower.top = max([*known, *filter(None, [follower.top])], key=lambda attempt: attempt.place)
+        self.check_follower(follower)
+        return outcome
 
     def load_all(self) -> str:
         """Every version that was not pruned can be loaded, by a new subscriber each."""

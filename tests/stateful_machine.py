@@ -87,6 +87,8 @@ class Follower:
         self.wire, self.subscriber, self.live, self.recounts = wire, subscriber, live, recounts
         self.altered: set[tuple[str, int]] = set()  # bytes that were changed where nothing could see it
         self.top: Attempt | None = None  # the highest version that it has reported
+        self.staged: pulse.Staged | None = None
+        self.obsolete = False  # whether the weights have moved on since it was staged
         self.seen: Bits = {}  # the live bits after the last step
 
     def tensors(self) -> dict[str, torch.Tensor]:
