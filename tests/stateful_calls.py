@@ -208,7 +208,7 @@ class Calls(Clients):
         staged, follower.staged = follower.staged, None
         assert staged is not None  # the caller has looked
         promised = (staged.version, staged.digest)
-        report = staged.apply()
+        report: pulse.SyncReport = staged.apply()
         expect((report.version, report.digest) == promised, f"{promised} was staged, and {report} applied")
         return report
 
