@@ -19,6 +19,7 @@ from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.patch.encode import encode, find
 from pulse_rl.patch.verbs import pair
+from pulse_rl.weights import digests
 from pulse_rl.weights.layout import layout
 
 TORCH_DTYPES = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
@@ -110,7 +111,8 @@ def parts_of(shares: Sequence[tuple[Any, Any]], *, codec: str, base: int = 0, ta
     for old, new in shares:
         (coded,) = find(layout(old), layout(new), codecs=[CODECS[codec]], digest_old=True)
         found.append(coded)
-    before = sum(coded.base for coded in found)
+    empty = digests.empty_digest(layout(shares[0][0]))  # in the digest of each share, and once in that of the whole
+    before = sum(coded.base - empty for coded in found) + empty
     after = before + sum(coded.delta for coded in found)
     return [
         coded.finish(

@@ -108,6 +108,62 @@ def test_gather_equals_its_twin(width: int, n: int, density: float, seed: int) -
     assert found.tolist() == naive.tolist() == source[indices].tolist()
 
 
+def strided(width: int, rows: int, run: int, seed: int, kind: str) -> Any:
+    """An array (rows, run) whose elements do not lie one after another."""
+    if kind == "rows":  # a range of columns
+        return random_bits(width, rows * (run + 3), seed).reshape(rows, run + 3)[:, 2 : 2 + run]
+    if kind == "transposed":
+        return random_bits(width, rows * run, seed).reshape(run, rows).T
+    return random_bits(width, 6 * rows * run, seed).reshape(2 * rows, 3 * run)[::-2, ::3]
+
+
+KINDS = st.sampled_from(["rows", "transposed", "backwards"])
+ROWS = st.integers(1, 23)
+
+
+@settings(deadline=None, max_examples=150)
+@given(WIDTHS, ROWS, ROWS, KINDS, DENSITIES, SEEDS)
+def test_rows_are_gathered_and_scattered_as_by_the_twins(
+    width: int, rows: int, run: int, kind: str, density: float, seed: int
+) -> None:
+    """Against the twins, and against the same elements in one run."""
+    source = strided(width, rows, run, seed, kind)
+    before = np.ascontiguousarray(source).reshape(-1)
+    indices = np.flatnonzero(np.random.default_rng(seed).random(rows * run) < density).astype(np.uint32)
+    found, naive = np.empty(len(indices), source.dtype), np.empty(len(indices), source.dtype)
+    cpu.gather_rows(source, indices, found)
+    reference.gather_rows(source, indices, naive)
+    assert found.tolist() == naive.tolist() == before[indices].tolist()
+    values = random_bits(width, len(indices), seed + 1)
+    twin = strided(width, rows, run, seed, kind)
+    cpu.scatter_rows(source, indices, values)
+    reference.scatter_rows(twin, indices, values)
+    before[indices] = values
+    assert source.tolist() == twin.tolist() == before.reshape(rows, run).tolist()
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, st.integers(0, 20), ROWS, WORDS64, DENSITIES, SEEDS)
+def test_rows_are_digested_as_by_the_twins(
+    width: int, rows: int, run: int, root: int, density: float, seed: int
+) -> None:
+    """Rows anywhere in a tensor of up to 2^41 elements; also against row by row, and their positions."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, 1 << 41, rows)
+    bits = random_bits(width, rows * run, seed)
+    found = cpu.digest_rows(root, starts, run, bits)
+    assert found == reference.digest_rows(root, starts, run, bits)
+    indices = np.flatnonzero(rng.random(rows * run) < density).astype(np.uint32)
+    flat, naive = np.empty(len(indices), np.int64), np.empty(len(indices), np.int64)
+    cpu.positions(starts, run, indices, flat)
+    reference.positions(starts, run, indices, naive)
+    assert flat.tolist() == naive.tolist()
+    after = bits.copy()
+    after[indices] = random_bits(width, len(indices), seed + 1)
+    delta = cpu.digest_delta(root, 0, flat, bits[indices], after[indices])
+    assert (found + delta) % 2**64 == cpu.digest_rows(root, starts, run, after)
+
+
 @settings(deadline=None, max_examples=100)
 @given(WIDTHS, SIZES, WORDS64, st.integers(0, 2**41), SEEDS)
 def test_digest_range_equals_its_twin(width: int, n: int, root: int, start: int, seed: int) -> None:

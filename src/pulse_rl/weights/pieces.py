@@ -70,6 +70,8 @@ class Shard:
         Returns:
             Each box of the whole tensor that it holds, with the view of its memory that holds it.
         """
+        if not whole(self.shape).size:
+            return [(whole(self.shape), self.tensor.reshape(self.shape))]  # without elements, yet of the model
         if isinstance(self.place, Box):
             return [(self.place, self.tensor)] if self.place.size else []
         found, at = [], 0

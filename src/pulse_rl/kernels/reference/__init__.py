@@ -3,19 +3,23 @@
 Same names, same arguments, same results; only tests run them. A reader in another language can be compared with them.
 """
 
-from pulse_rl.kernels.reference.changes import find_changes, gather, scatter, union
-from pulse_rl.kernels.reference.digests import digest_at, digest_delta, digest_range, mix
+from pulse_rl.kernels.reference.changes import find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.reference.digests import digest_at, digest_delta, digest_range, digest_rows, mix, positions
 from pulse_rl.kernels.reference.gaps import gap_decode, gap_encode
 
 __all__ = [
     "digest_at",
     "digest_delta",
     "digest_range",
+    "digest_rows",
     "find_changes",
     "gap_decode",
     "gap_encode",
     "gather",
+    "gather_rows",
     "mix",
+    "positions",
     "scatter",
+    "scatter_rows",
     "union",
 ]

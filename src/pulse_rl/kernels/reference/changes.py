@@ -22,6 +22,16 @@ def gather(source: Any, indices: Any, values: Any) -> None:
         values[j] = source[int(index)]
 
 
+def scatter_rows(target: Any, indices: Any, values: Any) -> None:
+    for index, value in zip(indices, values, strict=True):
+        target[divmod(int(index), target.shape[1])] = value
+
+
+def gather_rows(source: Any, indices: Any, values: Any) -> None:
+    for j, index in enumerate(indices):
+        values[j] = source[divmod(int(index), source.shape[1])]
+
+
 def union(indices: Any, values: Any, more_indices: Any, more_values: Any, all_indices: Any, all_values: Any) -> int:
     merged = dict(zip(more_indices, more_values, strict=True)) | dict(zip(indices, values, strict=True))
     for k, index in enumerate(sorted(merged)):

@@ -31,3 +31,14 @@ def digest_at(seed: int, start: int, indices: Any, values: Any) -> int:
 
 def digest_delta(seed: int, start: int, indices: Any, before: Any, after: Any) -> int:
     return (digest_at(seed, start, indices, after) - digest_at(seed, start, indices, before)) & MASK
+
+
+def digest_rows(seed: int, starts: Any, run: int, bits: Any) -> int:
+    rows = (digest_range(seed, int(start), bits[r * run : (r + 1) * run]) for r, start in enumerate(starts))
+    return sum(rows) & MASK
+
+
+def positions(starts: Any, run: int, indices: Any, found: Any) -> None:
+    for j, index in enumerate(indices):
+        row, column = divmod(int(index), run)
+        found[j] = starts[row] + column
