@@ -4,6 +4,7 @@
     fsdp          the shards of FSDP1's flat parameters
     deepspeed     the partitions of ZeRO stage 3
     megatron      a layout that is learned from the converter to Hugging Face's
+    masters       changes collected where an optimizer casts its FP32 masters
     peft          adapters alone, and merged weights
 
 What they yield is name → tensor, `pulse.Shard`, or a list of them. FSDP2 and tensor parallelism need no file: DTensors

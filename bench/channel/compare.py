@@ -1,0 +1,195 @@
+"""What is measured: versions of one model, sent from a rank to another over Gloo, by a channel and whole.
+
+Both ranks run on this machine, in network namespaces that a pair of interfaces joins, shaped in both directions. The
+sender holds FP32 masters that move as Adam moves them (those of `pulse-rl bench sync`). Methods:
+
+- `dense`: the sender casts each tensor to BF16 and broadcasts it; the receiver takes it into its live weights. Nothing
+  is proved. This is the least that a trainer does.
+- `gap`, `context`, `auto`: `Channel.send` and `Channel.receive`.
+
+A time is from the start of sending until the receiver has the version, proved but for `dense`; both read one clock. The
+digests of both ranks are compared after each version, outside the times.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from network import Network
+
+from pulse_rl.bench.report import Progress, Table, ms
+from pulse_rl.errors import IntegrityError, ProcessDiedError
+from pulse_rl.units import bandwidth, nbytes
+
+METHODS = ("dense", "gap", "context", "auto")
+PORT = 29500  # in a new namespace every port is free
+DENSE_S = 90.0  # longest that dense broadcasts may take at one rate; two are always sent
+PARTS = ("find_s", "encode_s", "prove_s", "exchange_s", "write_s")
+
+
+class MethodResult(msgspec.Struct, frozen=True):
+    """One method over one link: medians over versions."""
+
+    mbit: float  # Mbit/s; 0: unthrottled
+    method: str
+    versions: int
+    nbytes: int  # of bulk
+    seconds: float
+    parts: dict[str, float]  # of the sender; proving and writing of the receiver
+    codecs: str  # that were chosen
+    model_s: float | None  # what the cost model says of positions and values: bytes and bandwidth alone
+
+
+class ChannelBench(msgspec.Struct, frozen=True):
+    """All methods at all rates."""
+
+    elements: int
+    full_nbytes: int
+    density: float
+    results: tuple[MethodResult, ...]
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "model": f"{self.elements:,} elements, {nbytes(self.full_nbytes)} of BF16",
+            "changes": f"{self.density:.3%} of the elements",
+            "dense wins above": self.even(),
+        }
+
+    def even(self) -> str:
+        """The bandwidth at which a dense broadcast takes as long, from what both take besides the link."""
+        free = {r.method: r for r in self.results if r.mbit == 0}
+        if "dense" not in free:
+            return "not known: run it unthrottled too"
+        found = []
+        for method in METHODS[1:]:
+            more_s = free[method].seconds - free["dense"].seconds
+            fewer = free["dense"].nbytes - free[method].nbytes
+            found.append(f"{method} {bandwidth(8 * fewer / more_s) if more_s > 0 else 'never'}")
+        return ", ".join(found) + " more than this machine's own transfer"
+
+    def tables(self) -> list[Table]:
+        times, parts = [], []
+        for r in self.results:
+            dense = next(other for other in self.results if (other.mbit, other.method) == (r.mbit, "dense"))
+            link = f"{r.mbit:g} Mbit/s" if r.mbit else "unthrottled"
+            faster = f"{dense.seconds / r.seconds:,.1f} ×"
+            model = ms(r.model_s) if r.model_s is not None else "–"
+            times.append((link, r.method, r.codecs, r.versions, f"{r.nbytes:,}", ms(r.seconds), faster, model))
+            if r.parts:
+                parts.append((link, r.method, *(ms(r.parts[part]) for part in PARTS)))
+        return [
+            (("link", "method", "codec", "versions", "bytes", "to proved", "faster", "cost model's transfer"), times),
+            (("link", "method", "find", "encode", "prove", "exchange", "write"), parts),
+        ]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Send so many versions by one method."""
+
+    method: str
+    versions: int
+    mbit: float
+
+
+def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progress) -> ChannelBench:
+    """Measure every method at every rate; remove all processes and namespaces afterwards.
+
+    Raises PermissionError without root, IntegrityError if the receiver holds other bits.
+    """
+    results: list[MethodResult] = []
+    with Network(1) as network, ExitStack() as stack:
+        progress(0, 1, "starting")
+        ranks = []
+        for place in range(2):
+            ranks.append(_Rank(network, place, layers))
+            stack.callback(ranks[-1].end)
+        elements = int(next(rank.answer() for rank in ranks)["elements"])
+        plan = [
+            (rate, method)
+            for rate in sorted(rates, key=lambda rate: rate or float("inf"), reverse=True)
+            for method in METHODS
+        ]
+        density = 0.0
+        for done, (rate, method) in enumerate(plan):
+            progress(done, len(plan), f"{method} at {rate:g} Mbit/s" if rate else f"{method}, unthrottled")
+            if rate:
+                network.shape(rate)
+            count = versions
+            if method == "dense" and rate:
+                count = max(2, min(versions, int(DENSE_S / (2 * elements * 8 / (rate * 1e6)))))
+            for rank in ranks:
+                rank.order(Order(method, count, rate))
+            sent, received = (rank.answer()["versions"] for rank in ranks)
+            for one, other in zip(sent, received, strict=True):
+                if one["digest"] != other["digest"]:
+                    raise IntegrityError(
+                        f"{method}: expected digest {one['digest']}, found {other['digest']}",
+                        expected=one["digest"],
+                        found=other["digest"],
+                    )
+            density = max([density, *(one.get("density", 0.0) for one in sent)])
+            results.append(_result(rate, method, sent, received))
+    return ChannelBench(elements, 2 * elements, density, tuple(results))
+
+
+def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list[dict[str, Any]]) -> MethodResult:
+    def median(values: list[float]) -> float:
+        return float(statistics.median(values))
+
+    parts = {}
+    if method != "dense":
+        for part in PARTS:
+            from_ = received if part in ("prove_s", "write_s") else sent
+            parts[part] = median([one[part] for one in from_])
+    return MethodResult(
+        mbit=rate,
+        method=method,
+        versions=len(sent),
+        nbytes=int(median([one["nbytes"] for one in sent])),
+        seconds=median([other["end"] - one["start"] for one, other in zip(sent, received, strict=True)]),
+        parts=parts,
+        codecs="/".join(sorted({one["codec"] for one in sent if one.get("codec")})) or "–",
+        model_s=median([one["model_s"] for one in sent]) if rate and method != "dense" else None,
+    )
+
+
+class _Rank:
+    """A process of `ranks` in a namespace; it takes orders."""
+
+    def __init__(self, network: Network, place: int, layers: int) -> None:
+        settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
+        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        self._process = subprocess.Popen(
+            network.inside(place, [sys.executable, str(Path(__file__).with_name("ranks.py")), json.dumps(settings)]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=kept | {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"},
+            text=True,
+            process_group=0,  # Ctrl-C is for the benchmark, which ends every process
+        )
+
+    def order(self, order: Order) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the answer to the last order. Raises ProcessDiedError if the process has ended instead."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise ProcessDiedError(f"a rank of the benchmark ended with exit code {code}: its error is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()

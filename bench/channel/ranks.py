@@ -1,0 +1,92 @@
+"""The processes of the benchmark: `python bench/channel/ranks.py SETTINGS`. Rank 0 sends, rank 1 receives.
+
+Each prints a line when it is ready, then reads orders, each a line with an `Order` in JSON, and answers each with a
+line of JSON. They end when their standard input does. See `compare` for what is measured.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent / "link"))
+
+import msgspec
+import torch
+import torch.distributed as dist
+from compare import PARTS, Order
+
+import pulse_rl as pulse
+from pulse_rl.bench.roles import live_weights, masters, step
+
+
+def main(rank: int, layers: int, address: str) -> None:
+    dist.init_process_group("gloo", address, rank=rank, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+    weights = masters(layers, generator) if rank == 0 else live_weights(layers)
+    _answer({"elements": sum(tensor.numel() for tensor in weights.values())})
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=Order)
+        _answer(
+            {
+                "versions": _dense(rank, weights, generator, order)
+                if order.method == "dense"
+                else _channel(rank, weights, generator, order)
+            }
+        )
+
+
+def _dense(
+    rank: int, weights: dict[str, torch.Tensor], generator: torch.Generator, order: Order
+) -> list[dict[str, Any]]:
+    found = []
+    for _ in range(order.versions):
+        if rank == 0:
+            step(weights, generator)
+        dist.barrier()
+        start = time.monotonic()
+        sent = {name: tensor.to(torch.bfloat16) if rank == 0 else tensor for name, tensor in weights.items()}
+        for tensor in sent.values():
+            dist.broadcast(tensor.view(torch.uint8), 0)
+        end = time.monotonic()
+        nbytes = sum(tensor.nbytes for tensor in sent.values())
+        found.append({"start": start, "end": end, "nbytes": nbytes, "digest": pulse.digest(sent)})
+    return found
+
+
+def _channel(
+    rank: int, weights: dict[str, torch.Tensor], generator: torch.Generator, order: Order
+) -> list[dict[str, Any]]:
+    channel = pulse.Channel(None, codec=order.method, cast="bfloat16")  # type: ignore[arg-type]
+    found = []
+    for version in range(order.versions + 2):
+        if rank == 0 and version:
+            step(weights, generator)
+        dist.barrier()
+        start = time.monotonic()
+        report = channel.send(weights, version=version) if rank == 0 else channel.receive(weights)
+        end = time.monotonic()
+        if version < 2:  # all bits, then what compiles and measures
+            continue
+        _, model = report.cost(order.mbit * 1e6 or 1e15)
+        found.append(
+            {
+                "start": start,
+                "end": end,
+                "nbytes": report.sent_nbytes,
+                "digest": report.digest,
+                "density": report.density,
+            }
+            | {"codec": report.codec, "model_s": model.seconds}
+            | {part: getattr(report, part) for part in PARTS}
+        )
+    return found
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
