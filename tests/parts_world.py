@@ -121,8 +121,8 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
     link = link_of(manifest)
     assert link is not None
     trail = known.extended(sequence, [link]).encode()
-    ref = ObjectRef(trail_name(sequence, token), len(trail), blake3(trail).hexdigest())
-    store.put(ref.name, trail)
-    manifest = replace(manifest, trail=ref)
+    stored = ObjectRef(trail_name(sequence, token), len(trail), blake3(trail).hexdigest())
+    store.put(stored.name, trail)
+    manifest = replace(manifest, trail=stored)
     history.commit(manifest)
     return manifest

@@ -607,9 +607,9 @@ def test_tensors_of_a_device_that_overlap() -> None:
         "apart": [TorchBits(flat.clone())],
     }
     (group,) = overlaps(parts)
-    assert {name for name, _ in group} == {"all", "turned"}
+    assert {name for name, _, _ in group} == {"all", "turned"}
     memory = flat.numpy().view(np.uint8).copy()
-    for _, tensor in group:
+    for _, _, tensor in group:
         assert (mirrored(tensor, memory, flat.data_ptr()).read(0, tensor.size) == tensor.read(0, tensor.size)).all()
 
 

@@ -2,25 +2,35 @@
 
 Each patch is fetched while the one before is used, proved against the weights, and handed on to a `Landing`, which
 writes it at once or keeps it for later. Objects that are missing or damaged are avoided.
+
+Several processes may follow together, each with a share of the weights. Then one of them chooses the chain, what each
+proves is added up, and a fault that one of them meets is all the others' too: so all make the same decisions.
 """
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
+
+from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
 from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
-from pulse_rl.history.search import FaultLog, find_links
-from pulse_rl.history.trail import PatchLink, State, cheapest
+from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
+from pulse_rl.history.search import FaultLog, Faults, find_links
+from pulse_rl.history.trail import PatchLink, State, cheapest, cost
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
-from pulse_rl.weights.layout import Layout
+from pulse_rl.weights import digests
+from pulse_rl.weights.boxes import whole
+from pulse_rl.weights.layout import HasLayout, Layout
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,12 +55,43 @@ class Effort:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
 
+class Peers(Protocol):
+    """The processes that follow a history together. Each method is called by all of them, in the same order."""
+
+    def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
+        """Run work in the first process and return, in all, what it returned there.
+
+        what: the name of the work, for errors. kind: the type of what it returns, as msgspec reads it. If it fails,
+        all raise: there the error itself, elsewhere one of the same class.
+        """
+
+    def add_up(self, what: str, work: Callable[[], int]) -> int:
+        """Run work in every process and return the sum, mod 2^64. If it fails in one, all raise as `lead`."""
+
+
+class Alone:
+    """A process that follows a history by itself."""
+
+    def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
+        return work()
+
+    def add_up(self, what: str, work: Callable[[], int]) -> int:
+        return work() & digests.MASK
+
+
+ALONE = Alone()
+
+
 class Landing(Protocol):
     """What becomes of patches that are proved."""
 
     @property
     def weights(self) -> Layout:
-        """The weights to bring to another version."""
+        """What this process holds of the weights to bring to another version."""
+
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        """The tensors of the whole model by every name, also those that this process holds nothing of."""
 
     @property
     def keep_nbytes(self) -> float:
@@ -59,12 +100,15 @@ class Landing(Protocol):
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         """The weights as they will be when the next patch is written."""
 
+    def complete(self, fetched: Fetched) -> None:
+        """Make sure that every old bit is there which decoding the patch reads. A collective."""
+
     def land(self, application: Application, to: State) -> None:
-        """Write a proved patch that leads to a version, or keep it."""
+        """Write a proved patch that leads to a version, or keep it. A collective."""
 
 
 class Written:
-    """Each patch is written to the weights at once."""
+    """Each patch is written to the weights at once: those of one process, in files or in memory."""
 
     keep_nbytes: float = KEEP_NBYTES
 
@@ -72,12 +116,46 @@ class Written:
         self.weights = weights
         self._effort = effort
 
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        return self.weights.all_names()
+
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
+
+    def complete(self, fetched: Fetched) -> None:
+        pass
 
     def land(self, application: Application, to: State) -> None:
         with self._effort.timing("apply_s"):
             application.write()
+
+
+class _Choice(msgspec.Struct):
+    """A chain that one process has chosen, and what it found wrong on the way."""
+
+    chain: list[PatchLink] | None
+    faults: Faults
+
+
+def find_chain(
+    history: History, held: State, target: Manifest, faults: FaultLog, peers: Peers, limit: int | None = None
+) -> list[PatchLink] | None:
+    """The cheapest chain of patches between two versions; None without one, or where it costs `limit` bytes or more.
+
+    Raises StoreError where the store is unreachable.
+    """
+
+    def choose() -> _Choice:
+        links = find_links(history, held.sequence, target, faults, limit)
+        chain = cheapest(links, held.sequence, target.sequence)
+        if chain is not None and limit is not None and cost(chain) >= limit:
+            chain = None
+        return _Choice(chain, faults.state())
+
+    choice = peers.lead("find patches", choose, _Choice)
+    faults.take(choice.faults)
+    return choice.chain
 
 
 def follow(
@@ -89,81 +167,120 @@ def follow(
     faults: FaultLog,
     *,
     sure: bool,
+    peers: Peers = ALONE,
 ) -> State:
-    """Bring weights from the version that they hold to another, by the cheapest chain of patches.
+    """Bring weights from the version that they hold to another, by the cheapest chain of patches. A collective.
 
     sure: whether the weights were proved just now, so that a patch that does not fit them is itself at fault. Faulty
     objects are reported to faults and avoided: then the next cheapest chain is taken. Returns the version that was
     reached, which is not the target where no chain is left.
-    Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, or hold a version that
-    is not in this history any more, and StoreError where the store is unreachable.
+    Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
+    the store is unreachable.
     """
-    begin = held
     while held.sequence != target.sequence:
-        chain = cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence)
+        chain = find_chain(history, held, target, faults, peers)
         if chain is None:
             break
-        with closing(_fetched(history, chain, faults, effort, limit_of(landing.weights.nbytes))) as fetched:
+        with closing(_Ahead(history, chain, landing)) as ahead:
             for link in chain:
-                if (patch := next(fetched, None)) is None:
-                    break
+                step = _Step(link, landing, effort, peers)
                 try:
-                    check_promised(patch, link, held, target.tied)
-                except (IntegrityError, BaseMismatchError) as error:
-                    if isinstance(error, BaseMismatchError) and held == begin and not sure:
-                        raise  # another version has this place now: the patch is not at fault
+                    step.fetch(ahead.next, held, target)
+                except (FormatError, IntegrityError, StoreError) as error:
                     faults.add(link.ref.name, error)
                     break
                 try:
-                    application = prove(patch, landing.weights, effort, landing)
+                    step.prove()
                 except (FormatError, IntegrityError, BaseMismatchError) as error:
                     if not sure and not isinstance(error, FormatError):
                         raise
                     # From other bits than the base's, some codecs do not decode either.
-                    if not sure and any(part.codec.conditional for part in patch.parts):
+                    if not sure and step.conditional:
                         name = link.ref.name
                         raise IntegrityError(f"{name} on these weights: {error}", name=name) from error
                     faults.add(link.ref.name, error)
                     break
-                landing.land(application, link.to)
+                landing.land(step.application, link.to)
                 held = link.to
-                del patch, application  # else memory holds three patches: one more is being fetched
+                del step  # else memory holds three patches: one more is being fetched
     return held
 
 
-def _fetched(
-    history: History, chain: Sequence[PatchLink], faults: FaultLog, effort: Effort, limit: int
-) -> Generator[Fetched, None, None]:
-    """The patches of a chain, each fetched while the one before is used. Ends at the first that cannot be fetched.
+class _Ahead:
+    """The patches of a chain, in order. Each is fetched while the one before is used."""
 
-    limit: bytes that a patch may have.
-    """
-    ahead = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
-    try:
-        pending = ahead.submit(fetch_patch, history.store, chain[0].ref, limit)
-        for link, following in zip(chain, [*chain[1:], None], strict=True):
+    def __init__(self, history: History, chain: Sequence[PatchLink], landing: Landing) -> None:
+        self._store, self._landing = history.store, landing
+        self._left = list(reversed(chain))
+        self._limit = limit_of(sum(whole(spec.shape).size * ITEMSIZES[spec.dtype] for spec in landing.tensors.values()))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
+        self._submit()
+
+    def _submit(self) -> None:
+        if self._left:
+            weights = self._landing.weights
+            self._pending = self._pool.submit(fetch_patch, self._store, self._left[-1].ref, self._limit, weights)
+
+    def next(self) -> Fetched:
+        """Wait for the next patch. Raises as `fetch_patch`."""
+        fetched = self._pending.result()
+        link = self._left.pop()
+        self._submit()
+        if has_share(fetched, self._landing.weights):
+            return fetched
+        return fetch_patch(self._store, link.ref, self._limit, self._landing.weights)  # pieces were added meanwhile
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Step:
+    """One patch of a chain, from its fetch to its proof."""
+
+    def __init__(self, link: PatchLink, landing: Landing, effort: Effort, peers: Peers) -> None:
+        self._link, self._landing, self._effort, self._peers = link, landing, effort, peers
+
+    def fetch(self, wait: Callable[[], Fetched], held: State, target: Manifest) -> None:
+        """Wait for the patch, and check that it leads where the history says. Raises as `fetch_patch`."""
+
+        def receive() -> int:
+            with self._effort.timing("fetch_s"):
+                fetched = wait()
+            check_promised(fetched, self._link, held, target.tied)
+            self._fetched = fetched
+            return 0
+
+        self._peers.add_up(f"fetch {self._link.ref.name}", receive)
+        self._landing.complete(self._fetched)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether decoding the patch reads old bits."""
+        return any(part.codec.conditional for part in self._fetched.parts)
+
+    def prove(self) -> None:
+        """Decode and prove the patch. Raises PatchFormatError, IntegrityError or BaseMismatchError."""
+        fetched, landing, effort = self._fetched, self._landing, self._effort
+
+        def decode() -> int:
+            live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
+            self.application = Application(fetched.parts, live, landing.keep_nbytes, landing.before(live))
             try:
-                with effort.timing("fetch_s"):
-                    patch = pending.result()
-            except (FormatError, IntegrityError, StoreError) as error:
-                faults.add(link.ref.name, error)
-                return
-            if following is not None:
-                pending = ahead.submit(fetch_patch, history.store, following.ref, limit)
-            yield patch
-            del patch
-    finally:
-        ahead.shutdown(wait=False, cancel_futures=True)
+                return self.application.own_delta()
+            finally:
+                effort.decode_s += self.application.decode_s
+                effort.prove_s += self.application.prove_s
+
+        delta = self._peers.add_up(f"prove {self._link.ref.name}", decode)
+        self.application.prove(int(fetched.first.header.base_digest, 16), lambda mine: delta)
+        effort.nbytes += fetched.nbytes
+        effort.patches += 1
+        effort.changes += fetched.changes
 
 
-def prove(fetched: Fetched, weights: Layout, effort: Effort, landing: Landing | None = None) -> Application:
-    """Prove a patch against weights that hold its base; write nothing. Raises IntegrityError or BaseMismatchError.
-
-    landing: what becomes of it; None to write it before any other.
-    """
-    live = resolve(fetched.by_name(), fetched.first.tied, weights)
-    landing = landing or Written(weights, effort)
-    application = Application(fetched.parts, live, landing.keep_nbytes, landing.before(live))
+def prove(fetched: Fetched, weights: Layout, effort: Effort) -> Application:
+    """Prove a patch against weights that hold its base; write nothing. Raises IntegrityError or BaseMismatchError."""
+    application = Application(fetched.parts, resolve(fetched.by_name(), fetched.first.tied, weights))
     try:
         application.prove(int(fetched.first.header.base_digest, 16))
     finally:

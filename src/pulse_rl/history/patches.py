@@ -116,6 +116,15 @@ def fetch_patch(store: Store, ref: PatchObject, limit: int, share: Layout | None
     return Fetched(parts, listed + sum(nbytes for _, nbytes in found), tuple(part.name for part in refs))
 
 
+def has_share(fetched: Fetched, share: Layout) -> bool:
+    """Whether all was read that a share of the weights needs."""
+    return all(
+        span.number in part.payloads or not _is_wanted(part, span, share)
+        for part in fetched.parts
+        for span in part.spans
+    )
+
+
 def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None) -> tuple[Patch, int]:
     """One file, and how many bytes of it were read."""
     if share is None or not share.sharded or not ref.head_nbytes:

@@ -2,20 +2,26 @@
 
 For a subscriber that starts empty or must recover, and for a publisher that resumes: the anchor is downloaded, proved
 and patched on disk. So memory holds no second model, and live weights are written only when the requested version is
-proved.
+proved. Several processes that share the weights restore their shares together: each reads its part of the anchor.
 """
 
 import errno
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.errors import (
     BaseMismatchError,
+    CannotReadRangeError,
     FormatError,
     IntegrityError,
     ObjectNotFoundError,
@@ -24,13 +30,14 @@ from pulse_rl.errors import (
     VersionSkewError,
 )
 from pulse_rl.history.fetch import check_size, fetch_parts, limit_of
-from pulse_rl.history.follow import Effort, Written, follow
+from pulse_rl.history.follow import ALONE, Effort, Landing, Peers, Written, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.search import FaultLog, find_anchors, find_links
+from pulse_rl.history.partial import cut, read_headers, read_share
+from pulse_rl.history.search import FaultLog, Faults, find_anchors, find_links
 from pulse_rl.history.trail import cheapest, state_of
 from pulse_rl.weights import digests
-from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
 
 
 @contextmanager
@@ -72,6 +79,28 @@ def no_room(error: OSError) -> StoreError:
     )
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The share of a version that one of several processes restores.
+
+    pieces: the boxes that it holds of each tensor, marked as owned or not; their memory is not looked at. tensors: of
+    the whole model, under the names of the version and under others.
+    """
+
+    pieces: Layout
+    tensors: Mapping[str, HasLayout]
+    peers: Peers
+    first: bool  # whether this process counts the tensors without elements
+    landing: Callable[[Layout], Landing]  # for patches to the pieces
+
+
+class _Start(msgspec.Struct):
+    """An anchor from which patches lead to a version, and what was found wrong on the way to it."""
+
+    anchor: Manifest | None
+    faults: Faults
+
+
 def restore(
     history: History,
     target: Manifest,
@@ -79,30 +108,50 @@ def restore(
     effort: Effort,
     faults: FaultLog,
     model_nbytes: int | None,
+    wanted: Wanted | None = None,
 ) -> Layout:
-    """Build a version in files of an empty directory, and prove it.
+    """Build a version in files of an empty directory, and prove it. A collective of those who share it.
 
     model_nbytes: of the weights that will hold it, which bound what is downloaded. None where they are not known: then
-    the version's own size does.
+    the version's own size does. wanted: the share of it that this process needs; None for all of it.
     Starts from the newest anchor that has a chain of patches to the version; where that fails, from an older one.
     Returns the tensors, mapped from the files. Raises IntegrityError or StoreError, naming the objects that are
     wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
     limit = limit_of(target.full_nbytes if model_nbytes is None else model_nbytes)
-    for anchor in find_anchors(history, target, faults):
-        held = state_of(anchor)
-        if cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence) is None:
-            continue
+    peers = wanted.peers if wanted else ALONE
+    anchors = find_anchors(history, target, faults)
+
+    def choose() -> _Start:
+        """The next anchor from which patches lead to the version."""
+        for anchor in anchors:
+            held = state_of(anchor)
+            if cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence) is not None:
+                return _Start(anchor, faults.state())
+        return _Start(None, faults.state())
+
+    while True:
+        start = peers.lead("find an anchor", choose, _Start)
+        faults.take(start.faults)
+        anchor = start.anchor
+        if anchor is None:
+            break
         files = directory / str(anchor.sequence)
         files.mkdir()
+        landing: Landing
         try:
-            tensors = load_anchor(history, anchor, files, effort, limit)
-            _check_tied(target, tensors)
+            if wanted is None:
+                tensors = load_anchor(history, anchor, files, effort, limit)
+                _check_tied(target, tensors)
+                landing = Written(tensors, effort)
+            else:
+                tensors = _load_share(history, target, anchor, files, effort, limit, wanted)
+                landing = wanted.landing(tensors)
         except (IntegrityError, StoreError) as error:
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
-        held = follow(history, Written(tensors, effort), held, target, effort, faults, sure=True)
+        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, peers=peers)
         if held.sequence == target.sequence:
             return tensors
         shutil.rmtree(files)
@@ -117,16 +166,80 @@ def restore(
     raise kind(message, url=history.store.url)
 
 
+def _load_share(
+    history: History,
+    target: Manifest,
+    anchor: Manifest,
+    directory: Path,
+    effort: Effort,
+    limit: int,
+    wanted: Wanted,
+) -> Layout:
+    """Read what this process needs of an anchor, and prove what all have read together. A collective.
+
+    Where the store reads no ranges, or what was read is not proved, the files are read whole, which proves their
+    hashes. Raises as `load_anchor`, and BaseMismatchError if the anchor is of other tensors.
+    """
+    found = Layout()
+
+    def read(whole: bool) -> int:
+        nonlocal found
+        if whole:
+            tensors = load_anchor(history, anchor, directory, effort, limit)
+            _check_tied(target, tensors)
+            _check_tensors(target, tensors, wanted)
+            found = cut(tensors, wanted.pieces)
+        else:
+            with effort.timing("fetch_s"):
+                stored, nbytes = read_headers(history.store, anchor)
+                _check_tied(target, stored)
+                specs = {name: one.spec for name, one in stored.items()}
+                _check_tensors(target, specs, wanted)
+                _check_room(directory, wanted.pieces.held_nbytes)
+                found, more = read_share(history.store, stored, wanted.pieces, directory)
+                effort.nbytes += nbytes + more
+        with effort.timing("prove_s"):
+            return _own_digest(found, target, wanted)
+
+    for whole in (False, True):
+        try:
+            total = wanted.peers.add_up(f"load version {anchor.version}", partial(read, whole))
+        except (CannotReadRangeError, IntegrityError):
+            if whole:
+                raise
+            continue
+        if digests.to_hex(total) == anchor.digest:
+            return found
+    raise IntegrityError(
+        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digests.to_hex(total)}",
+        expected=anchor.digest,
+        found=digests.to_hex(total),
+    )
+
+
+def _own_digest(found: Layout, target: Manifest, wanted: Wanted) -> int:
+    total = digests.state_digest({name: bits for name, bits in found.items() if bits.size})
+    if wanted.first:
+        for name, spec in wanted.tensors.items():
+            if name not in target.tied and math.prod(spec.shape) == 0:
+                total += digests.mix(digests.seed(name, spec.dtype, tuple(spec.shape)))
+    return total
+
+
+def _check_tensors(target: Manifest, tensors: Mapping[str, HasLayout], wanted: Wanted) -> None:
+    """Raise BaseMismatchError if these are not the tensors of the weights that are to hold them."""
+    live = wanted.tensors
+    expected = {**tensors, **{alias: tensors[owner] for alias, owner in target.tied.items() if alias in live}}
+    compare_layouts(expected, live, "these weights are not what was expected")
+
+
 def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Effort, limit: int) -> Layout:
     """Download an anchor into an empty directory and compare its digest.
 
     limit: bytes that its files may have. Raises IntegrityError or StoreError, and OSError where the disk has no room.
     """
     check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit)
-    room = shutil.disk_usage(directory).free
-    if anchor.anchor_nbytes > room:
-        reason = f"{os.strerror(errno.ENOSPC)}: expected room for {anchor.anchor_nbytes} bytes, found {room}"
-        raise OSError(errno.ENOSPC, reason, str(directory))
+    _check_room(directory, anchor.anchor_nbytes)
     with effort.timing("fetch_s"):
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:
@@ -148,7 +261,15 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
     return tensors
 
 
-def _check_tied(target: Manifest, tensors: Layout) -> None:
+def _check_room(directory: Path, nbytes: int) -> None:
+    """Raise OSError if a directory's disk has no room for so many bytes."""
+    room = shutil.disk_usage(directory).free
+    if nbytes > room:
+        reason = f"{os.strerror(errno.ENOSPC)}: expected room for {nbytes} bytes, found {room}"
+        raise OSError(errno.ENOSPC, reason, str(directory))
+
+
+def _check_tied(target: Manifest, tensors: Mapping[str, object]) -> None:
     """Raise IntegrityError unless the names that a manifest ties are further names of an anchor's tensors."""
     for alias, owner in target.tied.items():
         if owner not in tensors or alias in tensors:

@@ -6,6 +6,8 @@ same FaultLog, and searches again.
 
 from collections.abc import Iterator
 
+import msgspec
+
 from pulse_rl.errors import (
     IntegrityError,
     ObjectNotFoundError,
@@ -19,6 +21,16 @@ from pulse_rl.history.manifest import Manifest, check_same_history, manifest_nam
 from pulse_rl.history.trail import PatchLink, costs, link_of
 
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
+
+
+class Faults(msgspec.Struct):
+    """What a FaultLog holds, as one process tells it to others."""
+
+    names: list[str]
+    messages: list[str]
+    damaged: bool
+    unreachable: bool
+    skew: str | None
 
 
 class FaultLog:
@@ -51,6 +63,21 @@ class FaultLog:
         """Report what was wrong, in words, once."""
         if message not in self.messages:
             self.messages.append(message)
+
+    def state(self) -> Faults:
+        """All that it holds."""
+        skew = str(self.skew) if self.skew is not None else None
+        return Faults(sorted(self.names), list(self.messages), self.damaged, self.unreachable, skew)
+
+    def take(self, faults: Faults) -> None:
+        """Hold what another process found too."""
+        self.names |= set(faults.names)
+        for message in faults.messages:
+            self.note(message)
+        self.damaged |= faults.damaged
+        self.unreachable |= faults.unreachable
+        if self.skew is None and faults.skew is not None:
+            self.skew = VersionSkewError(faults.skew)
 
 
 def check_line(history: History, manifest: Manifest, faults: FaultLog) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
 from pulse_rl.weights.pieces import pieces_of
 
@@ -17,16 +18,21 @@ Copies = Sequence[Bits]  # the live tensors behind one name: the first stands fo
 
 
 def resolve(
-    tensors: Mapping[str, HasLayout], tied: Mapping[str, str], weights: Layout, *, written: bool = True
+    tensors: Mapping[str, HasLayout],
+    tied: Mapping[str, str],
+    weights: Layout,
+    *,
+    written: bool = True,
+    everywhere: Mapping[str, HasLayout] | None = None,
 ) -> dict[str, list[Bits]]:
     """Find the live tensors behind each name.
 
     tensors: what is expected, by name. tied: further names → the name that stands for them. written: whether they are
-    to be written.
+    to be written. everywhere: the tensors of the whole model by every name, where this process holds a share of them.
     Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
     live tensor that cannot be written.
     """
-    live = weights.all_names()
+    live: Mapping[str, HasLayout] = weights.all_names() if everywhere is None else everywhere
     # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
     expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
     compare_layouts(expected, live, "these weights are not what was expected")
@@ -95,18 +101,27 @@ def overlapping(live: Iterable[Copies]) -> bool:
     return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
 
 
-def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Bits]]]:
-    """The live tensors that overlap without being the same, in groups that share no memory with each other."""
-    distinct = {bits.storage: (name, bits) for name, copies in live.items() for bits in _memories(copies)}
-    group: list[tuple[str, Bits]] = []
+def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Box, Bits]]]:
+    """The live tensors that overlap without being the same, in groups that share no memory with each other.
+
+    Of sharded ones, the pieces: of each tensor's name, the box of the piece and its memory.
+    """
+    distinct = {
+        bits.storage: (name, box, bits)
+        for name, copies in live.items()
+        for copy in copies
+        for box, bits, _ in pieces_of(copy)
+        if bits.size
+    }
+    group: list[tuple[str, Box, Bits]] = []
     device, end = None, 0
-    for name, bits in sorted(distinct.values(), key=lambda item: (str(item[1].extent[0]), item[1].extent[1])):
+    for name, box, bits in sorted(distinct.values(), key=lambda item: (str(item[2].extent[0]), item[2].extent[1])):
         on, first, last = bits.extent
         if on != device or first >= end:
             if len(group) > 1:
                 yield group
             group, device, end = [], on, last
-        group.append((name, bits))
+        group.append((name, box, bits))
         end = max(end, last)
     if len(group) > 1:
         yield group

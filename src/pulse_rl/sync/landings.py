@@ -1,24 +1,28 @@
 """What becomes of a version that is fetched, decoded and proved: it is written at once, or kept to be written later.
 
 Both take the same two things, in the same order: the patches of a chain one by one, or a version restored in files.
+Ranks of a group write when all of them have proved their shares, and all hear of it if one of them fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 from pulse_rl.history.follow import Effort, Landing
+from pulse_rl.history.patches import Fetched
 from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
-from pulse_rl.patch.live import Copies
+from pulse_rl.patch.live import Copies, by_name
 from pulse_rl.patch.overlay import Overlay, Replaced, laid_over
+from pulse_rl.sync.halo import fetch_strips
+from pulse_rl.sync.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
 from pulse_rl.sync.loading import Restored
+from pulse_rl.sync.peers import RankPeers
 from pulse_rl.sync.proof import Proof
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.memory import LiveWeights
-from pulse_rl.weights.pieces import Place
+from pulse_rl.weights.layout import HasLayout, Layout
+from pulse_rl.weights.pieces import Piece, Place
 
 # Decoded changes stay in memory up to this part of what is held of the model, and 32 MB; then they go to a file.
 KEPT_SHARE = 64
@@ -28,7 +32,16 @@ class Landings(Landing, Protocol):
     """What becomes of patches and of a restored version."""
 
     def load(self, restored: Restored, files: ExitStack) -> None:
-        """Write a restored version, or keep it. files: closed as soon as they are not needed any more."""
+        """Write a restored version, or keep it. A collective. files: closed as soon as they are not needed."""
+
+
+def _strips(peers: RankPeers, live: Held, fetched: Fetched, weights: Layout, before: Mapping[str, Copies]) -> Halo:
+    """What this rank lacks of the tiles of a patch, from the ranks that own it. A collective."""
+    if peers.ranks.size == 1:
+        return {}
+    needed = missing_strips(fetched, weights)
+    lacking = peers.add_up("find what is missing of tiles", lambda: len(needed))
+    return fetch_strips(peers.ranks, live.plan, needed, before) if lacking else {}
 
 
 class Writing:
@@ -36,30 +49,79 @@ class Writing:
 
     keep_nbytes: float = KEEP_NBYTES
 
-    def __init__(self, live: LiveWeights, proof: Proof, effort: Effort) -> None:
-        self._live, self._proof, self._effort = live, proof, effort
+    def __init__(self, live: Held, proof: Proof, peers: RankPeers, effort: Effort) -> None:
+        self._live, self._proof, self._peers, self._effort = live, proof, peers, effort
 
     @property
     def weights(self) -> Layout:
-        return self._live.layout
+        return self._live.weights
+
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        return self._live.tensors
 
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
 
+    def complete(self, fetched: Fetched) -> None:
+        before = by_name(self.weights, fetched.first.tied)
+        self._live.add(_strips(self._peers, self._live, fetched, self.weights, before))
+
     def land(self, application: Application, to: State) -> None:
-        self._proof.hold(None)
-        with self._effort.timing("apply_s"):
-            application.write()
+        self._write(application.write)
         self._proof.hold(to)
 
     def load(self, restored: Restored, files: ExitStack) -> None:
         with files:
-            self._proof.hold(None)
-            with self._effort.timing("apply_s"):
-                restored.write()
+            self._live.halo = {}  # the next patch brings it up to date
+            self._write(restored.write)
         with self._effort.timing("prove_s"):
-            restored.check()
+            restored.check(self._peers, self._live)
         self._proof.hold(state_of(restored.target), restored.target.tied)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write on all ranks. If it fails on one, no version is held on any."""
+        self._proof.hold(None)
+
+        def timed() -> int:
+            with self._effort.timing("apply_s"):
+                write()
+            return 0
+
+        self._peers.add_up("write", timed)
+
+
+class InFiles:
+    """Patches are written to a share of a version in files, as it is restored."""
+
+    keep_nbytes: float = KEEP_NBYTES
+
+    def __init__(self, files: Layout, live: Held, peers: RankPeers, effort: Effort) -> None:
+        self._files, self._live, self._peers, self._effort = files, live, peers, effort
+        self._halo: dict[str, list[Piece]] = {}
+
+    @property
+    def weights(self) -> Layout:
+        return with_pieces(self._files, self._halo)
+
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        return self._live.tensors
+
+    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
+        return live
+
+    def complete(self, fetched: Fetched) -> None:
+        before = by_name(self.weights, fetched.first.tied)
+        add_pieces(self._halo, _strips(self._peers, self._live, fetched, self.weights, before))
+
+    def land(self, application: Application, to: State) -> None:
+        def write() -> int:
+            with self._effort.timing("apply_s"):
+                application.write()
+            return 0
+
+        self._peers.add_up("write to files", write)
 
 
 class _Patch(NamedTuple):
@@ -73,42 +135,78 @@ class _Patch(NamedTuple):
 class Keeping:
     """Everything is kept. A patch is proved against the weights as those that are kept will leave them."""
 
-    def __init__(self, live: LiveWeights) -> None:
-        self._live = live
+    def __init__(self, live: Held, peers: RankPeers) -> None:
+        self._live, self._peers = live, peers
         self.nbytes = 0  # of decoded changes or files
         self._patches: list[_Patch] = []
+        self._halos: list[Halo] = []  # what was added to the halo before each patch
+        self._tied: Mapping[str, str] = {}
         self._restored: Restored | None = None
         self._files = ExitStack()
 
     @property
     def weights(self) -> Layout:
-        return self._live.layout
+        found = self._live.weights
+        for halo in self._halos:
+            found = with_pieces(found, halo)
+        return found
+
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        return self._live.tensors
 
     @property
     def keep_nbytes(self) -> float:
         return max(0, KEEP_NBYTES - self.nbytes, self.weights.held_nbytes // KEPT_SHARE - self.nbytes)
 
+    @property
+    def halo_nbytes(self) -> int:
+        """Memory of strips of other ranks' weights."""
+        return self._live.halo_nbytes + sum(map(nbytes_of, self._halos))
+
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        for patch in self._patches:
+        if self._halos:  # pieces that came later hold what the patches before them have changed already
+            live = by_name(self._live.weights, self._tied)
+        for number, patch in enumerate(self._patches):
+            live = self._with_halo(number, live)
             live = {
                 name: [laid_over(bits, patch.changes.get(name, {})) for bits in copies] for name, copies in live.items()
             }
-        return live
+        return self._with_halo(len(self._patches), live)
+
+    def _with_halo(self, number: int, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
+        halo = self._halos[number] if number < len(self._halos) else {}
+        if not halo:
+            return live
+        first = with_pieces(Layout({name: copies[0] for name, copies in live.items()}), halo)
+        return {name: [first[name], *copies[1:]] for name, copies in live.items()}
+
+    def complete(self, fetched: Fetched) -> None:
+        self._tied = fetched.first.tied
+        if len(self._halos) > len(self._patches):  # those of a patch that was not kept
+            self._halos.pop()
+        weights = self.weights
+        before = self.before(by_name(weights, self._tied))
+        self._halos.append(_strips(self._peers, self._live, fetched, weights, before))
 
     def land(self, application: Application, to: State) -> None:
+        self._peers.add_up("keep what is staged", lambda: self._keep(application))
+        by_tensor: dict[str, dict[Place, Changes]] = {}
+        for name, place, changes in application.changes():
+            by_tensor.setdefault(name, {})[place] = changes
+        self._patches.append(_Patch(application, to, by_tensor))
+
+    def _keep(self, application: Application) -> int:
         if application.changed_nbytes <= self.keep_nbytes:
             self.nbytes += application.kept_nbytes
-        else:
-            try:
-                overlay = Overlay(Replaced(*found) for found in application.changes())
-            except OSError as error:
-                raise no_room(error) from error
-            application.keep_in({(name, place): changes for name, place, changes in overlay.replaced()})
-            self.nbytes += overlay.nbytes
-        by_name: dict[str, dict[Place, Changes]] = {}
-        for name, place, changes in application.changes():
-            by_name.setdefault(name, {})[place] = changes
-        self._patches.append(_Patch(application, to, by_name))
+            return 0
+        try:
+            overlay = Overlay(Replaced(*found) for found in application.changes())
+        except OSError as error:
+            raise no_room(error) from error
+        application.keep_in({(name, place): changes for name, place, changes in overlay.replaced()})
+        self.nbytes += overlay.nbytes
+        return 0
 
     def load(self, restored: Restored, files: ExitStack) -> None:
         self.discard()  # patches that did not lead to the version
@@ -116,13 +214,18 @@ class Keeping:
         self.nbytes = restored.nbytes
 
     def write(self, writing: Writing) -> None:
-        """Write everything, in order."""
+        """Write everything, in order. A collective."""
         for application, to, _ in self._patches:
             writing.land(application, to)
         if self._restored is not None:
             writing.load(self._restored, self._files)
 
+    def hand_over_halo(self, live: Held) -> None:
+        """Add the strips that were fetched to those that are kept from call to call."""
+        for halo in self._halos:
+            live.add(halo)
+
     def discard(self) -> None:
         """Drop everything."""
-        self._patches, self._restored, self.nbytes = [], None, 0
+        self._patches, self._halos, self._restored, self.nbytes = [], [], None, 0
         self._files.close()

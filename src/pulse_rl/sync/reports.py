@@ -146,7 +146,8 @@ class SyncReport:
         changes: Elements that these patches overwrote.
         density: changes / elements of the model.
         full_nbytes: Bytes of the whole model's bits.
-        fetched_nbytes: Bytes of the patches and the anchor that were read.
+        fetched_nbytes: Bytes of the patches and the anchor that were read; of ranks that hold shares, by this one.
+        halo_nbytes: Memory that a rank keeps for strips of other ranks' weights: to decode tiles that it holds in part.
         reduction: full_nbytes / fetched_nbytes; infinite if nothing was fetched.
         recovered: What was wrong with the weights or the history, and was repaired or avoided; None if nothing was.
         fetch_s: Seconds spent waiting for the store.
@@ -166,6 +167,7 @@ class SyncReport:
     density: float
     full_nbytes: int
     fetched_nbytes: int
+    halo_nbytes: int
     reduction: float
     recovered: str | None
     fetch_s: float
@@ -186,7 +188,7 @@ class Arrival:
     effort: Effort
     recovered: str | None
 
-    def report(self, start: float) -> SyncReport:
+    def report(self, halo_nbytes: int, start: float) -> SyncReport:
         """The report of it. start: `time.perf_counter()` when the call began."""
         target, effort = self.target, self.effort
         return SyncReport(
@@ -199,6 +201,7 @@ class Arrival:
             density=effort.changes / target.elements if target.elements else 0.0,
             full_nbytes=target.full_nbytes,
             fetched_nbytes=effort.nbytes,
+            halo_nbytes=halo_nbytes,
             reduction=target.full_nbytes / effort.nbytes if effort.nbytes else float("inf"),
             recovered=self.recovered,
             fetch_s=effort.fetch_s,

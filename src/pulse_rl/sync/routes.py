@@ -7,41 +7,60 @@ bytes than its anchor, it is restored. Objects that are missing or damaged are a
 from contextlib import ExitStack
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
-from pulse_rl.history.follow import Effort, follow
+from pulse_rl.history.follow import Effort, find_chain, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import add_recovery_hint, restore, scratch
-from pulse_rl.history.search import FaultLog, find_links
-from pulse_rl.history.trail import REQUEST_NBYTES, State, cheapest, cost, state_of
+from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
+from pulse_rl.history.search import FaultLog
+from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
 from pulse_rl.sync.counting import recognise
-from pulse_rl.sync.landings import Landings
-from pulse_rl.sync.loading import Restored
+from pulse_rl.sync.held import Held
+from pulse_rl.sync.landings import InFiles, Landings
+from pulse_rl.sync.loading import Restored, wanted
+from pulse_rl.sync.peers import RankPeers
 from pulse_rl.sync.proof import Proof
 
 
 @add_recovery_hint()
 def advance(
-    history: History, target: Manifest, landing: Landings, proof: Proof, effort: Effort, faults: FaultLog
+    history: History,
+    target: Manifest,
+    peers: RankPeers,
+    live: Held,
+    landing: Landings,
+    proof: Proof,
+    effort: Effort,
+    faults: FaultLog,
 ) -> bool:
-    """Take weights to a version. Returns whether it had to be restored, as patches did not lead there.
+    """Take weights to a version. A collective. Returns whether it had to be restored, as patches did not lead there.
 
     landing: what becomes of what is proved. proof: what the weights hold; if it is not known, they are recognised.
     """
     if proof.held is None:
-        proof.hold(recognise(history, landing.weights, target, faults), target.tied)
+        proof.hold(recognise(history, peers, live, target, faults), target.tied)
     held = proof.held
     # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
     if held is not None and proof.tied == target.tied:
         if held.sequence < target.sequence:
-            held = _patch(history, held, target, landing, proof, effort, faults)
+            live.tie(target.tied)
+            held = _patch(history, held, target, peers, landing, proof, effort, faults)
         if held == state_of(target):
             return False
     try:
+        live.tie(target.tied)
         with ExitStack() as files:
             directory = files.enter_context(scratch())
-            proved = restore(history, target, directory, effort, faults, landing.weights.nbytes)
-            restored = Restored(target, proved, landing.weights, directory)
-            landing.load(restored, files.pop_all())
+            share = _share_of(live, peers, effort)
+            nbytes = live.share.held.nbytes if share is None else live.plan.nbytes
+            proved = restore(history, target, directory, effort, faults, nbytes, share)
+            found: list[Restored] = []
+
+            def fit() -> int:
+                found.append(Restored(target, proved, live, directory))
+                return 0
+
+            peers.add_up("compare the weights", fit)
+            landing.load(found[0], files.pop_all())
     except PulseError as error:
         before = [message for message in faults.messages if message not in str(error)]
         if before:
@@ -50,10 +69,20 @@ def advance(
     return True
 
 
+def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
+    """The share of a version that this rank needs; None for all of it, of one process."""
+    pieces = wanted(live)
+    if pieces is None:
+        return None
+    first = peers.ranks.rank == 0
+    return Wanted(pieces, live.tensors, peers, first, lambda files: InFiles(files, live, peers, effort))
+
+
 def _patch(
     history: History,
     held: State,
     target: Manifest,
+    peers: RankPeers,
     landing: Landings,
     proof: Proof,
     effort: Effort,
@@ -64,11 +93,10 @@ def _patch(
     Returns how far they led; None if these are not the weights that were proved before.
     """
     limit = target.full_nbytes + REQUEST_NBYTES
-    chain = cheapest(find_links(history, held.sequence, target, faults, limit), held.sequence, target.sequence)
-    if chain is None or cost(chain) >= limit:
+    if find_chain(history, held, target, faults, peers, limit) is None:
         return held
     try:
-        return follow(history, landing, held, target, effort, faults, sure=False)
+        return follow(history, landing, held, target, effort, faults, sure=False, peers=peers)
     except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
         faults.note(str(error))
         return proof.held

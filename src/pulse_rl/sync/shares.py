@@ -6,7 +6,7 @@ published and counted once, and replicas (of HSDP, of norms, of whole models) sp
 rank comes to the same plan by itself. It is made once, and again when some rank holds other boxes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -231,7 +231,7 @@ def _nothing(spec: TensorSpec) -> Bits:
     return Pieces(spec.dtype, ITEMSIZES[spec.dtype], tuple(spec.shape), [])
 
 
-def compare_replicas(found: list[Mapping[str, int]]) -> None:
+def compare_replicas(found: Sequence[Mapping[str, int]]) -> None:
     """Raise ExchangeError if ranks that hold the same elements hold different bits. found: of each rank."""
     for rank, sets in enumerate(found):
         for holders, digest in sets.items():

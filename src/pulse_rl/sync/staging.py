@@ -90,13 +90,17 @@ class Staged:
     ) -> None:
         self.discard()
 
-    def _checked(self, held: State | None) -> tuple[LiveWeights, Keeping, Arrival]:
-        """What is to be written, and to which weights. held: what they hold now. Raises as `apply`."""
+    def _held(self) -> tuple[Keeping, Arrival]:
+        """What is to be written. Raises as `apply`."""
         if self._keeping is None:
             raise RuntimeError(f"version {self.version} was applied or discarded before: stage it again")
+        return self._keeping, self._arrival
+
+    def _view(self, held: State | None) -> LiveWeights:
+        """The weights to write to. held: what they hold now. Raises as `apply`."""
+        self._held()
         live = LiveWeights(self._weights)
         if held != self._base or not self._memory.is_still(live.tensors):
-            self.discard()
             expected, found = (f"version {s.version}" if s else "no version that is known" for s in (self._base, held))
             what = "they are in other memory, or torch has written to them" if held == self._base else f"found {found}"
             raise BaseMismatchError(
@@ -105,4 +109,4 @@ class Staged:
                 expected=self._base.digest if self._base else None,
                 found=held.digest if held else None,
             )
-        return live, self._keeping, self._arrival
+        return live

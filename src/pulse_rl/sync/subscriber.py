@@ -15,19 +15,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
 from pulse_rl.history.restore import add_recovery_hint
-from pulse_rl.history.search import FaultLog, check_line
+from pulse_rl.history.search import FaultLog, Faults, check_line
 from pulse_rl.history.trail import state_of
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
+from pulse_rl.sync.held import Held
 from pulse_rl.sync.landings import Keeping, Landings, Writing
+from pulse_rl.sync.peers import WORDING, RankPeers
 from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.proof import Proof
+from pulse_rl.sync.ranks import ranks_of
 from pulse_rl.sync.reports import Arrival, Route, SyncReport
 from pulse_rl.sync.routes import advance
 from pulse_rl.sync.staging import Staged
@@ -35,7 +40,16 @@ from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from pulse_rl.history.signing import PublicKey
+
+
+class _Found(msgspec.Struct):
+    """The version that one process has found for all, and what was wrong with the one before it."""
+
+    target: Manifest
+    faults: Faults
 
 
 class Subscriber:
@@ -65,9 +79,16 @@ class Subscriber:
             lost, an error of the server) is tried again before it is raised. 0: at once. `wait` has its own timeout.
         poll: The first interval of `wait` between two looks, in seconds. It grows to 5 % of the time waited.
         poll_max: The longest such interval, in seconds.
+        group: A torch.distributed process group whose ranks hold shares of one model, or replicas of it:
+            `torch.distributed.group.WORLD` for all. Then making the Subscriber, `sync`, `stage`, `Staged.apply` and
+            `verify` are collective: every rank calls them, with its own weights. Rank 0 finds the version, each rank
+            reads and decodes what its share needs, and either all ranks write or none. By default one process alone.
+        group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
+            default.
 
     Raises:
         ValueError: A setting makes no sense.
+        ExchangeError: The group is not one, or a rank is lost.
 
     Attributes:
         history: The history that it follows.
@@ -83,15 +104,19 @@ class Subscriber:
         patience: float = PATIENCE_S,
         poll: float = POLL_S,
         poll_max: float = LONGEST_POLL_S,
+        group: dist.ProcessGroup | None = None,
+        group_timeout: float | None = None,
     ) -> None:
         if not isinstance(verify_live, int) or verify_live < 0:
             raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
         check_intervals(poll, poll_max)
         self._poll, self._poll_max = poll, poll_max
         self.history = History(store, public_key=public_key, patience=patience)
-        self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None else None
+        self._peers = RankPeers(ranks_of(group, WORDING, group_timeout))
+        leads = self._peers.ranks.rank == 0
+        self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None and leads else None
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
-        self._proof = Proof(int(verify_live))
+        self._proof = Proof(self._peers, int(verify_live))
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
         self._turn = Turn("Subscriber", nested=False)
 
@@ -188,10 +213,12 @@ class Subscriber:
         """
         start = time.perf_counter()
         with self._beating(start):
-            live, effort = LiveWeights(weights), Effort()
-            arrival = self._advance(live, version, Writing(live, self._proof, effort), effort)
+            effort = Effort()
+            live, altered = self._proof.begin(lambda: LiveWeights(weights), "sync", version, effort)
+            writing = Writing(live, self._proof, self._peers, effort)
+            arrival = self._advance(live, version, writing, effort, altered)
             self._reached = arrival.target
-            return self._report(arrival, start)
+            return self._report(arrival, live, start)
 
     @in_turn
     def stage(self, weights: Any, *, version: int | None = None) -> Staged:
@@ -216,10 +243,11 @@ class Subscriber:
         """
         start = time.perf_counter()
         with self._beating(start), ExitStack() as undo:
-            live, effort = LiveWeights(weights), Effort()
-            memory, keeping = Memory(live.tensors), Keeping(live)
+            effort = Effort()
+            live, altered = self._proof.begin(lambda: LiveWeights(weights), "stage", version, effort)
+            memory, keeping = Memory(live.live.tensors), Keeping(live, self._peers)
             undo.callback(keeping.discard)
-            arrival = self._advance(live, version, keeping, effort)
+            arrival = self._advance(live, version, keeping, effort, altered)
             undo.pop_all()
             return Staged(self._apply, weights, memory, self._proof.held, keeping, arrival)
 
@@ -228,15 +256,17 @@ class Subscriber:
         """See `Staged.apply`."""
         start = time.perf_counter()
         before = self._proof.held
-        with self._beating(start):
-            live, keeping, arrival = staged._checked(before)
+        with self._beating(start), ExitStack() as after:
+            after.callback(staged.discard)
+            live = self._proof.resume(staged._view, f"apply version {staged.version}")
+            keeping, arrival = staged._held()
             try:
-                keeping.write(Writing(live, self._proof, arrival.effort))
+                keeping.write(Writing(live, self._proof, self._peers, arrival.effort))
+                keeping.hand_over_halo(live)
             finally:
                 self._proof.remember(live, before)
-                staged.discard()
             self._reached = arrival.target
-            return self._report(arrival, start)
+            return self._report(arrival, live, start)
 
     @in_turn
     def verify(self, weights: Any) -> str:
@@ -255,20 +285,32 @@ class Subscriber:
             TypeError: As in `sync`.
             RuntimeError: As in `sync`.
         """
-        held, live = self._proof.held, LiveWeights(weights)
-        if held is None:
+        live, altered = self._proof.view(lambda: LiveWeights(weights), "verify", None)
+        if altered is not None:
+            raise IntegrityError(altered)
+        if self._proof.held is None:
             raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
-        return self._proof.verify(held, live)
+        return self._proof.verify(self._proof.held, live)
 
-    def _advance(self, live: LiveWeights, version: int | None, landing: Landings, effort: Effort) -> Arrival:
-        """Take the weights to a version, written or kept. Raises as `sync`."""
+    def _advance(
+        self, live: Held, version: int | None, landing: Landings, effort: Effort, altered: str | None
+    ) -> Arrival:
+        """Take the weights to a version, written or kept. A collective. Raises as `sync`.
+
+        altered: what was wrong with them when the call began.
+        """
         faults = FaultLog()
-        altered = self._proof.recount(live, effort)
         before, previous = self._proof.held, self.version
+
+        def find() -> _Found:
+            return _Found(self._find_target(version, faults), faults.state())
+
         try:
-            target = self._find_target(version, faults)
+            found = self._peers.lead("find the version", find, _Found)
+            faults.take(found.faults)
+            target = found.target
             self._newest = max(self._newest, target.sequence)
-            restored = advance(self.history, target, landing, self._proof, effort, faults)
+            restored = advance(self.history, target, self._peers, live, landing, self._proof, effort, faults)
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")
@@ -280,8 +322,8 @@ class Subscriber:
         recovered = "; ".join(filter(None, [altered, *faults.messages])) or None
         return Arrival(target, previous, route, effort, recovered)
 
-    def _report(self, arrival: Arrival, start: float) -> SyncReport:
-        report = arrival.report(start)
+    def _report(self, arrival: Arrival, live: Held, start: float) -> SyncReport:
+        report = arrival.report(live.halo_nbytes, start)
         self._beat(None, report, start)
         return report
 

@@ -1,0 +1,140 @@
+"""What one process holds of an anchor, read from its files by ranges: the headers first, then the rows of its boxes.
+
+Rows are read as they lie in the files. Where a box has short rows, as a range of columns has, what lies between them is
+read with them, since a request for each would take longer.
+
+Parts of a file cannot be compared with its hash. What was read is proved by the digest: that of all processes together.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.disk import map_file
+from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.errors import CheckpointFormatError, IntegrityError
+from pulse_rl.history.manifest import Manifest, ObjectRef
+from pulse_rl.store.base import Store
+from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.boxes import Box
+from pulse_rl.weights.layout import Layout, TensorSpec
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
+
+FRONT_NBYTES = 64 << 10  # read of each file first: the length of its header, and of most models all of it
+SHORT_NBYTES = 64 << 10  # rows that are shorter are read together with what lies between them
+READ_NBYTES = 8 << 20  # by one request
+AT_ONCE_NBYTES = 64 << 20  # in memory at a time
+
+
+class Stored(NamedTuple):
+    """One tensor of an anchor."""
+
+    file: str  # the object's name
+    start: int  # of its first byte in the file
+    spec: TensorSpec
+
+
+def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, Stored], int]:
+    """Where each tensor of an anchor lies, and how many bytes were read to learn it.
+
+    Raises IntegrityError for files that are no checkpoint, and StoreError.
+    """
+    found: dict[str, Stored] = {}
+    nbytes = 0
+    for ref in anchor.anchor:
+        if not ref.name.endswith(".safetensors"):
+            continue
+        front = _read_header(store, ref)
+        nbytes += len(front)
+        try:
+            header = safetensors_header.parse(front, ref.name, nbytes=ref.nbytes)
+        except CheckpointFormatError as error:
+            raise IntegrityError(str(error), name=ref.name) from None
+        for name, (dtype, shape, start, _) in header.entries.items():
+            if name in found:
+                reason = f"{ref.name}: expected each tensor in one file, found {name!r} again"
+                raise IntegrityError(reason, name=ref.name)
+            found[name] = Stored(ref.name, header.offset + start, TensorSpec(name, dtype, shape))
+    return dict(sorted(found.items())), nbytes
+
+
+def _read_header(store: Store, ref: ObjectRef) -> memoryview:
+    front = read_range(store, ref.name, 0, min(FRONT_NBYTES, ref.nbytes))
+    length = int.from_bytes(front[:8], "little") if len(front) >= 8 else 0
+    if len(front) < 8 + length <= min(ref.nbytes, safetensors_header.MAX_HEADER_NBYTES):
+        rest = read_range(store, ref.name, len(front), 8 + length)
+        return memoryview(bytes(front) + bytes(rest))
+    return front
+
+
+def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, directory: Path) -> tuple[Layout, int]:
+    """Read boxes of an anchor's tensors into a file of a directory, a few MB at a time.
+
+    wanted: the tensors as pieces; their memory is not looked at. Returns the same pieces in the file, which can be
+    written, and how many bytes were read. Raises StoreError, CannotReadRangeError too, and OSError.
+    """
+    places: list[tuple[str, Piece, int]] = []
+    nbytes = at = 0
+    with (directory / "share").open("wb") as file:
+        # By file and place, and the widest elements first, so that all are aligned.
+        names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file, stored[name].start))
+        for name in names:
+            for piece in pieces_of(wanted[name]) if wanted[name].size else ():
+                places.append((name, piece, at))
+                for parts, read in _read_box(store, stored[name], piece.box):
+                    nbytes += read
+                    for part in parts:
+                        at += file.write(part)
+    data = map_file(directory / "share", writable=True) if at else memoryview(bytearray())
+    pieces: dict[str, list[Piece]] = {name: [] for name in wanted}
+    for name, piece, start in places:
+        dtype = UINTS[wanted[name].itemsize]
+        raw = data[start : start + piece.box.size * dtype.itemsize]
+        array = np.frombuffer(raw, dtype).reshape(piece.box.sizes)
+        pieces[name].append(piece._replace(bits=HostBits(wanted[name].dtype, array)))
+    found: dict[str, Bits] = {}
+    for name, tensor in wanted.items():
+        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces[name])
+    return Layout(found), nbytes
+
+
+def _read_box(store: Store, stored: Stored, box: Box) -> Iterator[tuple[list[memoryview], int]]:
+    """The bytes of a box in row-major order, some at a time, and how many were read for them."""
+    itemsize = ITEMSIZES[stored.spec.dtype]
+    rows = box.positions(stored.spec.shape)
+    starts, run = stored.start + rows.starts * itemsize, rows.run * itemsize
+    if len(starts) == 1 or run >= SHORT_NBYTES:
+        ranges = [
+            (at, min(at + READ_NBYTES, int(start) + run))
+            for start in starts
+            for at in range(int(start), int(start) + run, READ_NBYTES)
+        ]
+        per_read = max(1, AT_ONCE_NBYTES // min(run, READ_NBYTES))
+        for first in range(0, len(ranges), per_read):
+            some = ranges[first : first + per_read]
+            yield read_ranges(store, stored.file, some, gap=0), sum(stop - start for start, stop in some)
+        return
+    first = 0
+    while first < len(starts):
+        last = int(np.searchsorted(starts, starts[first] + AT_ONCE_NBYTES - run, "right"))
+        some = [(int(start), int(start) + run) for start in starts[first:last]]
+        read = sum(stop - start for start, stop in plan_requests(some, SHORT_NBYTES, math.inf))
+        yield read_ranges(store, stored.file, some, gap=SHORT_NBYTES, spare=math.inf), read
+        first = last
+
+
+def cut(whole: Layout, wanted: Layout) -> Layout:
+    """The same pieces as wanted, as views of whole tensors."""
+    found: dict[str, Bits] = {}
+    for name, tensor in wanted.items():
+        pieces = []
+        for piece in pieces_of(tensor) if tensor.size else ():
+            slices = piece.box.slices(Box((0,) * len(tensor.shape), tuple(tensor.shape)))
+            pieces.append(piece._replace(bits=whole[name].view(slices)))
+        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+    return Layout(found)

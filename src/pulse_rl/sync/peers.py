@@ -1,0 +1,81 @@
+"""Ranks that follow a history together: one chooses for all, and a fault that one of them meets is all the others' too.
+
+`Ranks.share` raises another error where the work fails than elsewhere. Those who follow a history go on after some
+faults, by another route. So that all of them do, all raise an error of the same class here, which names the rank.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from pulse_rl import errors
+from pulse_rl.errors import PulseError, one_line
+from pulse_rl.group.collectives import Wording
+from pulse_rl.sync.ranks import Ranks
+from pulse_rl.weights import digests
+
+WORDING = Wording(
+    failed="the exchange between subscribing ranks failed: a rank or the network is lost, or the ranks did not make "
+    "the same calls",
+    advice="if a rank is lost, make a new process group and a new Subscriber on all ranks: its first sync repairs the "
+    "weights in place",
+)
+LIMIT = 32 << 20  # bytes of what one rank has chosen for all, as JSON
+_CHARACTERS = 1000  # of an error's text
+
+T = TypeVar("T")
+
+
+class _Outcome(msgspec.Struct, array_like=True):
+    """What came of the work on one rank."""
+
+    value: int
+    kind: str = ""  # the class of its error
+    text: str = ""
+
+
+class RankPeers:
+    """The ranks of a process group as `history.follow.Peers`; also one process alone."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
+        if self.ranks.size == 1:
+            return work()
+        found: list[T] = []
+        message = b""
+
+        def choose() -> int:
+            nonlocal message
+            if self.ranks.rank == 0:
+                found.append(work())
+                message = msgspec.json.encode(found[0])
+            return 0
+
+        self.add_up(what, choose)
+        messages = self.ranks.exchange([message] * self.ranks.size, LIMIT)
+        return found[0] if found else msgspec.json.decode(messages[0], type=kind)
+
+    def add_up(self, what: str, work: Callable[[], int]) -> int:
+        if self.ranks.size == 1:
+            return work() & digests.MASK
+        failure: PulseError | None = None
+
+        def attempt() -> _Outcome:
+            nonlocal failure
+            try:
+                return _Outcome(work() & digests.MASK)
+            except PulseError as error:
+                failure = error
+                return _Outcome(0, type(error).__name__, one_line(error, _CHARACTERS))
+
+        outcomes = self.ranks.share(what, attempt, _Outcome)
+        first = next((rank for rank, outcome in enumerate(outcomes) if outcome.kind), None)
+        if first is None:
+            return sum(outcome.value for outcome in outcomes) & digests.MASK
+        if failure is not None and first == self.ranks.rank:
+            raise failure
+        kind = getattr(errors, outcomes[first].kind)
+        raise kind(f"rank {first} of {self.ranks.size}: {outcomes[first].text}") from failure
