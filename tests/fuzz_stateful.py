@@ -240,7 +240,7 @@ class Machine(Calls):
         except pulse.IntegrityError:
             expect(altered, "verify found an alteration where there is none")
             expect(subscriber.version is None, "verify found an alteration, and a version is still reported")
-            follower.altered = set()
+            follower.altered, follower.obsolete = set(), True
             return "altered"
         except pulse.VersionNotFoundError:
             expect(version is None, "verify says that the weights were not synced")
