@@ -5,6 +5,7 @@ The first tests are defects of another implementation of SparseRL-Sync.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -388,3 +389,52 @@ def test_a_killed_rank_is_an_error_on_all_others_who_go_on_without_it(victim: in
             report, held = rest
             assert report.sent in ("sparse", "none")
             assert held == target
+
+
+def killed_at_some_time(rank: int, size: int, victim: int, delay: float, again: int) -> Any:
+    """One rank is killed so many seconds after the first send; versions go on and on until then."""
+    channel = channel_of(None, validate_every=3)
+    weights = made() if rank == 0 else zeros()
+    call(channel, rank, weights, 0)
+    if rank == victim:
+        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    number = 0
+    while True:
+        number += 1
+        if rank == 0:
+            step(weights, number)
+        result = call(channel, rank, weights, number)
+        if isinstance(result, Exception):
+            break
+    version, held = channel.version, bits(weights)
+    dist.destroy_process_group()
+    if victim == 0:
+        return picklable(result), version, held, None
+    left = [one for one in range(size) if one != victim]
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{again}", rank=left.index(rank), world_size=len(left))
+    channel.reconnect(None)
+    call(channel, rank, weights, number + 1)
+    return picklable(result), version, held, bits(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_a_rank_killed_at_any_time_leaves_whole_versions(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    victim, delay = int(random.integers(3)), float(random.uniform(0, 0.4))
+    results = group_world.run(killed_at_some_time, 3, victim, delay, port())
+    versions, last = set(), set()
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert result is None
+            continue
+        error, version, held, rest = result
+        assert isinstance(error, pulse.ExchangeError)
+        assert error.ranks == (victim,)
+        if rank:
+            assert held == bits(after(*range(1, version + 1)))
+            versions.add(version)
+        if rest is not None:
+            last.add(tuple(sorted(rest.items())))
+    assert max(versions) - min(versions) <= 1
+    assert len(last) <= 1

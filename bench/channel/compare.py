@@ -110,7 +110,8 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
         for place in range(2):
             ranks.append(_Rank(network, place, layers))
             stack.callback(ranks[-1].end)
-        elements = int(next(rank.answer() for rank in ranks)["elements"])
+        first, _ = (rank.answer() for rank in ranks)
+        elements = int(first["elements"])
         plan = [
             (rate, method)
             for rate in sorted(rates, key=lambda rate: rate or float("inf"), reverse=True)
