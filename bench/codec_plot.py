@@ -96,7 +96,8 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
     coded, streams = sum(parts.values()), 8 * sum(nbytes for *_, nbytes in found)
     print(f"code lengths counted: {coded:,.0f} bits, streams written: {streams:,} bits ({coded / streams - 1:+.3%})")
     parts = {name: bits * streams / coded for name, bits in parts.items()}
-    payload = sum(len(block.payload) for block in patch_format.unpack(patch.data).blocks)
+    read = patch_format.unpack(patch.data)
+    payload = sum(len(block.shared or b"") for block in read.blocks) + sum(map(len, read.payloads.values()))
     parts["statistics"] = 8 * payload - streams
     parts["container"] = 8 * (len(patch.data) - payload)
     return parts, patch.header.changes
@@ -105,9 +106,9 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
 def gap_parts(old: Layout, new: Layout) -> dict[str, float]:
     """Bits of a `gap` patch by part."""
     (patch,) = encode(old, new, base=0, target=1, codecs=[CODECS["gap"]])
-    blocks = [block.payload for block in patch_format.unpack(patch.data).blocks]
-    positions = sum(4 + struct.unpack_from("<I", block)[0] for block in blocks)
-    payload = sum(map(len, blocks))
+    spans = patch_format.unpack(patch.data).payloads.values()
+    positions = sum(4 + struct.unpack_from("<I", span)[0] for span in spans)
+    payload = sum(map(len, spans))
     return {
         "positions": 8 * positions,
         "new values": 8 * (payload - positions),

@@ -1,6 +1,7 @@
 """Studies against naive ones in NumPy and torch, of every dtype and of sizes that do not divide evenly."""
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
@@ -28,10 +29,11 @@ from pulse_rl.store.base import Store
 from pulse_rl.study import layers, values
 from pulse_rl.study.measure.precision import merge_visible, visible
 from pulse_rl.study.results import Report, Settings
-from pulse_rl.study.sources.checkpoints import Checkpoints
+from pulse_rl.study.sources.checkpoints import CheckpointReader, Checkpoints
 from pulse_rl.study.sources.history import Stored
 from pulse_rl.study.verb import study
 from pulse_rl.weights.bits import as_bits
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.segments import SEGMENT
 
@@ -315,6 +317,53 @@ def test_a_history_is_studied_as_its_versions_are(
     published = {m.version: m.patch.nbytes for m in History(store).manifests() if m.patch}
     assert len(published) > 2
     assert {step.target: step.codecs[codec] for step in files.steps if step.target in published} == published
+
+
+GOLDEN = Path(__file__).parent / "golden" / "history-2" / "plain"
+
+
+@pytest.mark.parametrize("more", [3, 30])
+def test_versions_whose_patches_are_cut_otherwise(tmp_path: Path, more: int) -> None:
+    """A history that was begun with patches of format 1; most patches are of that format, or of the new one."""
+    shutil.copytree(GOLDEN, tmp_path / "run")
+    store = pulse.open_store(str(tmp_path / "run"))
+    live: dict[str, Any] = {"layers.0.weight": np.zeros((64, 24), np.uint16), "norm": np.zeros(32, np.uint32)}
+    live["head"] = live["layers.0.weight"]
+    pulse.Subscriber(store).sync(live)
+    rng = np.random.default_rng(0)
+    with pulse.Publisher(store) as publisher:
+        for version in range(180, 180 + 10 * more, 10):
+            live["layers.0.weight"].reshape(-1)[rng.integers(0, 1536, 9)] ^= 1
+            publisher.publish(live, version=version)
+    versions = [manifest.version for manifest in History(store).manifests()]
+    paths = []
+    for version in versions:
+        pulse.Subscriber(store).sync(live, version=version)
+        paths.append(tmp_path / f"step-{version}.safetensors")
+        write_checkpoint(paths[-1], layout(live))
+    (tmp_path / "scratch").mkdir()
+    source = Stored(History(store), tmp_path / "scratch")
+    rebuilt = [path.name for path in (tmp_path / "scratch").glob("rebuilt-*")]
+    assert len(rebuilt) == min(more, 17)  # the golden history has 17 patches
+    history, files = study(source), study(Checkpoints(paths))
+    same = {"source": "checkpoints", "location": "", "versions": (), "seconds": 0.0}
+    assert msgspec.structs.replace(history, **same) == msgspec.structs.replace(files, **same)
+
+
+def test_parts_of_a_tensor_are_read_from_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes of every kind, read with limits from less than a row to more than the tensor."""
+    rng = np.random.default_rng(0)
+    array = rng.integers(0, 1 << 16, (12, 9, 7), dtype=np.uint16)
+    write_checkpoint(tmp_path / "w.safetensors", layout({"v": np.ones(3), "w": array}))
+    reader = CheckpointReader(tmp_path / "w.safetensors")
+    for limit in (1, 30, 500, 1 << 20):
+        monkeypatch.setattr("pulse_rl.study.sources.checkpoints.READ_NBYTES", limit)
+        for _ in range(20):
+            offset = tuple(int(rng.integers(n)) for n in array.shape)
+            sizes = tuple(int(rng.integers(1, n - a + 1)) for n, a in zip(array.shape, offset, strict=True))
+            box = Box(offset, sizes)
+            expected = array[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+            assert reader.read("w", box).tolist() == expected.reshape(-1).tolist()
 
 
 def test_other_precisions_see_what_visible_says(tmp_path: Path) -> None:

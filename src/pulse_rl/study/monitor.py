@@ -34,8 +34,10 @@ from pulse_rl.kernels.cpu import moves
 from pulse_rl.logs import logger
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import find_changes
 from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ class SparsityMonitor:
     """Measures the density of changed BF16 bits between optimizer steps, and never ends the training.
 
     The baseline is taken at construction, so parameters must be on their device by then. From a GPU, each measurement
-    copies the BF16 bits to the host, segment by segment: 2 bytes per element. Sharded parameters are not supported.
+    copies the BF16 bits to the host, segment by segment: 2 bytes per element. Of sharded parameters, this process
+    compares what it holds.
 
     What goes wrong after it was made is a logged warning, once for each cause. A file or a `log` that failed is tried
     again at the next measurement. After a measurement that failed, as when a parameter group was added, the count goes
@@ -265,17 +268,21 @@ class SparsityMonitor:
     def _measure(self, live: Layout) -> Sparsity:
         started = time.perf_counter()
 
-        def count(item: tuple[str, int, int]) -> _Counts:
-            name, start, stop = item
-            bits = self._baseline[name]
-            old, new = bits.read(start, stop), live[name].read(start, stop)
+        def count(item: tuple[str, Bits, Bits, int, int]) -> _Counts:
+            name, bits, newest, start, stop = item
+            old, new = bits.read(start, stop), newest.read(start, stop)
             changes = find_changes(old, new)
             sizes = moves.find_moves(old[changes.indices], changes.values, field_of(bits.dtype)).sizes
             bits.scatter(start, changes.indices, changes.values)
             neighbours, distances = int((sizes == 1).sum()), float(sizes.sum(dtype=np.float64))
             return _Counts(kind(name), stop - start, len(sizes), neighbours, distances)
 
-        work = ((name, *piece) for name, bits in self._baseline.items() for piece in segments(bits.size))
+        work = (
+            (name, held.bits, newest.bits, start, stop)
+            for name, tensor in self._baseline.items()
+            for held, newest in zip(pieces_of(tensor), pieces_of(live[name]), strict=True)
+            for start, stop in segments(held.bits.size)
+        )
         counts = list(ordered_map(count, work))
         elements, changed = _sums(counts)
         return Sparsity(
@@ -283,7 +290,7 @@ class SparsityMonitor:
             since=self._since,
             elements=elements,
             changed=changed,
-            density=changed / elements,
+            density=changed / max(1, elements),
             neighbours=sum(one.neighbours for one in counts) / max(1, changed),
             mean_distance=sum(one.distances for one in counts) / max(1, changed),
             by_kind={

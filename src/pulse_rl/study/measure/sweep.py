@@ -18,7 +18,8 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.study.measure.tally import Counts, Tally, empty_tally, tally
 from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.sources.base import Source
-from pulse_rl.weights.segments import SEGMENT, segments
+from pulse_rl.weights.pieces import Place
+from pulse_rl.weights.segments import SEGMENT
 
 HELD_NBYTES = 128 << 20  # of versions, held by all threads together, unless a single thread needs more
 
@@ -56,9 +57,9 @@ def count_tensors(
     """
     widest = max((tensor.itemsize for tensor in source.tensors.values()), default=1)
     slots = BoundedSemaphore(max(1, HELD_NBYTES // (timeline.held * SEGMENT * widest)))
-    work = [(name, start, stop) for name, tensor in source.tensors.items() for start, stop in segments(tensor.size)]
+    work = ((name, place) for name in source.tensors for place in source.places(name))
 
-    def count(item: tuple[str, int, int]) -> Counted:
+    def count(item: tuple[str, Place]) -> Counted:
         with slots:
             return count_segment(timeline, source.tensors[item[0]].dtype, source.walk(*item))
 
@@ -66,9 +67,9 @@ def count_tensors(
     total, done = sum(tensor.size for tensor in source.tensors.values()), 0
     for name, tensor in source.tensors.items():
         sums = nothing_counted(timeline, tensor.dtype)
-        for start, stop in segments(tensor.size):
+        for place in source.places(name):
             sums = sums + next(counted)
-            done += stop - start
+            done += place.size
             progress(done, total)
         yield name, sums
 

@@ -5,13 +5,14 @@ needed does not grow with the number of versions.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.study.results import Version
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import compare_layouts
+from pulse_rl.weights.pieces import Place
 
 
 class Tensor(NamedTuple):
@@ -40,10 +41,13 @@ class Source(Protocol):
     tensors: dict[str, Tensor]  # by name, in canonical order
     notes: list[str]  # what was left out, and why
 
-    def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
-        """Yield the bits of a tensor's elements [start, stop), at most one segment, in every version, in order.
+    def places(self, name: str) -> Sequence[Place]:
+        """How a tensor is cut for walks: disjoint places of at most one segment each, which are all of it."""
 
-        The caller owns the arrays, (stop − start,). Several threads may walk at once, each element once.
+    def walk(self, name: str, place: Place) -> Iterator[UIntArray]:
+        """Yield the bits of a tensor's elements at one of its places in every version, in order.
+
+        The caller owns the arrays, (place.size,). Several threads may walk at once, each element once.
         """
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:

@@ -1,13 +1,20 @@
 """The versions of a history as a source: its anchors and patches, walked segment by segment.
 
 The anchors and every patch are downloaded into files. A walk decodes one segment of one patch after the other, each
-onto the bits of the version before.
+onto the bits of the version before. So tensors are walked as most patches cut them; a version whose patch cuts them
+otherwise, as of another number of ranks, is rebuilt whole in files of its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Unit
@@ -17,19 +24,22 @@ from pulse_rl.errors import VersionNotFoundError
 from pulse_rl.history.fetch import fetch, limit_of
 from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.patches import Fetched, check_promised
+from pulse_rl.history.manifest import Manifest, PatchObject
+from pulse_rl.history.patches import Fetched, check_promised, part_refs
 from pulse_rl.history.restore import load_anchor
 from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels import cpu
-from pulse_rl.patch.format import Patch, Segment, unpack
+from pulse_rl.patch.format import unpack
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
 from pulse_rl.study.sources.base import Tensor, check_same_model
 from pulse_rl.study.sources.checkpoints import CheckpointReader
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Run
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import Place
+from pulse_rl.weights.segments import segments
 
 
 class Stored:
@@ -65,16 +75,15 @@ class Stored:
         self.notes: list[str] = []
         self._states: list[_Anchor | _Patched] = []
         found: list[Manifest] = []
+        kept = _Kept()
         manifests = history.manifests()
         for done, manifest in enumerate(manifests):
             progress(done, len(manifests))
             link = link_of(manifest)
             if link is not None and found and link.base_sequence == found[-1].sequence:
-                path = directory / f"{manifest.sequence}.patch"
-                path.write_bytes(fetch(history.store, link.ref, limit_of(manifest.full_nbytes)))
-                fetched = Fetched([unpack(map_file(path))], link.ref.nbytes, (link.ref.name,))
+                fetched = _download(history, link.ref, directory, limit_of(manifest.full_nbytes))
                 check_promised(fetched, link, state_of(found[-1]), manifest.tied)
-                self._states.append(_Patched(fetched.first))
+                self._states.append(_Patched(fetched, kept))
             elif manifest.anchor:
                 files = directory / str(manifest.sequence)
                 files.mkdir()
@@ -92,21 +101,36 @@ class Stored:
         self.tensors: dict[str, Tensor] = self._states[0].tensors
         for state, version in zip(self._states, self.versions, strict=True):
             check_same_model(self.tensors, state.tensors, f"{self.location}: {version.name}")
+        cuts = Counter(state.cut for state in self._states if isinstance(state, _Patched))
+        self._states = list(_cut_alike(self._states, max(cuts, key=lambda cut: cuts[cut], default=None), directory))
+        self._cut = next((state for state in self._states if isinstance(state, _Patched)), None)
 
-    def walk(self, name: str, start: int, stop: int) -> Iterator[UIntArray]:
+    def places(self, name: str) -> Sequence[Place]:
+        """How a tensor is cut for walks: as in most patches.
+
+        Args:
+            name: The tensor.
+
+        Returns:
+            Boxes or runs of its elements.
+        """
+        if self._cut is None:
+            return [Run(start, stop) for start, stop in segments(self.tensors[name].size)]
+        return self._cut.places.get(name, ())
+
+    def walk(self, name: str, place: Place) -> Iterator[UIntArray]:
         """Yield the bits of a tensor's elements in every version, in order.
 
         Args:
             name: The tensor.
-            start: Its first element.
-            stop: The element after its last; at most one segment further.
+            place: One of its places.
 
         Yields:
-            The bits, (stop − start,); the caller owns the array.
+            The bits, (place.size,); the caller owns the array.
         """
         bits: UIntArray | None = None
         for state in self._states:
-            bits = state.read(name, start, stop) if isinstance(state, _Anchor) else state.after(name, start, bits)
+            bits = state.read(name, place) if isinstance(state, _Anchor) else state.after(name, place, bits)
             yield bits
 
     def pairs(self) -> Iterator[tuple[Mapping[str, Bits], Mapping[str, Bits]]]:
@@ -121,7 +145,7 @@ class Stored:
                 before, weights = weights, self._opened(number)
                 yield before, weights
                 continue
-            application = prove(Fetched([state.patch], 0, ()), weights, Effort())
+            application = prove(state.fetched, weights, Effort())
             past = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
             application.write()
             yield past.over(weights), weights
@@ -141,37 +165,101 @@ class _Anchor(CheckpointReader):
         self.directory = directory
 
 
+def _download(history: History, ref: PatchObject, directory: Path, limit: int) -> Fetched:
+    """A patch in files: all its parts. Raises as `fetch`."""
+    refs = part_refs(history.store, ref, limit)
+    parts = []
+    for part in refs:
+        path = directory / Path(part.name).name
+        path.write_bytes(fetch(history.store, part, limit))
+        parts.append(unpack(map_file(path), part.name))
+    return Fetched(parts, sum(part.nbytes for part in refs), tuple(part.name for part in refs))
+
+
+def _cut_alike(
+    states: "Sequence[_Anchor | _Patched]", cut: Hashable, directory: Path
+) -> "Iterator[_Anchor | _Patched]":
+    """The same versions, in which those that a patch of another cut leads to are rebuilt whole."""
+    patches: list[_Patched] = []  # after the last version that is whole
+    whole: _Anchor | None = None
+    for number, state in enumerate(states):
+        if isinstance(state, _Patched):
+            patches.append(state)
+            if state.cut == cut:
+                yield state
+                continue
+            assert whole is not None  # a history starts from an anchor
+            files = directory / f"rebuilt-{number}"
+            shutil.copytree(whole.directory, files)
+            weights = open_checkpoint(files, writable=True)
+            for patch in patches:
+                prove(patch.fetched, weights, Effort()).write()
+            state = _Anchor(files)
+        whole, patches = state, []
+        yield state
+
+
 class _Patched:
     """A version that a patch leads to. Each segment is decoded when it is asked for.
 
-    Some codecs decode several segments at once. The first of these to be asked for decodes all; the others are kept
-    until they are asked for. That is at most about 1 MB per patch: these codecs close their blocks there.
+    Some codecs decode several segments at once, of several tensors. The first of these to be asked for decodes all; the
+    others are kept in a file until they are asked for.
     """
 
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
-        self.tensors = {tensor.name: Tensor(tensor.dtype, tensor.shape) for tensor in patch.tensors}
-        self._pieces: dict[tuple[str, int], tuple[Sequence[Segment], Unit]] = {}
-        for pieced in patch.units():
-            self._pieces.update((self._key(segment), pieced) for segment in pieced[0])
-        self._kept: dict[tuple[str, int], Changes] = {}
+    def __init__(self, fetched: Fetched, kept: "_Kept") -> None:
+        self.fetched = fetched
+        self.tensors = {name: Tensor(tensor.dtype, tensor.shape) for name, tensor in fetched.by_name().items()}
+        rows = [(part.header.format_version, *entry) for part in fetched.parts for entry in part.table]
+        self.cut: Hashable = tuple(sorted((name, version, boxes) for version, name, _, _, boxes in rows))
+        self.places: dict[str, list[Place]] = {}
+        self._units: dict[tuple[str, Place], tuple[Sequence[tuple[str, Place]], Unit]] = {}
+        for part in fetched.parts:
+            for members, unit in part.units():
+                keys = [(part.table[segment.tensor].name, segment.place) for segment in members]
+                for name, place in keys:
+                    self._units[name, place] = keys, unit
+                    self.places.setdefault(name, []).append(place)
+        self._kept = kept
         self._lock = Lock()
 
-    def after(self, name: str, start: int, old: UIntArray | None) -> UIntArray:
+    def after(self, name: str, place: Place, old: UIntArray | None) -> UIntArray:
         """The bits of a segment, a new array, from those of the version before. To be called once for each."""
         assert old is not None  # a history starts from an anchor
-        segments, piece = self._pieces[name, start]
-        if len(segments) == 1:
-            changes = piece.decode([lambda: old])[0]
+        keys, unit = self._units[name, place]
+        if len(keys) == 1:
+            changes = unit.decode([lambda: old])[0]
         else:
+            mine = (id(self), name, place)
             with self._lock:
-                if (name, start) not in self._kept:
-                    decoded = piece.decode([])  # these codecs ask for no old bits
-                    self._kept.update(zip(map(self._key, segments), decoded, strict=True))
-                changes = self._kept.pop((name, start))
+                if mine not in self._kept:
+                    for key, found in zip(keys, unit.decode([]), strict=True):  # these codecs ask for no old bits
+                        self._kept.put((id(self), *key), found)
+            changes = self._kept.take(mine)
         new = old.copy()
         cpu.scatter(new, *changes)
         return new
 
-    def _key(self, segment: Segment) -> tuple[str, int]:
-        return self.patch.table[segment.tensor].name, segment.place
+
+class _Kept:
+    """Decoded changes in an unlinked file, until they are asked for."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="pulse-rl-")  # noqa: SIM115 - closed with this object
+        self._places: dict[Hashable, tuple[int, int, np.dtype[Any]]] = {}  # offset, changes, dtype of the values
+        self._end = 0
+        self._lock = Lock()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._places
+
+    def put(self, key: Hashable, changes: Changes) -> None:
+        data = changes.indices.tobytes() + changes.values.tobytes()
+        with self._lock:
+            start, self._end = self._end, self._end + len(data)
+        os.pwrite(self._file.fileno(), data, start)
+        self._places[key] = start, len(changes.indices), changes.values.dtype
+
+    def take(self, key: Hashable) -> Changes:
+        start, count, kind = self._places.pop(key)
+        data = os.pread(self._file.fileno(), count * (4 + kind.itemsize), start)
+        return Changes(np.frombuffer(data, np.uint32, count), np.frombuffer(data, kind, count, 4 * count))
