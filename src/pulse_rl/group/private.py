@@ -100,6 +100,19 @@ class PrivateGroup(Group):
         super().release()
         self._in_flight.clear()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left, so that every call raises."""
+        return self._left is not None
+
+    def leave(self, why: str) -> None:
+        """Leave the group and say so: the others learn in their next call that this rank is lost.
+
+        why: what each later call of this rank raises. Of a rank that has left already, the first reason stands.
+        """
+        if self._left is None:
+            self._say_goodbye(self.wording.with_advice(why), (self.rank,))
+
     def send(self, to: int, data: Bytes | bytes) -> None:
         with self._leaving_on_error():
             array = writable(data)
@@ -232,7 +245,7 @@ class PrivateGroup(Group):
         except ExchangeError:
             raise
         except BaseException:
-            self._say_goodbye(f"rank {self.rank} was interrupted in an earlier call", (self.rank,))
+            self.leave(f"rank {self.rank} was interrupted in an earlier call")
             raise
 
     def _say_goodbye(self, message: str, ranks: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ send them. Then all put their files into the store at once. An anchor is rare, s
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -56,8 +56,17 @@ def put_anchor_together(
     size = min(SHARD_NBYTES, max(-(-plan.nbytes // ranks.size), FEWEST_NBYTES))
     shards, index = plan_shards(plan.tensors, size)
     mine = shards[ranks.rank :: ranks.size]
-    with scratch() as place:
-        ranks.share("make room for an anchor", lambda: _make_files(place, plan, mine), int)
+    with ExitStack() as stack:
+        places: list[Path] = []
+
+        def make_room() -> bool:
+            places.append(stack.enter_context(scratch()))
+            for shard in mine:
+                (places[0] / shard.name).write_bytes(shard_header(plan.tensors, shard.tensors))
+            return True
+
+        ranks.share("make room for an anchor", make_room, bool)
+        place = places[0]
         failures: list[OSError] = []
         for start in range(0, len(shards), ranks.size):
             _gather(ranks, place, own, plan, shards[start : start + ranks.size], failures)
@@ -82,12 +91,6 @@ def _order(ref: ObjectRef) -> tuple[bool, str]:
     return not ref.name.endswith(".safetensors"), ref.name
 
 
-def _make_files(place: Path, plan: SharePlan, shards: list[Shard]) -> int:
-    for shard in shards:
-        (place / shard.name).write_bytes(shard_header(plan.tensors, shard.tensors))
-    return 0
-
-
 def _gather(
     ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard], failures: list[OSError]
 ) -> None:
@@ -98,9 +101,12 @@ def _gather(
     """
     schedules = [list(_chunks(plan, shard)) for shard in shards]  # of rank 0, 1, …
     file: BinaryIO | None = None
-    if ranks.rank < len(shards):
-        file = (place / shards[ranks.rank].name).open("ab")
     try:
+        if ranks.rank < len(shards):
+            try:
+                file = (place / shards[ranks.rank].name).open("ab")
+            except OSError as error:
+                failures.append(error)
         for step in range(max(map(len, schedules))):
             chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
             chunks += [None] * (ranks.size - len(chunks))

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 from blake3 import blake3
 
+from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.errors import PulseError, StoreError, VersionSkewError, one_line
 from pulse_rl.history.anchor import put_anchor
@@ -39,12 +39,14 @@ from pulse_rl.history.patches import describe, list_parts
 from pulse_rl.history.trail import SPANS, PatchLink, State, Trail, decode_trail, state_of
 from pulse_rl.logs import logger
 from pulse_rl.parallel import submit
-from pulse_rl.patch.encode import EncodedPatch
+from pulse_rl.patch.encode import Coded, EncodedPatch
+from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.anchors import put_anchor_together
 from pulse_rl.sync.baseline import Move
 from pulse_rl.sync.ranks import Ranks
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.skips import Skips, find_skip, prove_skip
+from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
 
@@ -84,6 +86,13 @@ class _File(msgspec.Struct, array_like=True):
     head_nbytes: int
     head_blake3: str
     changes: int = 0
+
+
+class _Skip(msgspec.Struct, array_like=True):
+    """A skip patch that one rank has coded."""
+
+    delta: int  # what the digest gains
+    token: str  # on the first rank: of the patch
 
 
 class Delivery:
@@ -130,7 +139,8 @@ class Delivery:
             manifest = self._put_anchor(upcoming, manifest)
             manifest = self._commit(upcoming, manifest)
         except BaseException:
-            if self._committing != upcoming.token:  # else the version may stand
+            # The first rank knows whether it commits; another one only where all know that a step has failed.
+            if self._committing != upcoming.token and (self._ranks.rank == 0 or self._ranks.told):
                 self._delete_objects(upcoming.manifest.sequence, upcoming.token)
             raise
         try:
@@ -269,33 +279,54 @@ class Delivery:
 
     def _make_skips(self, upcoming: Upcoming, manifest: Manifest, before: Manifest) -> int:
         move, now = upcoming.move, state_of(manifest)
-        due = []
-        if move.replaced is None:
-            self._skips.clear()
-        else:
-            due = self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes)
+        due: list[tuple[State, Overlay]] = []
+
+        def add() -> list[int]:
+            if move.replaced is None:
+                self._skips.clear()
+            else:
+                due.extend(self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes))
+            return [base.sequence for base, _ in due]
+
         if now.sequence % SPANS[0]:
+            add()
             return 0
         # A rank whose overlay grew too large has none: then nobody makes this one.
-        everywhere = self._ranks.share("find skip patches", lambda: [base.sequence for base, _ in due], list[int])
-        total = 0
-        for base, overlay in due:
-            if not all(base.sequence in bases for bases in everywhere):
-                continue
-            assert upcoming.patch is not None  # the caller has looked
-            codec = CODECS[upcoming.patch.header.codec]
-            coded = find_skip(overlay, move.baseline.tensors, codec)
-            delta = sum(self._ranks.share("add up a skip patch", partial(getattr, coded, "delta"), int))
-            patch = prove_skip(coded, base, now, overlay, move.baseline.tensors, delta, self._ranks)
-            total += self._put_skip(patch, base, now)
-        return total
+        everywhere = self._ranks.share("find skip patches", add, list[int])
+        assert upcoming.patch is not None  # the caller has looked
+        codec, newest = CODECS[upcoming.patch.header.codec], move.baseline.tensors
+        return sum(
+            self._put_skip(base, now, overlay, newest, codec)
+            for base, overlay in due
+            if all(base.sequence in bases for bases in everywhere)
+        )
 
-    def _put_skip(self, patch: EncodedPatch, base: State, now: State) -> int:
-        token = self._ranks.share("name a skip patch", new_token, str)[0]
-        ref, _ = self._put_patch("put a skip patch", patch, now.sequence, token)
-        if self._ranks.rank == 0:
-            self._history.store.put(ref.name, self._first_object(patch, ref))
-            self._unlisted.append(PatchLink(ref, base.sequence, now))
+    def _put_skip(self, base: State, now: State, overlay: Overlay, newest: Layout, codec: Codec) -> int:
+        """Code, prove and put one skip patch. Returns its bytes."""
+        coded: list[Coded] = []
+        proved: list[EncodedPatch] = []
+
+        def find() -> _Skip:
+            coded.append(find_skip(overlay, newest, codec))
+            return _Skip(coded[0].delta, new_token())
+
+        found = self._ranks.share("code a skip patch", find, _Skip)
+        delta = sum(one.delta for one in found)
+
+        def prove() -> bool:
+            proved.append(prove_skip(coded[0], base, now, overlay, newest, delta, self._ranks))
+            return True
+
+        self._ranks.share("prove a skip patch", prove, bool)
+        ref, _ = self._put_patch("put a skip patch", proved[0], now.sequence, found[0].token)
+
+        def put_first() -> bool:
+            if self._ranks.rank == 0:
+                self._history.store.put(ref.name, self._first_object(proved[0], ref))
+                self._unlisted.append(PatchLink(ref, base.sequence, now))
+            return True
+
+        self._ranks.share("list a skip patch", put_first, bool)
         return ref.total_nbytes
 
 

@@ -57,7 +57,7 @@ from pulse_rl.sync.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.position import Position
-from pulse_rl.sync.ranks import ranks_of
+from pulse_rl.sync.ranks import collective, ranks_of
 from pulse_rl.sync.reports import Clock, PublishReport, publish_report
 from pulse_rl.sync.shares import Share, SharePlan, share_of
 from pulse_rl.sync.successor import (
@@ -144,20 +144,26 @@ class Publisher:
         group: dist.ProcessGroup | None = None,
         group_timeout: float | None = None,
     ) -> None:
-        if not isinstance(anchor_every, int) or anchor_every < 1:
-            raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
-        if retain is None and keep_every is not None:
-            raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
-        self.bandwidth = bandwidth
-        self.history = History(store, sign_with=sign_with, patience=patience)
         self._ranks = ranks_of(group, WORDING, group_timeout)
-        self._plan: SharePlan | None = None  # who owns what, as it was agreed last
-        self._encoder = Encoder(codec, self._ranks)
+        made: list[tuple[History, Encoder, Delivery, str | None]] = []
+
+        def make() -> bool:
+            if not isinstance(anchor_every, int) or anchor_every < 1:
+                raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
+            if retain is None and keep_every is not None:
+                raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
+            self.bandwidth = bandwidth
+            history = History(store, sign_with=sign_with, patience=patience)
+            retention = Retention(retain, keep_every, grace) if retain is not None else None
+            kind = cast_name(cast) if cast is not None else None
+            made.append((history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind))
+            return True
+
+        with self._ranks.collective():
+            self._ranks.share("make a publisher", make, bool)
+        self.history, self._encoder, self._delivery, self._cast = made[0]
         self._anchor_every, self._codec = anchor_every, codec
-        self._cast = cast_name(cast) if cast is not None else None
-        self._delivery = Delivery(
-            self.history, Retention(retain, keep_every, grace) if retain is not None else None, self._ranks
-        )
+        self._plan: SharePlan | None = None  # who owns what, as it was agreed last
         self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
         self._position = Position(self.history, self._ranks)
@@ -195,6 +201,7 @@ class Publisher:
         return committed.digest if committed else None
 
     @in_turn
+    @collective
     def resume(self) -> int | None:
         """Continue from the newest version of a history that has versions already; `publish` does so by itself.
 
@@ -211,11 +218,12 @@ class Publisher:
             StoreError: The store failed, or another publisher has committed since.
             ValueError: The history is signed, and this publisher has no key.
         """
-        self.flush()
+        self._ranks.share("publish the version in flight", lambda: self.flush() is None, bool)
         _, head, _ = self._begin(anchor=False, share=None)
         return head.version if head else None
 
     @in_turn
+    @collective
     def publish(
         self,
         weights: Any,
@@ -263,22 +271,25 @@ class Publisher:
             RuntimeError: Another thread is at work with this publisher.
         """
         clock = Clock(self._ranks)
-        if self._ranks.size > 1:
-            self.flush()  # the ranks are at one thing at a time
         found: list[Layout] = []
+        files = dict(assets or {})
         noted: dict[str, Scalar] | None = None
         kind: str | None = None  # the name of the dtype to cast to
 
         def check() -> Wish:
             nonlocal noted, kind
+            if self._ranks.size > 1:
+                self.flush()  # the ranks are at one thing at a time
             if version is not None:
                 patch_format.check_version("version", version)
             noted = check_metadata(metadata)
             if self._ranks.rank == 0:
                 self.history.store.check_create()
             kind = self._cast if cast is None else cast_name(cast)
-            check_assets(assets or {})
+            check_assets(files)
             refuse_adapters(weights)
+            for name, data in model_config(weights, kind).items():
+                files.setdefault(name, data)
             found.append(layout(weights, kind))
             return Wish(
                 version, anchor, background, f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
@@ -297,7 +308,6 @@ class Publisher:
             check_successor(head, base, plan, number)
         else:
             warn_of_prefix(plan.tensors)
-        files = model_config(weights, kind) | dict(assets or {})
         make_manifest = partial(
             new_manifest, sequence, number, tensors=plan, head=head, publisher=self._position.token, metadata=noted
         )
@@ -343,6 +353,7 @@ class Publisher:
         return self._conclude(flight.upcoming, flight.encoded, flight.future.result(), flight.clock)
 
     @in_turn
+    @collective
     def end(self) -> None:
         """Mark the run as ended: its newest version is the last one. `Subscriber.ended` and `pulse-rl status` show it.
 
@@ -354,11 +365,11 @@ class Publisher:
             StoreError: Likewise; or another publisher has committed.
             ValueError: The history is signed, and this publisher has no key.
         """
-        self.flush()
         self._ranks.share("mark the end", self._mark_end, bool)
 
     def _mark_end(self) -> bool:
-        """On the first rank: mark the newest version as the last one."""
+        """Wait for the version in flight, and on the first rank mark the newest as the last one."""
+        self.flush()
         if self._ranks.rank:
             return True
         head = self.history.head()
@@ -431,7 +442,8 @@ class Publisher:
     def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, clock: Clock) -> PublishReport:
         def deliver() -> Delivered:
             try:
-                return self._deliver(upcoming, looked)
+                with self._ranks.collective():
+                    return self._deliver(upcoming, looked)
             except Exception as error:
                 # Perhaps nobody asks for the result any more.
                 log.error("version %d could not be published: %s", upcoming.manifest.version, error)

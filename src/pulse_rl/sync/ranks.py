@@ -1,14 +1,19 @@
 """The processes that publish or sync one model together: the ranks of a process group, or one process alone.
 
 What they do is written once, for any number: each step is some work on every rank and a `share` of what it gave. If it
-fails on one rank, all ranks raise, so that none goes on alone.
+fails on one rank, all ranks raise, so that none goes on alone. A rank that is interrupted between two steps leaves the
+group (`collective`), so that none waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from pulse_rl.errors import ExchangeError, IntegrityError, one_line
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.private import PrivateGroup
 from pulse_rl.group.sharing import share
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+P = ParamSpec("P")
+# What is raised outside of shared work follows from what all ranks know, if it is one of these: then all raise it.
+ALIKE = (ExchangeError, IntegrityError, ValueError)
 
 
 class Gathering(Protocol):
@@ -58,11 +66,22 @@ class Ranks(Protocol):
     def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
         """Send data[r] to rank r. Returns what each rank sent here. limit: bytes of one message."""
 
+    @property
+    def told(self) -> bool:
+        """Whether all ranks know that a step of this block has failed, on this rank or on another: none goes on."""
+
+    def collective(self) -> AbstractContextManager[None]:
+        """A block that all ranks run. What can fail on one of them is shared work.
+
+        A rank that something else fails on, as an interruption, leaves the group: the others learn at once that it is
+        lost, and each later call raises on all of them.
+        """
+
 
 class Alone:
     """One process, without a group."""
 
-    rank, size, sent_nbytes = 0, 1, 0
+    rank, size, sent_nbytes, told = 0, 1, 0, True
 
     def share(self, what: str, work: Callable[[], T], kind: type[T]) -> list[T]:
         return [work()]
@@ -72,6 +91,9 @@ class Alone:
 
     def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
         return [memoryview(data[0])]
+
+    def collective(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Together:
@@ -83,13 +105,29 @@ class Together:
     def __init__(self, group: dist.ProcessGroup | None, wording: Wording, timeout: float | None = None) -> None:
         self.group = PrivateGroup.of(group, wording, timeout=timeout)
         self.rank, self.size = self.group.place
+        self._thread = threading.local()  # `told`, of the block that each thread runs
 
     @property
     def sent_nbytes(self) -> int:
         return self.group.sent_nbytes
 
     def share(self, what: str, work: Callable[[], T], kind: type[T]) -> list[T]:
-        return share(self.group, what, work, kind)
+        failures: list[BaseException] = []
+
+        def attempt() -> T:
+            try:
+                return work()
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        try:
+            return share(self.group, what, attempt, kind)
+        except BaseException as error:
+            self._thread.told = error in failures or (isinstance(error, ExchangeError) and not self.group.has_left)
+            raise
+        finally:
+            failures.clear()  # its frames hold this list
 
     def gather(self, data: bytes, limit: int) -> list[bytes]:
         return [bytes(found) for found in self.group.gather(data, limit)]
@@ -97,7 +135,40 @@ class Together:
     def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
         return self.group.all_to_all(data, limit)
 
+    @property
+    def told(self) -> bool:
+        return bool(self._thread.told)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        self._thread.told = False
+        try:
+            yield
+        except BaseException as error:
+            if not self.told and not isinstance(error, ALIKE):
+                why = f"{type(error).__name__}: {one_line(error)}"
+                self.group.leave(f"rank {self.rank} failed in an earlier call ({why})")
+            raise
+
 
 def ranks_of(group: Any, wording: Wording, timeout: float | None = None) -> Ranks:
     """The ranks of a process group; one process alone for None."""
     return Alone() if group is None else Together(group, wording, timeout)
+
+
+class _HasRanks(Protocol):
+    _ranks: Ranks
+
+
+S = TypeVar("S", bound=_HasRanks)
+
+
+def collective(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """A method that all ranks call: `Ranks.collective`."""
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **options: P.kwargs) -> T:
+        with self._ranks.collective():
+            return method(self, *args, **options)
+
+    return call
