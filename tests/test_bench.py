@@ -1,4 +1,4 @@
-"""`bench codec`: its bound against a naive entropy, its results, its JSON document. Also `fanout` and `loco`."""
+"""`bench codec`: its bound against a naive entropy, its results, its JSON document. Also fan-out, shares and `loco`."""
 
 import json
 import math
@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import pulse_rl as pulse
 from pulse_rl.bench import codec as bench
 from pulse_rl.bench import loco
 from pulse_rl.bench.bound import bounds
+from pulse_rl.bench.shards_model import Layout, Model, ModelSize
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.parallel import threads
 from pulse_rl.patch.encode import encode
+from pulse_rl.weights import boxes
 from pulse_rl.weights.bits import Bits, HostBits
 
 FIELDS = {"name", "nbytes", "bits_per_change", "of_bound", "reduction", "encode_s", "decode_s", "apply_s", "exact"}
@@ -221,6 +225,50 @@ def test_a_publisher_makes_no_more_requests_for_many_subscribers(capsys: pytest.
         assert each["held_nbytes"] == each["put_nbytes"]
     # Manifests hold the time and a token, so they differ by a few digits; the rest is the same.
     assert abs(one["put_nbytes"] - many["put_nbytes"]) < 100
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("rows", 3), ("rows and columns", 2)])
+def test_ranks_hold_shares_of_the_same_weights(layout: Layout, ranks: int) -> None:
+    size = ModelSize(layers=1, width=1, vocab=50)
+    whole = Model(size, "rows", 0, 1)
+    shares = [Model(size, layout, rank, ranks) for rank in range(ranks)]
+    for _ in range(2):
+        for name, expected in whole.weights().items():
+            assert isinstance(expected, torch.Tensor)
+            found = torch.full_like(expected, torch.nan)
+            for share in shares:
+                held = share.weights()[name]
+                for box, values in (
+                    held.boxes() if isinstance(held, pulse.Shard) else [(boxes.whole(found.shape), held)]
+                ):
+                    found[box.slices(boxes.whole(found.shape))] = values
+            assert torch.equal(found, expected)
+        for model in (whole, *shares):
+            model.step()
+
+
+@pytest.mark.slow
+def test_a_model_in_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks publish what one does, bit for bit, and send each other no tensor; halves are received."""
+    model = ["--layers", "1", "--vocab", "64", "--ranks", "2", "--versions", "2", "--codec", "gap"]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "shards", *model, "--json"])
+    assert exit_info.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["elements"] == 64 * 576 + 576 * (2 * 576 + 2 * 192 + 3 * 1536 + 3)
+    one, *two = found["publishers"]
+    assert [(each["ranks"], each["layout"]) for each in two] == [(2, "rows"), (2, "rows and columns")]
+    assert one["group_nbytes"] == 0
+    assert all(0 < each["group_nbytes"] < 1024 for each in two)
+    assert all(one["patch_nbytes"] < each["patch_nbytes"] < 2 * one["patch_nbytes"] for each in two)
+    assert all(each["peak_nbytes"] > 0 for each in found["publishers"])
+    received = {(each["publishers"], each["share"]): each for each in found["receivers"]}
+    assert list(received) == [(1, "whole"), (1, "half"), (2, "whole"), (2, "half")]
+    assert received[1, "whole"]["fetched_nbytes"] == one["patch_nbytes"]
+    for parts in (1, 2):
+        whole, half = received[parts, "whole"], received[parts, "half"]
+        assert whole["fetched_nbytes"] / 3 < half["fetched_nbytes"] < whole["fetched_nbytes"]
+        assert 0 < whole["apply_cpu_s"] < whole["cpu_s"]
 
 
 @pytest.mark.slow

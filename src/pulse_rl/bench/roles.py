@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +28,12 @@ CHUNK = 1 << 20  # elements moved at a time
 SAMPLE_S = 0.002
 
 
-def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """SmolLM2-135M's tensors, from its Llama configuration; the head is tied to the embedding."""
-    vocab, hidden, intermediate, heads, kv_heads = 49152, 576, 1536, 9, 3
+def shapes(layers: int, width: int = 1, vocab: int = 49152) -> dict[str, tuple[int, ...]]:
+    """SmolLM2-135M's tensors, from its Llama configuration; the head is tied to the embedding.
+
+    width: how many times as wide it is.
+    """
+    hidden, intermediate, heads, kv_heads = 576 * width, 1536 * width, 9, 3
     kv = hidden // heads * kv_heads
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
@@ -76,6 +80,7 @@ class Peak:
         self._floor = rss_anon()
         self._stop = threading.Event()
         self.nbytes = 0
+        self.cpu_s = 0.0  # processor seconds that the sampling itself took
 
     def __enter__(self) -> "Peak":
         self._stop.clear()
@@ -93,6 +98,7 @@ class Peak:
         while True:
             self.nbytes = max(self.nbytes, rss_anon() - self._floor)
             if self._stop.wait(SAMPLE_S):
+                self.cpu_s += time.thread_time()
                 return
 
 
