@@ -24,20 +24,22 @@ from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.patch.encode import find
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
-from pulse_rl.weights.boxes import Box
+from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.pieces import Piece, Pieces
 
-Cut = Callable[[str, tuple[int, ...]], list[Box]]  # the boxes of each publishing rank, of a tensor; as many for each
+Cut = Callable[[str, tuple[int, ...]], list[Box | None]]  # the box of each publishing rank, of a tensor
 
 
 def even(ranks: int, dim: int = 0) -> Cut:
     """Every tensor cut along one dimension into ranges of about one size; the later ranks may get nothing."""
 
-    def cut(name: str, shape: tuple[int, ...]) -> list[Box]:
+    def cut(name: str, shape: tuple[int, ...]) -> list[Box | None]:
+        if not shape:
+            return [Box((), ()), *[None] * (ranks - 1)]
         along = min(dim, len(shape) - 1)
         edges = [rank * shape[along] // ranks for rank in range(ranks + 1)]
-        found = []
+        found: list[Box | None] = []
         for start, stop in zip(edges, edges[1:], strict=False):
             offset = tuple(start if d == along else 0 for d in range(len(shape)))
             found.append(Box(offset, tuple(stop - start if d == along else n for d, n in enumerate(shape))))
@@ -51,8 +53,7 @@ def cut_layout(weights: Layout, rank: int, cut: Cut) -> Layout:
     held = {}
     for name, bits in weights.items():
         box = cut(name, bits.shape)[rank]
-        slices = tuple(slice(a, a + n) for a, n in zip(box.offset, box.sizes, strict=True))
-        pieces = [Piece(box, bits.view(slices))] if box.size else []
+        pieces = [Piece(box, bits.view(box.slices(whole(bits.shape))))] if box is not None and box.size else []
         held[name] = Pieces(bits.dtype, bits.itemsize, tuple(bits.shape), pieces)
     return Layout(held, weights.tied)
 

@@ -13,7 +13,14 @@ import msgspec
 from blake3 import blake3
 
 from pulse_rl.documents import decode_json
-from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PatchFormatError, translate
+from pulse_rl.errors import (
+    BaseMismatchError,
+    CannotReadRangeError,
+    FormatError,
+    IntegrityError,
+    PatchFormatError,
+    translate,
+)
 from pulse_rl.history.fetch import check_size, fetch
 from pulse_rl.history.manifest import PatchObject, part_name
 from pulse_rl.history.trail import PatchLink, State
@@ -128,11 +135,14 @@ def has_share(fetched: Fetched, share: Layout) -> bool:
 def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None) -> tuple[Patch, int]:
     """One file, and how many bytes of it were read."""
     if share is None or not share.sharded or not ref.head_nbytes:
-        return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
+        return _fetch_whole(store, ref, limit)
     check_size(ref.name, ref.nbytes, limit)
     if not ref.head_nbytes <= min(ref.nbytes, patch_format.MAX_HEAD_NBYTES):
         raise IntegrityError(f"{ref.name}: a head of {ref.head_nbytes} of {ref.nbytes} bytes", name=ref.name)
-    head = read_range(store, ref.name, 0, ref.head_nbytes)
+    try:
+        head = read_range(store, ref.name, 0, ref.head_nbytes)
+    except CannotReadRangeError:
+        return _fetch_whole(store, ref, limit)
     if blake3(head).hexdigest()[:32] != ref.head_blake3:
         raise IntegrityError(
             f"{ref.name} in {store.url} is corrupt: expected a head of BLAKE3 {ref.head_blake3}, found another one",
@@ -145,6 +155,10 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
     with translate(PatchFormatError, to=lambda reason: PatchFormatError(reason, source=ref.name)):
         read = patch.with_spans({span.number: data for span, data in zip(wanted, payloads, strict=True)})
     return read, ref.head_nbytes + sum(span.nbytes for span in wanted)
+
+
+def _fetch_whole(store: Store, ref: PatchObject, limit: int) -> tuple[Patch, int]:
+    return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
 
 
 def _is_wanted(patch: Patch, span: patch_format.Span, share: Layout) -> bool:
