@@ -6,7 +6,7 @@ FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
 
-.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout docs check clean
+.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
 setup: .venv/.ready
 
@@ -49,6 +49,10 @@ fuzz-layout: setup
 # Whole histories against a naive model, without end; ARGS="--seconds 1200 --seed 7". A finding names its own command.
 fuzz-stateful: setup
 	$(BIN)/python tests/fuzz_stateful.py $(ARGS)
+
+# Groups of ranks of which one is killed, interrupted or failed by its store, without end; ARGS="--seed N --cases N".
+fuzz-ranks: setup
+	$(BIN)/python tests/fuzz_ranks.py $(ARGS)
 
 # The documentation, into site/. A broken link or a public name without a whole docstring fails.
 docs: setup

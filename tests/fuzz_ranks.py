@@ -1,0 +1,343 @@
+"""Ranks that publish one model together, of which one fails: by seed, at any point.
+
+    make fuzz-ranks                                            # without end; or ARGS="--cases 500 --seed 7"
+    python tests/fuzz_ranks.py --seed 7 --first 41 --cases 1   # repeat one case
+
+Each case is one history. In each of its rounds a group of ranks, of a size that is drawn, goes on from where the
+history ends and publishes some versions: patches, anchors, in the background, with skip patches and retention. In the
+middle of one of them a rank is killed (kill -9), interrupted (Ctrl-C), or failed by its store. Then is checked that
+
+- no rank hangs: all who are left raise or succeed well within the timeout, and each later call of theirs does too;
+- who raises names the rank that failed;
+- what any rank reports as published is in the store, and every version there restores to the bits that the ranks held;
+- the store has no problems but leftovers; and a group of another size goes on.
+"""
+
+import argparse
+import itertools
+import logging
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, get_args
+
+import group_world
+import shares
+import torch
+import torch.distributed as dist
+from loco_ranks import forking, picklable
+from rank_faults import Fault, Faults, Place
+
+import pulse_rl as pulse
+from pulse_rl.history.log import History
+
+SIZES = {"columns": (64, 48), "rows.0": (30, 50), "flat": (7, 11, 3), "norm": (30,), "large": (640, 48)}
+TIMEOUT_S = 25.0  # of the ranks' group
+PROMPT_S = 15.0  # within which every call ends, whatever happened
+
+
+class Step(NamedTuple):
+    """One call on one rank."""
+
+    what: str
+    version: int | None  # the version that is reported as committed
+    error: str  # the name of the error's type; empty without one
+    text: str
+    ranks: tuple[int, ...]  # that the error names
+    seconds: float
+    warning: str
+
+    def __str__(self) -> str:
+        end = f"version {self.version}" if not self.error else f"{self.error} {list(self.ranks)}: {self.text}"
+        return f"{self.what} ({self.seconds:.2f} s): {end}{self.warning and f'; warning: {self.warning}'}"
+
+
+class Round(NamedTuple):
+    """What one group does."""
+
+    size: int
+    versions: list[int]
+    background: bool
+    anchors: list[int]
+    options: dict[str, Any]
+    fault: Fault | None
+    stops: bool  # no rank makes a call any more after the fault
+
+
+def act(rank: int, size: int, store: str, work: Round) -> list[Step]:
+    """What one rank does in a round."""
+    logging.disable(logging.CRITICAL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    shares.SHAPES = SIZES
+    faults, steps = Faults(rank, work.fault), list[Step]()
+    held = [shares.shares(shares.model(version), rank, size) for version in work.versions]
+    publisher: pulse.Publisher | None = None
+
+    def attempt(number: int, what: str, call: Callable[[], Any]) -> Any:
+        begun, found, error = time.monotonic(), None, None
+        try:
+            with faults.step(number):
+                found = call()
+        except BaseException as caught:  # noqa: BLE001
+            error = caught
+        name = type(error).__name__ if error is not None else ""
+        text = str(error) if error is not None else ""
+        if error is not None and not isinstance(error, pulse.PulseError | KeyboardInterrupt):
+            import traceback
+
+            text += "".join(traceback.format_exception(error))
+        version = getattr(found, "version", None)
+        seconds = time.monotonic() - begun
+        steps.append(
+            Step(what, version, name, text, getattr(error, "ranks", ()), seconds, getattr(found, "warning", None) or "")
+        )
+        return found
+
+    def make() -> pulse.Publisher:
+        return pulse.Publisher(faults.store(store), group=dist.group.WORLD, group_timeout=TIMEOUT_S, **work.options)
+
+    def publish(version: int, weights: Any) -> Any:
+        assert publisher is not None
+        anchor = version in work.anchors
+        report = publisher.publish(weights, version=version, background=work.background, anchor=anchor)
+        return publisher.flush() if work.background else report
+
+    publisher = attempt(0, "make", make)
+    if publisher is None:
+        return steps
+    for number, (version, weights) in enumerate(zip(work.versions, held, strict=True), 1):
+        if work.stops and work.fault is not None and number > work.fault.step:
+            return steps  # and the process goes on, at something else
+        attempt(number, f"publish {version}", lambda version=version, weights=weights: publish(version, weights))  # type: ignore[misc]
+    attempt(len(held) + 1, "close", publisher.close)
+    return steps
+
+
+def serve(pipe: Connection) -> None:
+    """Fork ranks from a process that has loaded the kernels and has no threads."""
+    os.environ["PULSE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    shares.SHAPES = SIZES
+    for codec in ("gap", "context"):
+        pulse.apply(shares.model(0), pulse.diff(shares.model(0), shares.model(1), codec=codec))
+    group_world.forking = lambda: mp.get_context("fork")  # type: ignore[attr-defined,assignment,return-value]
+    while True:
+        try:
+            function, size, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(group_world.run(function, size, *arguments))
+        except BaseException as error:  # noqa: BLE001
+            pipe.send(picklable(error))
+
+
+Run = Callable[..., list[Any]]
+
+
+@contextmanager
+def nursery() -> Iterator[Run]:
+    """A process that ranks are forked from. Call with a function, a number of ranks and arguments."""
+    here, there = mp.Pipe()
+    process = forking().Process(target=serve, args=(there,))
+    process.start()
+    there.close()
+
+    def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        here.send((function, size, arguments))
+        found = here.recv()
+        if isinstance(found, BaseException):
+            raise found
+        return list(found)
+
+    try:
+        yield run
+    finally:
+        here.close()
+        process.join()
+
+
+@cache
+def digest_of(version: int) -> str:
+    shares.SHAPES = SIZES
+    return pulse.digest(shares.model(version))
+
+
+class Finding(AssertionError):
+    """A promise that was not kept."""
+
+
+def expect(condition: bool, text: str) -> None:
+    if not condition:
+        raise Finding(text)
+
+
+class Case:
+    """One history."""
+
+    def __init__(self, seed: int, case: int, run: Run) -> None:
+        self.random = Random(f"{seed}/{case}")
+        self.counts = Counter[str]()
+        self.log: list[str] = []
+        self._run = run
+        self._next = 0
+        self._reported = -1  # the newest version that a rank has reported
+
+    def play(self, directory: Path) -> None:
+        store = str(directory / "store")
+        long = self.random.random() < 0.04  # until two skip patches are due at once
+        for _ in range(1 if long else self.random.randint(1, 3)):
+            self.round(store, self.drawn(17 if long else self.random.randint(2, 5)))
+        self.round(store, self.drawn(2)._replace(fault=None))
+
+    def drawn(self, count: int) -> Round:
+        draw = self.random
+        size = draw.choice((2, 2, 3, 3, 4))
+        versions = list(range(self._next, self._next + count))
+        self._next += count
+        options: dict[str, Any] = {
+            "codec": draw.choice(("auto", "gap", "context")),
+            "anchor_every": draw.choice((2, 3, 50)),
+            "patience": draw.choice((0, 0.5)),
+        }
+        if draw.random() < 0.25:
+            options |= {"retain": draw.randint(1, 3), "grace": 0}
+        anchors = [version for version in versions if draw.random() < 0.1]
+        kind: Any = draw.choice(("kill", "kill", "kill", "interrupt", "store"))
+        place: Any = "store" if kind == "store" else draw.choice(get_args(Place))
+        step = (
+            count - draw.choice((0, 1)) if count > 10 else draw.choice((0, *range(1, count + 1), *range(1, count + 1)))
+        )
+        fault = Fault(
+            draw.randrange(size), step, kind, place, draw.random() * 1.05, draw.random() < 0.5, draw.random() < 0.5,
+            draw.random() < 0.5,
+        )  # fmt: skip
+        return Round(size, versions, draw.random() < 0.3, anchors, options, fault, draw.random() < 0.5)
+
+    def round(self, store: str, work: Round) -> None:
+        self.log.append(f"{work}")
+        results: list[list[Step] | None] = self._run(act, work.size, store, work)
+        for rank, steps in enumerate(results):
+            expect(not isinstance(steps, BaseException), f"rank {rank}: {steps!r}")
+            self.log.append(f"  rank {rank}: {'killed' if steps is None else ''}")
+            self.log += [f"    {step}" for step in steps or ()]
+        fault = work.fault
+        killed = {rank for rank, steps in enumerate(results) if steps is None}
+        if fault is not None and fault.kind == "kill":
+            expect(killed == {fault.rank}, f"expected that rank {fault.rank} is killed, found {killed}")
+        else:
+            expect(not killed, f"killed: {killed}")
+        for rank, steps in enumerate(results):
+            for step in steps or ():
+                self.check_step(rank, step, work)
+                if step.version is not None:
+                    self._reported = max(self._reported, step.version)
+        if fault is None or fault.kind == "store":
+            self.check_alike(results, work)
+        self.check_store(store, work)
+        self.counts[f"{fault.kind} at a {fault.place}" if fault else "without a fault"] += 1
+
+    def check_step(self, rank: int, step: Step, work: Round) -> None:
+        fault, where = work.fault, f"rank {rank}: {step}"
+        most = 2 * TIMEOUT_S if step.what == "make" else PROMPT_S  # while connections are made, who is lost shows late
+        expect(step.seconds < most, f"slow: {where}")
+        if not step.error:
+            if step.warning and fault is not None and fault.rank != rank and fault.kind != "store":
+                expect(f"rank {fault.rank} of" in step.warning, f"who? {where}")
+            return
+        expect(fault is not None, f"an error without a fault: {where}")
+        assert fault is not None
+        self.counts[step.error] += 1
+        if step.what == "make":
+            expect(step.error in ("ExchangeError", "KeyboardInterrupt", "StoreError"), where)
+        elif step.error == "ExchangeError":
+            expect(step.ranks == (fault.rank,), f"who? {where}")
+        elif step.error == "KeyboardInterrupt":
+            expect(fault.kind == "interrupt" and fault.rank == rank, where)
+        else:
+            expect(step.error == "StoreError" and fault.kind == "store" and fault.rank == rank, where)
+
+    def check_alike(self, results: list[Any], work: Round) -> None:
+        """All ranks succeed in a step or none does, and after the fault all succeed again."""
+        for number, steps in enumerate(zip(*results, strict=True)):
+            expect(len({step.version for step in steps}) == 1, f"not alike: {steps}")
+            if work.fault is None or number > work.fault.step:
+                expect(not any(step.error for step in steps), f"no fault any more: {steps}")
+
+    def check_store(self, store: str, work: Round) -> None:
+        history = History(store)
+        manifests = history.manifests()
+        if not manifests:
+            expect(self._reported < 0, f"nothing is left of version {self._reported}")
+            return
+        report = pulse.verify(store)
+        expect(report.problems == (), f"problems: {report.problems}")
+        found = [manifest.version for manifest in manifests]
+        expect(report.good_versions == tuple(found), f"expected {found}, found {report.good_versions}")
+        expect(found[-1] >= self._reported, f"version {self._reported} was reported, the newest is {found[-1]}")
+        wrong = [manifest.version for manifest in manifests if manifest.digest != digest_of(manifest.version)]
+        expect(not wrong, f"other bits than those published: versions {wrong}")
+        if work.fault is None:
+            expect(found[-1] == work.versions[-1], f"expected {work.versions[-1]}, found {found[-1]}")
+        self.counts["versions proved"] += len(found)
+
+
+def run_case(seed: int, number: int, run: Run, *, verbose: bool = False) -> Counter[str]:
+    """Run one case. Returns what was counted; raises its finding, with what led there as notes."""
+    directory = Path(tempfile.mkdtemp(prefix="fuzz-ranks-"))
+    case = Case(seed, number, run)
+    try:
+        case.play(directory)
+    except BaseException as error:
+        for line in case.log[-40:]:
+            error.add_note(line)
+        error.add_note(f"python tests/fuzz_ranks.py --seed {seed} --first {number} --cases 1")
+        raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if verbose:
+            print("\n".join(case.log))
+    return case.counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--cases", type=int)
+    parser.add_argument("--keep-going", action="store_true", help="go on after a finding")
+    parser.add_argument("--verbose", action="store_true")
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    start, counts, found = time.monotonic(), Counter[str](), 0
+    numbers = itertools.count(given.first)
+    with nursery() as run:
+        for done, case in enumerate(numbers if given.cases is None else itertools.islice(numbers, given.cases), 1):
+            try:
+                counts += run_case(given.seed, case, run, verbose=given.verbose)
+            except Exception as error:  # noqa: BLE001 - any exception is a finding
+                found += 1
+                notes = "\n    ".join(getattr(error, "__notes__", []))
+                print(f"FOUND seed {given.seed} case {case}: {type(error).__name__}: {error}\n    {notes}", flush=True)
+                if not given.keep_going:
+                    return 1
+            if done % 20 == 0:
+                print(f"{time.monotonic() - start:.0f} s, {done} cases: {dict(counts)}, {found} found", flush=True)
+    print(f"seed {given.seed}, {time.monotonic() - start:.0f} s: {dict(counts)}, {found} found something")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
