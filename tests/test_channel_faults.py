@@ -217,6 +217,28 @@ def test_calls_and_settings_that_do_not_fit_are_refused_on_all(ranks: Ranks) -> 
         assert sent == "dense"
 
 
+def replicas(group: Any, rank: int, size: int) -> Any:
+    """Two senders hold the same weights, and then no more."""
+    channel = channel_of(group, source=(1, 2))
+    weights = zeros() if rank == 0 else made()
+    errors: list[Any] = []
+    for version in range(3):
+        if rank == 2:
+            weights["ids"][3] = 99 if version == 1 else 3
+        try:
+            report = channel.send(weights, version=version) if rank else channel.receive(weights)
+            errors.append(report.sent)
+        except pulse.ExchangeError as error:
+            errors.append(error.ranks)
+    return errors, bits(weights)
+
+
+def test_replicas_of_senders_that_differ_are_refused(ranks: Ranks) -> None:
+    for errors, held in good(ranks(replicas, 3)):
+        assert errors == ["dense", (1, 2), "none"]
+        assert held == bits(made())
+
+
 def shared(group: Any, rank: int, size: int) -> Any:
     """A receiver has tied two tensors that differ at the sender; another one's overlap."""
     channel = channel_of(group)

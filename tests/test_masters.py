@@ -148,3 +148,99 @@ def test_a_channel_keeps_no_baseline_and_finds_what_was_not_collected(ranks: Ran
     assert sent == received == ["dense", "sparse", (0,), "dense"]
     assert first == second
     assert version == 3
+
+
+class OfMegatron:
+    """What is read of Float16OptimizerWithFloat16Params."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.float16_groups = [weights]
+        self.fp32_from_float16_groups = [[weight.float() for weight in weights]]
+
+    def _get_model_and_main_params_data_float16(self) -> Any:
+        return self.float16_groups[0], self.fp32_from_float16_groups[0]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for weight, master in zip(*self._get_model_and_main_params_data_float16(), strict=True):
+            weight.copy_(master)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.fp32_from_float16_groups[0]
+
+    def step(self) -> None:
+        for master in self.masters:
+            master += 0.01
+        self._copy_main_params_to_model_params()
+
+
+class Range:
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+
+class OfMegatronDistributed(OfMegatron):
+    """What is read of DistributedOptimizer: masters of the first half of each parameter."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.model_float16_groups = [weights]
+        self.shard_fp32_from_float16_groups = [[w.view(-1)[: w.numel() // 2].float() for w in weights]]
+        self.model_fp32_groups: list[Any] = []
+        self.shard_fp32_groups: list[Any] = []
+
+    def _get_model_param_range_map(self, weight: torch.Tensor) -> dict[str, Range]:
+        return {"param": Range(0, weight.numel() // 2)}
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for weight, master in zip(self.model_float16_groups[0], self.masters, strict=True):
+            weight.view(-1)[: weight.numel() // 2].copy_(master)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.shard_fp32_from_float16_groups[0]
+
+
+class OfDeepSpeed(OfMegatron):
+    """What is read of BF16_Optimizer: one flat partition for each rank."""
+
+    def __init__(self, weights: list[torch.Tensor], buffer: torch.Tensor, group: Any) -> None:
+        self.bf16_partitioned_groups = [[buffer]]
+        self.fp32_groups_flat_partition = [buffer.float()]
+        self.real_dp_process_group = [group]
+
+    def update_lp_params(self) -> None:
+        self.bf16_partitioned_groups[0][0].copy_(self.masters[0])
+
+    _copy_main_params_to_model_params = update_lp_params
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.fp32_groups_flat_partition
+
+    def step(self) -> None:
+        self.masters[0].add_(0.01)
+        self.update_lp_params()
+
+
+def followed(group: Any, rank: int, size: int, kind: str) -> list[int]:
+    """The real ones are heavy to install: these have what is read of them."""
+    buffer = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = {"a": buffer[:600].view(30, 20), "b": buffer[600:]}
+    kinds: dict[str, Any] = {"megatron": OfMegatron, "distributed": OfMegatronDistributed}
+    listed = list(weights.values())
+    optimizer = OfDeepSpeed(listed, buffer, group) if kind == "deepspeed" else kinds[kind](listed)
+    collected = MasterChanges(weights)
+    collected.follow(optimizer)
+    baseline = {name: tensor.clone() for name, tensor in weights.items()}
+    for _ in range(2):
+        optimizer.step()
+    made = patch(collected.before(layout(weights)), weights, "gap")
+    assert made == patch(layout(baseline), weights, "gap")
+    return [tensor.changes for tensor in pulse.inspect(made).tensors]
+
+
+@pytest.mark.parametrize(("kind", "least"), [("megatron", 250), ("distributed", 120), ("deepspeed", 250)])
+def test_optimizers_that_are_known_are_followed(ranks: Ranks, kind: str, least: int) -> None:
+    ((first, second),) = good(ranks(followed, 1, kind))
+    assert first > least
+    assert second > least

@@ -341,7 +341,7 @@ class Channel:
         found = self._wire.share(what, lambda: end.find(meeting, standing, self._wire.bandwidth), Found)
         senders = [found[rank] for rank in self._sources]
         try:
-            compare_replicas([sender.replicas for sender in senders])
+            compare_replicas([one.replicas for one in found])
         except ExchangeError as error:
             self._wire.refuse(error)
         if meeting.base is None:

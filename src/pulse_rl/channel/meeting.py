@@ -56,7 +56,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     head_nbytes: int = 0
     dense: int = 0  # tensors that it sends with all their bits
     sparse: int = 0  # tensors that it sends as changes
-    replicas: dict[str, int] = {}  # as `Share.replicas` gives them
+    replicas: dict[str, int] = {}  # of a sender: the digest of what it and others hold, by their ranks, as "1,3"
     engine: int = -1  # of a receiver: the first rank of those that hold the weights together with it
 
 
