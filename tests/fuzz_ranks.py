@@ -1,16 +1,18 @@
-"""Ranks that publish one model together, of which one fails: by seed, at any point.
+"""Ranks that publish one model together, or follow its history, of which one fails: by seed, at any point.
 
     make fuzz-ranks                                            # without end; or ARGS="--cases 500 --seed 7"
     python tests/fuzz_ranks.py --seed 7 --first 41 --cases 1   # repeat one case
 
 Each case is one history. In each of its rounds a group of ranks, of a size that is drawn, goes on from where the
 history ends and publishes some versions: patches, anchors, in the background, with skip patches and retention. In the
-middle of one of them a rank is killed (kill -9), interrupted (Ctrl-C), or failed by its store. Then is checked that
+middle of one of them a rank is killed (kill -9), interrupted (Ctrl-C), or failed by its store. Or the groups follow a
+history, one after another, in memory that each finds as the one before left it. Then is checked that
 
 - no rank hangs: all who are left raise or succeed well within the timeout, and each later call of theirs does too;
 - who raises names the rank that failed;
 - what any rank reports as published is in the store, and every version there restores to the bits that the ranks held;
-- the store has no problems but leftovers; and a group of another size goes on.
+- the store has no problems but leftovers; and a group of another size goes on;
+- a rank that follows holds the bits of the version that it reports, and the next group's first sync repairs the others.
 """
 
 import argparse
@@ -19,7 +21,6 @@ import logging
 import multiprocessing as mp
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -30,98 +31,20 @@ from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import group_world
 import shares
 import torch
-import torch.distributed as dist
 from loco_ranks import forking, picklable
-from rank_faults import Fault, Faults, Place
+from rank_faults import Fault, Place
+from rank_rounds import SHAPES, TIMEOUT_S, Round, Step, follow, publish
 
 import pulse_rl as pulse
+from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.log import History
 
-SIZES = {"columns": (64, 48), "rows.0": (30, 50), "flat": (7, 11, 3), "norm": (30,), "large": (640, 48)}
-TIMEOUT_S = 25.0  # of the ranks' group
 PROMPT_S = 15.0  # within which every call ends, whatever happened
-
-
-class Step(NamedTuple):
-    """One call on one rank."""
-
-    what: str
-    version: int | None  # the version that is reported as committed
-    error: str  # the name of the error's type; empty without one
-    text: str
-    ranks: tuple[int, ...]  # that the error names
-    seconds: float
-    warning: str
-
-    def __str__(self) -> str:
-        end = f"version {self.version}" if not self.error else f"{self.error} {list(self.ranks)}: {self.text}"
-        return f"{self.what} ({self.seconds:.2f} s): {end}{self.warning and f'; warning: {self.warning}'}"
-
-
-class Round(NamedTuple):
-    """What one group does."""
-
-    size: int
-    versions: list[int]
-    background: bool
-    anchors: list[int]
-    options: dict[str, Any]
-    fault: Fault | None
-    stops: bool  # no rank makes a call any more after the fault
-
-
-def act(rank: int, size: int, store: str, work: Round) -> list[Step]:
-    """What one rank does in a round."""
-    logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    shares.SHAPES = SIZES
-    faults, steps = Faults(rank, work.fault), list[Step]()
-    held = [shares.shares(shares.model(version), rank, size) for version in work.versions]
-    publisher: pulse.Publisher | None = None
-
-    def attempt(number: int, what: str, call: Callable[[], Any]) -> Any:
-        begun, found, error = time.monotonic(), None, None
-        try:
-            with faults.step(number):
-                found = call()
-        except BaseException as caught:  # noqa: BLE001
-            error = caught
-        name = type(error).__name__ if error is not None else ""
-        text = str(error) if error is not None else ""
-        if error is not None and not isinstance(error, pulse.PulseError | KeyboardInterrupt):
-            import traceback
-
-            text += "".join(traceback.format_exception(error))
-        version = getattr(found, "version", None)
-        seconds = time.monotonic() - begun
-        steps.append(
-            Step(what, version, name, text, getattr(error, "ranks", ()), seconds, getattr(found, "warning", None) or "")
-        )
-        return found
-
-    def make() -> pulse.Publisher:
-        return pulse.Publisher(faults.store(store), group=dist.group.WORLD, group_timeout=TIMEOUT_S, **work.options)
-
-    def publish(version: int, weights: Any) -> Any:
-        assert publisher is not None
-        anchor = version in work.anchors
-        report = publisher.publish(weights, version=version, background=work.background, anchor=anchor)
-        return publisher.flush() if work.background else report
-
-    publisher = attempt(0, "make", make)
-    if publisher is None:
-        return steps
-    for number, (version, weights) in enumerate(zip(work.versions, held, strict=True), 1):
-        if work.stops and work.fault is not None and number > work.fault.step:
-            return steps  # and the process goes on, at something else
-        attempt(number, f"publish {version}", lambda version=version, weights=weights: publish(version, weights))  # type: ignore[misc]
-    attempt(len(held) + 1, "close", publisher.close)
-    return steps
 
 
 def serve(pipe: Connection) -> None:
@@ -129,7 +52,7 @@ def serve(pipe: Connection) -> None:
     os.environ["PULSE_THREADS"] = "1"
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    shares.SHAPES = SIZES
+    shares.SHAPES = SHAPES
     for codec in ("gap", "context"):
         pulse.apply(shares.model(0), pulse.diff(shares.model(0), shares.model(1), codec=codec))
     group_world.forking = lambda: mp.get_context("fork")  # type: ignore[attr-defined,assignment,return-value]
@@ -171,7 +94,7 @@ def nursery() -> Iterator[Run]:
 
 @cache
 def digest_of(version: int) -> str:
-    shares.SHAPES = SIZES
+    shares.SHAPES = SHAPES
     return pulse.digest(shares.model(version))
 
 
@@ -192,19 +115,36 @@ class Case:
         self.counts = Counter[str]()
         self.log: list[str] = []
         self._run = run
-        self._next = 0
+        self._next = 0  # the next version
         self._reported = -1  # the newest version that a rank has reported
 
     def play(self, directory: Path) -> None:
-        store = str(directory / "store")
-        long = self.random.random() < 0.04  # until two skip patches are due at once
-        for _ in range(1 if long else self.random.randint(1, 3)):
-            self.round(store, self.drawn(17 if long else self.random.randint(2, 5)))
-        self.round(store, self.drawn(2)._replace(fault=None))
+        store, draw = str(directory / "store"), self.random
+        if draw.random() < 0.4:
+            self.play_followers(store, directory)
+            return
+        long = draw.random() < 0.05  # until two skip patches are due at once
+        for _ in range(1 if long else draw.randint(1, 3)):
+            self.publish(store, self.drawn(17 if long else draw.randint(2, 5)))
+        self.publish(store, self.drawn(2)._replace(fault=None))
+
+    def play_followers(self, store: str, memory: Path) -> None:
+        """Groups that follow a history, one after another, in the same memory."""
+        draw = self.random
+        codec: Any = draw.choice(OFFERED)
+        with pulse.Publisher(store, codec=codec, anchor_every=draw.choice((2, 4, 50))) as publisher:
+            for version in range(10):
+                publisher.publish(shares.model(version), version=version)
+        start = 0
+        for _ in range(draw.randint(1, 3)):
+            count = draw.randint(1, 3)
+            versions = sorted(draw.sample(range(start, 9), count)) if 9 - start > count else [8]
+            self.follow(store, memory, self.drawn(count)._replace(versions=versions, options={"patience": 0}))
+            start = versions[-1] if draw.random() < 0.7 else 0
+        self.follow(store, memory, self.drawn(1)._replace(versions=[9], options={}, fault=None))
 
     def drawn(self, count: int) -> Round:
         draw = self.random
-        size = draw.choice((2, 2, 3, 3, 4))
         versions = list(range(self._next, self._next + count))
         self._next += count
         options: dict[str, Any] = {
@@ -214,48 +154,68 @@ class Case:
         }
         if draw.random() < 0.25:
             options |= {"retain": draw.randint(1, 3), "grace": 0}
-        anchors = [version for version in versions if draw.random() < 0.1]
+        size = draw.choice((2, 2, 3, 3, 4))
         kind: Any = draw.choice(("kill", "kill", "kill", "interrupt", "store"))
         place: Any = "store" if kind == "store" else draw.choice(get_args(Place))
-        step = (
-            count - draw.choice((0, 1)) if count > 10 else draw.choice((0, *range(1, count + 1), *range(1, count + 1)))
-        )
+        steps = (count - 1, count) if count > 10 else (0, *range(1, count + 1), *range(1, count + 1))
         fault = Fault(
-            draw.randrange(size), step, kind, place, draw.random() * 1.05, draw.random() < 0.5, draw.random() < 0.5,
-            draw.random() < 0.5,
-        )  # fmt: skip
+            draw.randrange(size),
+            draw.choice(steps),
+            kind,
+            place,
+            1.05 * draw.random(),
+            after=draw.random() < 0.5,
+            temporary=draw.random() < 0.5,
+            lasting=draw.random() < 0.5,
+        )
+        anchors = [version for version in versions if draw.random() < 0.1]
         return Round(size, versions, draw.random() < 0.3, anchors, options, fault, draw.random() < 0.5)
 
-    def round(self, store: str, work: Round) -> None:
-        self.log.append(f"{work}")
-        results: list[list[Step] | None] = self._run(act, work.size, store, work)
+    def publish(self, store: str, work: Round) -> None:
+        """A round of a group that publishes."""
+        results = self.results(publish, work, store)
+        for step in itertools.chain(*(steps or () for steps in results)):
+            if step.version is not None:
+                self._reported = max(self._reported, step.version)
+        self.check_store(store, work)
+
+    def follow(self, store: str, memory: Path, work: Round) -> None:
+        """A round of a group that follows."""
+        results = self.results(follow, work, store, memory)
+        for rank, steps in enumerate(results):
+            for step, version in zip((steps or ())[1:], work.versions, strict=False):
+                if not step.error:
+                    expect(step.version == version, f"rank {rank}: expected {version}: {step}")
+        self.counts["synced"] += sum(step.version is not None for steps in results for step in steps or ())
+
+    def results(self, function: Callable[..., list[Step]], work: Round, store: str, *more: Any) -> list[Any]:
+        """Let a group work. Returns the steps of each rank, None for one that was killed, checked."""
+        self.log.append(f"{function.__name__} {work}")
+        results: list[list[Step] | None] = self._run(function, work.size, store, work, *more)
         for rank, steps in enumerate(results):
             expect(not isinstance(steps, BaseException), f"rank {rank}: {steps!r}")
             self.log.append(f"  rank {rank}: {'killed' if steps is None else ''}")
             self.log += [f"    {step}" for step in steps or ()]
         fault = work.fault
-        killed = {rank for rank, steps in enumerate(results) if steps is None}
-        if fault is not None and fault.kind == "kill":
-            expect(killed == {fault.rank}, f"expected that rank {fault.rank} is killed, found {killed}")
-        else:
-            expect(not killed, f"killed: {killed}")
+        killed = [rank for rank, steps in enumerate(results) if steps is None]
+        expected = [fault.rank] if fault is not None and fault.kind == "kill" else []
+        expect(killed == expected, f"expected that ranks {expected} are killed, found {killed}")
         for rank, steps in enumerate(results):
             for step in steps or ():
                 self.check_step(rank, step, work)
-                if step.version is not None:
-                    self._reported = max(self._reported, step.version)
         if fault is None or fault.kind == "store":
             self.check_alike(results, work)
-        self.check_store(store, work)
-        self.counts[f"{fault.kind} at a {fault.place}" if fault else "without a fault"] += 1
+        what = f"{fault.kind} at a {fault.place}" if fault else "no fault"
+        self.counts[f"{function.__name__}, {what}"] += 1
+        return results
 
     def check_step(self, rank: int, step: Step, work: Round) -> None:
         fault, where = work.fault, f"rank {rank}: {step}"
         most = 2 * TIMEOUT_S if step.what == "make" else PROMPT_S  # while connections are made, who is lost shows late
         expect(step.seconds < most, f"slow: {where}")
         if not step.error:
-            if step.warning and fault is not None and fault.rank != rank and fault.kind != "store":
-                expect(f"rank {fault.rank} of" in step.warning, f"who? {where}")
+            if step.note and fault is not None and fault.rank != rank and fault.kind != "store":
+                expect(f"rank {fault.rank} of" in step.note, f"who? {where}")
             return
         expect(fault is not None, f"an error without a fault: {where}")
         assert fault is not None
@@ -267,7 +227,8 @@ class Case:
         elif step.error == "KeyboardInterrupt":
             expect(fault.kind == "interrupt" and fault.rank == rank, where)
         else:
-            expect(step.error == "StoreError" and fault.kind == "store" and fault.rank == rank, where)
+            expect(step.error == "StoreError" and fault.kind == "store", where)
+            expect(fault.rank == rank or f"rank {fault.rank} of" in step.text, f"who? {where}")
 
     def check_alike(self, results: list[Any], work: Round) -> None:
         """All ranks succeed in a step or none does, and after the fault all succeed again."""

@@ -75,6 +75,7 @@ class RankPeers:
         first = next((rank for rank, outcome in enumerate(outcomes) if outcome.kind), None)
         if first is None:
             return sum(outcome.value for outcome in outcomes) & digests.MASK
+        self.ranks.told = True
         if failure is not None and first == self.ranks.rank:
             raise failure
         kind = getattr(errors, outcomes[first].kind)

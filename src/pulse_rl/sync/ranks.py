@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from pulse_rl.errors import ExchangeError, IntegrityError, one_line
+from pulse_rl.errors import ExchangeError, IntegrityError, VersionNotFoundError, one_line
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.private import PrivateGroup
 from pulse_rl.group.sharing import share
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 # What is raised outside of shared work follows from what all ranks know, if it is one of these: then all raise it.
-ALIKE = (ExchangeError, IntegrityError, ValueError)
+ALIKE = (ExchangeError, IntegrityError, VersionNotFoundError, ValueError)
 
 
 class Gathering(Protocol):
@@ -66,9 +66,7 @@ class Ranks(Protocol):
     def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
         """Send data[r] to rank r. Returns what each rank sent here. limit: bytes of one message."""
 
-    @property
-    def told(self) -> bool:
-        """Whether all ranks know that a step of this block has failed, on this rank or on another: none goes on."""
+    told: bool  # whether all ranks know that the last step of this block has failed, on this rank or on another
 
     def collective(self) -> AbstractContextManager[None]:
         """A block that all ranks run. What can fail on one of them is shared work.
@@ -81,7 +79,8 @@ class Ranks(Protocol):
 class Alone:
     """One process, without a group."""
 
-    rank, size, sent_nbytes, told = 0, 1, 0, True
+    rank, size, sent_nbytes = 0, 1, 0
+    told = True
 
     def share(self, what: str, work: Callable[[], T], kind: type[T]) -> list[T]:
         return [work()]
@@ -112,6 +111,7 @@ class Together:
         return self.group.sent_nbytes
 
     def share(self, what: str, work: Callable[[], T], kind: type[T]) -> list[T]:
+        self.told = False
         failures: list[BaseException] = []
 
         def attempt() -> T:
@@ -124,7 +124,7 @@ class Together:
         try:
             return share(self.group, what, attempt, kind)
         except BaseException as error:
-            self._thread.told = error in failures or (isinstance(error, ExchangeError) and not self.group.has_left)
+            self.told = error in failures or (isinstance(error, ExchangeError) and not self.group.has_left)
             raise
         finally:
             failures.clear()  # its frames hold this list
@@ -139,9 +139,13 @@ class Together:
     def told(self) -> bool:
         return bool(self._thread.told)
 
+    @told.setter
+    def told(self, value: bool) -> None:
+        self._thread.told = value
+
     @contextmanager
     def collective(self) -> Iterator[None]:
-        self._thread.told = False
+        self.told = False
         try:
             yield
         except BaseException as error:

@@ -5,6 +5,7 @@ bytes than its anchor, it is restored. Objects that are missing or damaged are a
 """
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
 from pulse_rl.history.follow import Effort, find_chain, follow
@@ -49,7 +50,14 @@ def advance(
     try:
         live.tie(target.tied)
         with ExitStack() as files:
-            directory = files.enter_context(scratch())
+            places: list[Path] = []
+
+            def make_room() -> int:
+                places.append(files.enter_context(scratch()))
+                return 0
+
+            peers.add_up("make room for the version", make_room)
+            directory = places[0]
             share = _share_of(live, peers, effort)
             nbytes = live.share.held.nbytes if share is None else live.plan.nbytes
             proved = restore(history, target, directory, effort, faults, nbytes, share)

@@ -32,7 +32,7 @@ from pulse_rl.sync.landings import Keeping, Landings, Writing
 from pulse_rl.sync.peers import WORDING, RankPeers
 from pulse_rl.sync.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.proof import Proof
-from pulse_rl.sync.ranks import ranks_of
+from pulse_rl.sync.ranks import collective, ranks_of
 from pulse_rl.sync.reports import Arrival, Route, SyncReport
 from pulse_rl.sync.routes import advance
 from pulse_rl.sync.staging import Staged
@@ -107,14 +107,23 @@ class Subscriber:
         group: dist.ProcessGroup | None = None,
         group_timeout: float | None = None,
     ) -> None:
-        if not isinstance(verify_live, int) or verify_live < 0:
-            raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
-        check_intervals(poll, poll_max)
+        self._ranks = ranks_of(group, WORDING, group_timeout)
+        made: list[tuple[History, Heart | None]] = []
+
+        def make() -> bool:
+            if not isinstance(verify_live, int) or verify_live < 0:
+                raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
+            check_intervals(poll, poll_max)
+            history = History(store, public_key=public_key, patience=patience)
+            leads = self._ranks.rank == 0
+            made.append((history, Heart(history.store, heartbeat) if heartbeat is not None and leads else None))
+            return True
+
+        with self._ranks.collective():
+            self._ranks.share("make a subscriber", make, bool)
+        self.history, self._heart = made[0]
         self._poll, self._poll_max = poll, poll_max
-        self.history = History(store, public_key=public_key, patience=patience)
-        self._peers = RankPeers(ranks_of(group, WORDING, group_timeout))
-        leads = self._peers.ranks.rank == 0
-        self._heart = Heart(self.history.store, heartbeat) if heartbeat is not None and leads else None
+        self._peers = RankPeers(self._ranks)
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
         self._proof = Proof(self._peers, int(verify_live))
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
@@ -175,6 +184,7 @@ class Subscriber:
         return wait(self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beat_again)
 
     @in_turn
+    @collective
     def sync(self, weights: Any, *, version: int | None = None) -> SyncReport:
         """Bring the weights to the newest version, or to the one given, in place, by the route with the fewest bytes.
 
@@ -221,6 +231,7 @@ class Subscriber:
             return self._report(arrival, live, start)
 
     @in_turn
+    @collective
     def stage(self, weights: Any, *, version: int | None = None) -> Staged:
         """Fetch, decode and prove the newest version, or the one given, without touching a weight.
 
@@ -252,6 +263,7 @@ class Subscriber:
             return Staged(self._apply, weights, memory, self._proof.held, keeping, arrival)
 
     @in_turn
+    @collective
     def _apply(self, staged: Staged) -> SyncReport:
         """See `Staged.apply`."""
         start = time.perf_counter()
@@ -269,6 +281,7 @@ class Subscriber:
             return self._report(arrival, live, start)
 
     @in_turn
+    @collective
     def verify(self, weights: Any) -> str:
         """Recount the digest of all live weights: one read of every bit.
 
