@@ -570,3 +570,21 @@ def test_a_rank_that_is_killed(tmp_path: Path, where: str, victim: int) -> None:
     for result in group_world.run(after_a_loss, 3, store, tmp_path):
         assert not isinstance(result, BaseException), result
         assert result == ("anchor", VERSIONS - 1)
+
+
+def test_the_tensors_of_a_history_are_known_without_a_download(tmp_path: Path) -> None:
+    publisher = pulse.Publisher(tmp_path)
+    publisher.publish(tied_state(0), version=0)
+    publisher.publish(tied_state(1), version=1)
+    expected = {"embed": ("F32", (96, 32)), "norm": ("F32", (9,))}
+
+    def found(subscriber: pulse.Subscriber) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {name: (spec.dtype, spec.shape) for name, spec in subscriber.tensors().items()}
+
+    assert found(pulse.Subscriber(tmp_path)) == expected
+    whole: Any = Bent(tmp_path, read_range=no_ranges, read_ranges=no_ranges)
+    assert found(pulse.Subscriber(whole)) == expected
+    lost: Any = Bent(tmp_path, **failing("anchors/"))
+    assert found(pulse.Subscriber(lost, patience=0)) == expected  # from the patch
+    with pytest.raises(pulse.VersionNotFoundError):
+        pulse.Subscriber("memory://").tensors()

@@ -57,8 +57,10 @@ if TYPE_CHECKING:
     from pulse_rl.store.objects import open_store
     from pulse_rl.sync.publisher import Publisher
     from pulse_rl.sync.reports import PublishReport, SyncReport
+    from pulse_rl.sync.staging import Staged
     from pulse_rl.sync.subscriber import Subscriber
     from pulse_rl.weights.digests import digest
+    from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
 
 __version__ = "0.1.0"
@@ -90,12 +92,14 @@ _HOME = {
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
     "Shard": "weights.pieces",
+    "Staged": "sync.staging",
     "Status": "history.operate.status",
     "Store": "store.base",
     "StoreError": "errors",
     "Subscriber": "sync.subscriber",
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
+    "TensorSpec": "weights.layout",
     "VerifyReport": "history.operate.verify",
     "VersionNotFoundError": "errors",
     "VersionSkewError": "errors",
@@ -139,12 +143,14 @@ __all__ = [
     "PulseError",
     "PulseLoCo",
     "Shard",
+    "Staged",
     "Status",
     "Store",
     "StoreError",
     "Subscriber",
     "SyncReport",
     "TensorInfo",
+    "TensorSpec",
     "VerifyReport",
     "VersionNotFoundError",
     "VersionSkewError",

@@ -7,18 +7,21 @@ Parts of a file cannot be compared with its hash. What was read is proved by the
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
-from pulse_rl.errors import CheckpointFormatError, IntegrityError
+from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
+from pulse_rl.history.fetch import limit_of
+from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, ObjectRef
-from pulse_rl.store.base import Store
+from pulse_rl.history.patches import fetch_patch
+from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
@@ -31,6 +34,9 @@ READ_NBYTES = 8 << 20  # by one request
 AT_ONCE_NBYTES = 64 << 20  # in memory at a time
 
 
+Read: TypeAlias = Callable[[Store, str, int, int], memoryview]
+
+
 class Stored(NamedTuple):
     """One tensor of an anchor."""
 
@@ -39,17 +45,18 @@ class Stored(NamedTuple):
     spec: TensorSpec
 
 
-def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, Stored], int]:
+def read_headers(store: Store, anchor: Manifest, read: Read = read_range) -> tuple[dict[str, Stored], int]:
     """Where each tensor of an anchor lies, and how many bytes were read to learn it.
 
-    Raises IntegrityError for files that are no checkpoint, and StoreError.
+    read: reads a range of an object. Raises IntegrityError for files that are no checkpoint, and StoreError,
+    CannotReadRangeError too.
     """
     found: dict[str, Stored] = {}
     nbytes = 0
     for ref in anchor.anchor:
         if not ref.name.endswith(".safetensors"):
             continue
-        front = _read_header(store, ref)
+        front = _read_header(store, ref, read)
         nbytes += len(front)
         try:
             header = safetensors_header.parse(front, ref.name, nbytes=ref.nbytes)
@@ -63,13 +70,33 @@ def read_headers(store: Store, anchor: Manifest) -> tuple[dict[str, Stored], int
     return dict(sorted(found.items())), nbytes
 
 
-def _read_header(store: Store, ref: ObjectRef) -> memoryview:
-    front = read_range(store, ref.name, 0, min(FRONT_NBYTES, ref.nbytes))
+def _read_header(store: Store, ref: ObjectRef, read: Read) -> memoryview:
+    front = read(store, ref.name, 0, min(FRONT_NBYTES, ref.nbytes))
     length = int.from_bytes(front[:8], "little") if len(front) >= 8 else 0
     if len(front) < 8 + length <= min(ref.nbytes, safetensors_header.MAX_HEADER_NBYTES):
-        rest = read_range(store, ref.name, len(front), 8 + length)
-        return memoryview(bytes(front) + bytes(rest))
+        return read(store, ref.name, 0, 8 + length)
     return front
+
+
+def _read_front(store: Store, name: str, start: int, stop: int) -> memoryview:
+    try:
+        return read_range(store, name, start, stop)
+    except CannotReadRangeError:  # a stream that is left early is not downloaded to its end
+        return memoryview(read_up_to(store, name, stop))[start:stop]
+
+
+def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
+    """Names, dtypes and shapes of a version's tensors, tied names left out: from its anchor's headers, or its patch.
+
+    Raises IntegrityError, PatchFormatError or StoreError.
+    """
+    try:
+        stored, _ = read_headers(history.store, history.read(manifest.anchor_sequence), _read_front)
+        return {name: one.spec for name, one in stored.items()}
+    except (IntegrityError, StoreError):  # pruned, or damaged
+        if manifest.patch is None:
+            raise
+    return fetch_patch(history.store, manifest.patch, limit_of(manifest.full_nbytes)).by_name()
 
 
 def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, directory: Path) -> tuple[Layout, int]:

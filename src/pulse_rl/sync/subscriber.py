@@ -22,6 +22,7 @@ from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
+from pulse_rl.history.partial import tensors_of
 from pulse_rl.history.restore import add_recovery_hint
 from pulse_rl.history.search import FaultLog, Faults, check_line
 from pulse_rl.history.trail import state_of
@@ -37,6 +38,7 @@ from pulse_rl.sync.reports import Arrival, Route, SyncReport
 from pulse_rl.sync.routes import advance
 from pulse_rl.sync.staging import Staged
 from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
@@ -153,6 +155,25 @@ class Subscriber:
         """
         head = self.history.head(polling=True)
         return head.version if head else None
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Look up which tensors the newest version has, without downloading it: to allocate weights for it.
+
+        Reads the headers of an anchor's files, a few KB; of a pruned one, the newest patch.
+
+        Returns:
+            Name → dtype and shape, sorted by name. Tied tensors appear once, under the first name.
+
+        Raises:
+            VersionNotFoundError: The history is empty.
+            IntegrityError: It is damaged.
+            StoreError: The store failed.
+        """
+        head = self.history.head(polling=True)
+        if head is None:
+            url = self.history.store.url
+            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+        return tensors_of(self.history, head)
 
     @property
     def ended(self) -> bool:
