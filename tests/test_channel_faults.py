@@ -339,7 +339,7 @@ def interrupted(rank: int, size: int) -> Any:
         def stop(*_: Any) -> Any:
             raise KeyboardInterrupt
 
-        channel._bulk = stop  # type: ignore
+        channel._steps.bulk = stop  # type: ignore
         with pytest.raises(KeyboardInterrupt):
             channel.receive(weights)
         return channel.version, bits(weights)

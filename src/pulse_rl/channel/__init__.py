@@ -1,6 +1,9 @@
 """SparseRL-Sync: the changes of PULSESync, sent over a process group instead of a store.
 
-    channel   the verbs send and receive, and the steps of both
+    channel   the verbs send and receive
+    steps     what they do, step by step, on all ranks or on none
+    sender    what a sender does in each step
+    receiver  what a receiver does in each step
     meeting   what the ranks say to each other at the start, and who needs what
     sides     which rank holds and owns what, among the senders and among the receivers
     wire      bytes in bounded buckets, and work that all ranks do or none

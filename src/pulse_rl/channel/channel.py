@@ -10,66 +10,35 @@ A call takes these steps, each of them on all ranks or on none:
     write     receivers write and read back, senders move their base
     validate  where it is due: every bit is compared
 
-Until `write` no weight is touched. `sender` and `receiver` have what each side does in a step.
+Until `write` no weight is touched. The steps are in `steps`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from pulse_rl import units
-from pulse_rl.channel.dense import Table
-from pulse_rl.channel.meeting import Found, Hello, Meeting, Settings, State, meet
+from pulse_rl.channel.meeting import Settings
 from pulse_rl.channel.receiver import Receiver
-from pulse_rl.channel.reports import ChannelReport, Sent
+from pulse_rl.channel.reports import ChannelReport
 from pulse_rl.channel.sender import Sender
-from pulse_rl.channel.sides import Standing, agree, print_of
 from pulse_rl.channel.sparse import Collected
+from pulse_rl.channel.steps import Steps
 from pulse_rl.channel.wire import Wire
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.codecs.choose import check as check_codec
-from pulse_rl.errors import ExchangeError, IntegrityError
-from pulse_rl.group.collectives import Bytes, name_ranks
-from pulse_rl.sync.shares import compare_replicas
 from pulse_rl.sync.turn import Turn, in_turn
-from pulse_rl.weights import digests
 from pulse_rl.weights.casts import cast_name
-from pulse_rl.weights.layout import Layout
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 BUCKET_NBYTES = 32 << 20
-
-
-class _Plan(NamedTuple):
-    """What all ranks know once the changes are found."""
-
-    target: State
-    found: list[Found]  # by rank
-    engines: dict[int, list[int]]  # the ranks of each, by its first
-    sparse: tuple[int, ...]  # receivers that are to be sent changes
-    dense: tuple[int, ...]  # receivers that are to be sent all bits
-
-    @property
-    def sent(self) -> Sent:
-        if self.sparse:
-            return "both" if self.dense else "sparse"
-        return "dense" if self.dense else "none"
-
-
-class _Described(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says once it is agreed who owns what."""
-
-    nbytes: int  # of the description of what it owns
-    can_go_on: bool  # whether a sender's base is of these pieces
 
 
 class Channel:
@@ -150,13 +119,8 @@ class Channel:
             raise ValueError(f"source: expected ranks from 0 to {size - 1}, each once, found {source!r}")
         if len(sources) == size and not self._settings.observe:
             raise ValueError(f"source: expected that some rank of {size} receives, found {source!r}")
-        self._settings = Settings(
-            sources, self._settings.bucket_nbytes, self._settings.validate_every, self._settings.observe
-        )
-        self._sources = tuple(sorted(sources))
-        self._print: bytes | None = None  # of what this rank held when it was last agreed who owns what
-        self._standing: Standing | None = None
-        self._tables: list[Table] = []  # of each sender
+        self._settings = msgspec.structs.replace(self._settings, source=tuple(sorted(sources)))
+        self._steps = Steps(self._wire, self._settings)
 
     @in_turn
     def reconnect(self, group: dist.ProcessGroup | None = None, source: int | Sequence[int] = 0) -> None:
@@ -175,7 +139,7 @@ class Channel:
     @property
     def version(self) -> int | None:
         """The version that this rank's weights hold, proved, or that it sent last; None if that is not known."""
-        held = (self._sender if self._wire.rank in self._sources else self._receiver).held
+        held = (self._sender if self._wire.rank in self._settings.source else self._receiver).held
         return held.version if held else None
 
     @in_turn
@@ -224,37 +188,37 @@ class Channel:
     def _call(self, end: Sender | Receiver, weights: Any, version: int | None) -> ChannelReport:
         start, before = time.perf_counter(), self._wire.sent_nbytes
         with self._wire.call():
-            tensors, meeting = self._meet(end, weights, version)
-            standing, meeting = self._agree(end, tensors, meeting)
+            tensors, meeting = self._steps.meet(end, weights, version)
+            standing, meeting = self._steps.agree(end, tensors, meeting)
             self._wire.count_anew()
             clock = time.perf_counter()
-            plan = self._find(end, meeting, standing)
+            plan = self._steps.find(end, meeting, standing)
             seconds = {"find_s": time.perf_counter() - clock, "encode_s": 0.0, "prove_s": 0.0}
             if isinstance(end, Sender):
                 seconds |= end.seconds
             if not self._settings.observe:
-                self._bulk(end, meeting, plan, standing)
+                self._steps.bulk(end, meeting, plan, standing)
                 clock = time.perf_counter()
-                self._prove(end, meeting, plan, standing)
+                self._steps.prove(end, meeting, plan, standing)
                 seconds["prove_s"] += time.perf_counter() - clock
             exchange_s, buckets, launches = self._wire.bulk_s, self._wire.buckets, self._wire.launches
             clock = time.perf_counter()
-            self._write(end, plan)
+            self._steps.write(end, plan)
             seconds["write_s"] = time.perf_counter() - clock
             clock = time.perf_counter()
             every = self._settings.validate_every
             validated = every > 0 and (meeting.sends + 1) % every == 0 and not self._settings.observe
             if validated:
-                self._validate(end, plan, standing)
+                self._steps.validate(end, plan, standing)
             seconds["validate_s"] = time.perf_counter() - clock
-        full_nbytes = sum(table.nbytes for table in self._tables)
-        parts = [plan.found[rank] for rank in self._sources]
+        full_nbytes = sum(table.nbytes for table in self._steps.tables)
+        parts = [plan.found[rank] for rank in self._settings.source]
         sparse_nbytes = sum(part.nbytes for part in parts)
         payload_nbytes = full_nbytes if meeting.base is None else sparse_nbytes
         sent_nbytes = sparse_nbytes if plan.sparse else 0
         if plan.dense:
             sent_nbytes += full_nbytes * (len(plan.dense) if plan.sparse else 1)
-        elements, changes = sum(table.elements for table in self._tables), sum(part.changes for part in parts)
+        elements, changes = sum(table.elements for table in self._steps.tables), sum(part.changes for part in parts)
         return ChannelReport(
             version=plan.target.version,
             base=meeting.base.version if meeting.base else None,
@@ -283,206 +247,3 @@ class Channel:
             total_s=time.perf_counter() - start,
             **seconds,
         )
-
-    def _meet(self, end: Sender | Receiver, weights: Any, version: int | None) -> tuple[Layout, Meeting]:
-        tensors = Layout()
-
-        def hello() -> Hello:
-            nonlocal tensors
-            tensors = end.view(weights, version)
-            moved = print_of(tensors) != self._print
-            return Hello(end.role, version, end.held, tensors.sharded, moved, self._sender.sends, self._settings)
-
-        meeting = meet(self._wire, self._sources, hello)  # which sets the tensors
-        return tensors, meeting
-
-    def _agree(self, end: Sender | Receiver, tensors: Layout, meeting: Meeting) -> tuple[Standing, Meeting]:
-        """Agree who owns what, and tell receivers what the senders own; where that is known, nothing is exchanged."""
-        known = None if meeting.moved else self._standing
-        standing = agree(self._wire, tensors, self._sources, meeting.sharded, known)
-        if not meeting.moved:
-            assert standing is not None
-            return standing, meeting
-        self._print = None  # until all ranks have agreed
-        mine = b""
-
-        def describe() -> _Described:
-            nonlocal mine
-            assert standing is not None  # what failed is raised before this
-            if isinstance(end, Receiver):
-                return _Described(0, True)
-            mine = Table.of(standing.share.own).encoded
-            return _Described(len(mine), end.can_go_on(standing))
-
-        described = self._wire.share("the shares of the ranks", describe, _Described)
-        assert standing is not None
-        if not all(one.can_go_on for one in described):
-            meeting = meeting._replace(base=None)
-        tables = dict.fromkeys(self._sources, mine)
-        for rank in self._sources:
-            received = bytearray()
-            self._wire.stream(rank, described[rank].nbytes, _giving(mine), received.extend)
-            if rank != self._wire.rank:
-                tables[rank] = bytes(received)
-
-        def learn() -> bool:
-            self._tables = [Table.decode(tables[rank]) for rank in self._sources]
-            if isinstance(end, Receiver):
-                end.learn(self._tables, standing)
-            return True
-
-        self._wire.share("the tensors of the ranks", learn, bool)
-        self._standing, self._print = standing, print_of(tensors)
-        return standing, meeting
-
-    def _find(self, end: Sender | Receiver, meeting: Meeting, standing: Standing) -> _Plan:
-        """Find the changes, and who needs what."""
-        what = f"the changes of version {meeting.version}"
-        found = self._wire.share(what, lambda: end.find(meeting, standing, self._wire.bandwidth), Found)
-        senders = [found[rank] for rank in self._sources]
-        try:
-            compare_replicas([one.replicas for one in found])
-        except ExchangeError as error:
-            self._wire.refuse(error)
-        if meeting.base is None:
-            total = sum(int(sender.digest or "0", 16) for sender in senders)
-        else:
-            total = int(meeting.base.digest, 16) + sum(int(sender.delta or "0", 16) for sender in senders)
-        target = State(meeting.version, digests.to_hex(total))
-        if meeting.base is not None and meeting.base.version == target.version and meeting.base != target:
-            self._wire.refuse(
-                ValueError(
-                    f"version: expected more than {target.version}, which was sent with other bits (digest "
-                    f"{meeting.base.digest}), found {target.version} with digest {target.digest}; all weights are as "
-                    "they were"
-                )
-            )
-        engines: dict[int, list[int]] = {}
-        for rank in range(self._wire.size):
-            if rank not in self._sources:
-                engines.setdefault(found[rank].engine, []).append(rank)
-        sparse, dense = list[int](), list[int]()
-        for members in engines.values():
-            digest = _digest_of([found[rank] for rank in members], meeting.held[members[0]])
-            if digest != target.digest:
-                (sparse if meeting.base is not None and digest == meeting.base.digest else dense).extend(members)
-        return _Plan(target, found, engines, tuple(sorted(sparse)), tuple(sorted(dense)))
-
-    def _bulk(self, end: Sender | Receiver, meeting: Meeting, plan: _Plan, standing: Standing) -> None:
-        """Send what is needed: changes by broadcast, all bits by broadcast or, where few need them, to those."""
-        me = self._wire.rank
-        for number, rank in enumerate(self._sources):
-            if plan.sparse:
-                sender = plan.found[rank]
-                give, take = _nothing()
-                if me == rank and isinstance(end, Sender):
-                    give = self._prepared(partial(end.part, plan.target, meeting, standing))
-                if me in plan.sparse and isinstance(end, Receiver):
-                    take = end.read_part(sender, standing).feed
-                self._wire.stream(rank, sender.nbytes, give, take)
-            if plan.dense:
-                give, take = _nothing()
-                if me == rank and isinstance(end, Sender):
-                    give = end.everything()
-                if me in plan.dense and isinstance(end, Receiver):
-                    take = self._prepared(partial(end.stage, number))
-                nbytes = self._tables[number].nbytes
-                if plan.sparse:
-                    self._wire.stream_to(plan.dense, rank, nbytes, give, take)
-                else:
-                    self._wire.stream(rank, nbytes, give, take)
-
-    def _prepared(self, prepare: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        return self._wire.attempt(prepare) or _ignore
-
-    def _prove(self, end: Sender | Receiver, meeting: Meeting, plan: _Plan, standing: Standing) -> None:
-        """Prove the version on all receivers."""
-
-        def work() -> str | None:
-            if isinstance(end, Receiver):
-                return end.prove(meeting.base, plan.target, standing)
-            return None
-
-        proofs = self._wire.share(f"the proof of version {plan.target.version}", work, str | None)  # type: ignore[arg-type]
-        for members in plan.engines.values():
-            found = sum(int(proofs[rank] or "0", 16) for rank in members)
-            if members[0] in plan.sparse:
-                assert meeting.base is not None
-                found += int(meeting.base.digest, 16)
-            elif members[0] not in plan.dense:
-                continue
-            if digests.to_hex(found) != plan.target.digest:
-                if self._wire.rank in members and isinstance(end, Receiver):
-                    end.distrust()
-                where = name_ranks(members, self._wire.size)
-                self._wire.refuse(
-                    IntegrityError(
-                        f"version {plan.target.version} cannot be proved on {where}: expected digest "
-                        f"{plan.target.digest}, found {digests.to_hex(found)}: something other than this channel has "
-                        "written to its weights; nothing was written on any rank, and the next send repairs them",
-                        expected=plan.target.digest,
-                        found=digests.to_hex(found),
-                        ranks=members,
-                    )
-                )
-
-    def _write(self, end: Sender | Receiver, plan: _Plan) -> None:
-        """Write on all receivers; the senders' base is the new version."""
-
-        def work() -> bool:
-            if isinstance(end, Sender):
-                end.commit(plan.target)
-            elif not self._settings.observe:
-                end.write(plan.target)
-            return True
-
-        self._wire.share(f"the write of version {plan.target.version}", work, bool)
-
-    def _validate(self, end: Sender | Receiver, plan: _Plan, standing: Standing) -> None:
-        """Compare every bit."""
-        del standing
-        for number, rank in enumerate(self._sources):
-            give, take = _nothing()
-            if self._wire.rank == rank and isinstance(end, Sender):
-                give = end.everything()
-            if isinstance(end, Receiver):
-                take = end.compare(number).feed
-            self._wire.stream(rank, self._tables[number].nbytes, give, take)
-
-        def work() -> bool:
-            if isinstance(end, Receiver):
-                end.check(plan.target.version)
-            return True
-
-        self._wire.share(f"the validation of version {plan.target.version}", work, bool)
-
-
-def _digest_of(found: Sequence[Found], held: State | None) -> str:
-    """The digest of an engine's weights, as its ranks counted or knew it; "" if they hold nothing that has one."""
-    if all(one.digest is None for one in found):
-        return held.digest if held else ""
-    if any(not one.digest for one in found):
-        return ""
-    return digests.to_hex(sum(int(one.digest or "0", 16) for one in found))
-
-
-def _giving(data: bytes) -> Callable[[int], Bytes]:
-    """Give bytes, one after another."""
-    view, at = np.frombuffer(data, np.uint8), 0
-
-    def take(size: int) -> Bytes:
-        nonlocal at
-        at += size
-        return view[at - size : at]
-
-    return take
-
-
-def _ignore(data: Any) -> None:
-    """What arrives is for others."""
-    del data
-
-
-def _nothing() -> tuple[Callable[[int], Bytes], Callable[[Bytes], object]]:
-    """Of a rank that neither gives nor takes."""
-    return lambda size: np.zeros(size, np.uint8), _ignore

@@ -23,6 +23,7 @@ class Receiver:
     """One receiver of a channel."""
 
     role: Role = "receive"
+    sends = 0
 
     def __init__(self) -> None:
         self.held: State | None = None  # what the weights are proved to hold; None while they are being written

@@ -1,0 +1,263 @@
+"""The steps of a call, each on all ranks or on none; what each side does in one is in `sender` and `receiver`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from pulse_rl.channel.dense import Table
+from pulse_rl.channel.meeting import Found, Hello, Meeting, Settings, State, meet
+from pulse_rl.channel.receiver import Receiver
+from pulse_rl.channel.reports import Sent
+from pulse_rl.channel.sender import Sender
+from pulse_rl.channel.sides import Standing, agree, print_of
+from pulse_rl.channel.wire import Wire
+from pulse_rl.errors import ExchangeError, IntegrityError
+from pulse_rl.group.collectives import Bytes, name_ranks
+from pulse_rl.sync.shares import compare_replicas
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout
+
+
+class Plan(NamedTuple):
+    """What all ranks know once the changes are found."""
+
+    target: State
+    found: list[Found]  # by rank
+    engines: dict[int, list[int]]  # the ranks of each, by its first
+    sparse: tuple[int, ...]  # receivers that are to be sent changes
+    dense: tuple[int, ...]  # receivers that are to be sent all bits
+
+    @property
+    def sent(self) -> Sent:
+        if self.sparse:
+            return "both" if self.dense else "sparse"
+        return "dense" if self.dense else "none"
+
+
+class _Described(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says once it is agreed who owns what."""
+
+    nbytes: int  # of the description of what it owns
+    can_go_on: bool  # whether a sender's base is of these pieces
+
+
+class Steps:
+    """The steps, and what all ranks of a wire have agreed.
+
+    settings: with the ranks that send.
+    """
+
+    def __init__(self, wire: Wire, settings: Settings) -> None:
+        self.wire, self.settings = wire, settings
+        self.sources = settings.source
+        self.tables: list[Table] = []  # of each sender
+        self._print: bytes | None = None  # of what this rank held when it was last agreed who owns what
+        self._standing: Standing | None = None
+
+    def meet(self, end: Sender | Receiver, weights: Any, version: int | None) -> tuple[Layout, Meeting]:
+        tensors = Layout()
+
+        def hello() -> Hello:
+            nonlocal tensors
+            tensors = end.view(weights, version)
+            moved = print_of(tensors) != self._print
+            return Hello(end.role, version, end.held, tensors.sharded, moved, end.sends, self.settings)
+
+        meeting = meet(self.wire, self.sources, hello)  # which sets the tensors
+        return tensors, meeting
+
+    def agree(self, end: Sender | Receiver, tensors: Layout, meeting: Meeting) -> tuple[Standing, Meeting]:
+        """Agree who owns what, and tell receivers what the senders own; where that is known, nothing is exchanged."""
+        known = None if meeting.moved else self._standing
+        standing = agree(self.wire, tensors, self.sources, meeting.sharded, known)
+        if not meeting.moved:
+            assert standing is not None
+            return standing, meeting
+        self._print = None  # until all ranks have agreed
+        mine = b""
+
+        def describe() -> _Described:
+            nonlocal mine
+            assert standing is not None  # what failed is raised before this
+            if isinstance(end, Receiver):
+                return _Described(0, True)
+            mine = Table.of(standing.share.own).encoded
+            return _Described(len(mine), end.can_go_on(standing))
+
+        described = self.wire.share("the shares of the ranks", describe, _Described)
+        assert standing is not None
+        if not all(one.can_go_on for one in described):
+            meeting = meeting._replace(base=None)
+        tables = dict.fromkeys(self.sources, mine)
+        for rank in self.sources:
+            received = bytearray()
+            self.wire.stream(rank, described[rank].nbytes, _giving(mine), received.extend)
+            if rank != self.wire.rank:
+                tables[rank] = bytes(received)
+
+        def learn() -> bool:
+            self.tables = [Table.decode(tables[rank]) for rank in self.sources]
+            if isinstance(end, Receiver):
+                end.learn(self.tables, standing)
+            return True
+
+        self.wire.share("the tensors of the ranks", learn, bool)
+        self._standing, self._print = standing, print_of(tensors)
+        return standing, meeting
+
+    def find(self, end: Sender | Receiver, meeting: Meeting, standing: Standing) -> Plan:
+        """Find the changes, and who needs what."""
+        what = f"the changes of version {meeting.version}"
+        found = self.wire.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), Found)
+        senders = [found[rank] for rank in self.sources]
+        try:
+            compare_replicas([one.replicas for one in found])
+        except ExchangeError as error:
+            self.wire.refuse(error)
+        if meeting.base is None:
+            total = sum(int(sender.digest or "0", 16) for sender in senders)
+        else:
+            total = int(meeting.base.digest, 16) + sum(int(sender.delta or "0", 16) for sender in senders)
+        target = State(meeting.version, digests.to_hex(total))
+        if meeting.base is not None and meeting.base.version == target.version and meeting.base != target:
+            self.wire.refuse(
+                ValueError(
+                    f"version: expected more than {target.version}, which was sent with other bits (digest "
+                    f"{meeting.base.digest}), found {target.version} with digest {target.digest}; all weights are as "
+                    "they were"
+                )
+            )
+        engines: dict[int, list[int]] = {}
+        for rank in range(self.wire.size):
+            if rank not in self.sources:
+                engines.setdefault(found[rank].engine, []).append(rank)
+        sparse, dense = list[int](), list[int]()
+        for members in engines.values():
+            digest = _digest_of([found[rank] for rank in members], meeting.held[members[0]])
+            if digest != target.digest:
+                (sparse if meeting.base is not None and digest == meeting.base.digest else dense).extend(members)
+        return Plan(target, found, engines, tuple(sorted(sparse)), tuple(sorted(dense)))
+
+    def bulk(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
+        """Send what is needed: changes by broadcast, all bits by broadcast or, where few need them, to those."""
+        me = self.wire.rank
+        for number, rank in enumerate(self.sources):
+            if plan.sparse:
+                sender = plan.found[rank]
+                give, take = _nothing()
+                if me == rank and isinstance(end, Sender):
+                    give = self._prepared(partial(end.part, plan.target, meeting, standing))
+                if me in plan.sparse and isinstance(end, Receiver):
+                    take = end.read_part(sender, standing).feed
+                self.wire.stream(rank, sender.nbytes, give, take)
+            if plan.dense:
+                give, take = _nothing()
+                if me == rank and isinstance(end, Sender):
+                    give = end.everything()
+                if me in plan.dense and isinstance(end, Receiver):
+                    take = self._prepared(partial(end.stage, number))
+                nbytes = self.tables[number].nbytes
+                if plan.sparse:
+                    self.wire.stream_to(plan.dense, rank, nbytes, give, take)
+                else:
+                    self.wire.stream(rank, nbytes, give, take)
+
+    def _prepared(self, prepare: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
+        return self.wire.attempt(prepare) or _ignore
+
+    def prove(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
+        """Prove the version on all receivers."""
+
+        def work() -> str | None:
+            if isinstance(end, Receiver):
+                return end.prove(meeting.base, plan.target, standing)
+            return None
+
+        proofs = self.wire.share(f"the proof of version {plan.target.version}", work, str | None)  # type: ignore[arg-type]
+        for members in plan.engines.values():
+            found = sum(int(proofs[rank] or "0", 16) for rank in members)
+            if members[0] in plan.sparse:
+                assert meeting.base is not None
+                found += int(meeting.base.digest, 16)
+            elif members[0] not in plan.dense:
+                continue
+            if digests.to_hex(found) != plan.target.digest:
+                if self.wire.rank in members and isinstance(end, Receiver):
+                    end.distrust()
+                where = name_ranks(members, self.wire.size)
+                self.wire.refuse(
+                    IntegrityError(
+                        f"version {plan.target.version} cannot be proved on {where}: expected digest "
+                        f"{plan.target.digest}, found {digests.to_hex(found)}: something other than this channel has "
+                        "written to its weights; nothing was written on any rank, and the next send repairs them",
+                        expected=plan.target.digest,
+                        found=digests.to_hex(found),
+                        ranks=members,
+                    )
+                )
+
+    def write(self, end: Sender | Receiver, plan: Plan) -> None:
+        """Write on all receivers; the senders' base is the new version."""
+
+        def work() -> bool:
+            if isinstance(end, Sender):
+                end.commit(plan.target)
+            elif not self.settings.observe:
+                end.write(plan.target)
+            return True
+
+        self.wire.share(f"the write of version {plan.target.version}", work, bool)
+
+    def validate(self, end: Sender | Receiver, plan: Plan, standing: Standing) -> None:
+        """Compare every bit."""
+        del standing
+        for number, rank in enumerate(self.sources):
+            give, take = _nothing()
+            if self.wire.rank == rank and isinstance(end, Sender):
+                give = end.everything()
+            if isinstance(end, Receiver):
+                take = end.compare(number).feed
+            self.wire.stream(rank, self.tables[number].nbytes, give, take)
+
+        def work() -> bool:
+            if isinstance(end, Receiver):
+                end.check(plan.target.version)
+            return True
+
+        self.wire.share(f"the validation of version {plan.target.version}", work, bool)
+
+
+def _digest_of(found: Sequence[Found], held: State | None) -> str:
+    """The digest of an engine's weights, as its ranks counted or knew it; "" if they hold nothing that has one."""
+    if all(one.digest is None for one in found):
+        return held.digest if held else ""
+    if any(not one.digest for one in found):
+        return ""
+    return digests.to_hex(sum(int(one.digest or "0", 16) for one in found))
+
+
+def _giving(data: bytes) -> Callable[[int], Bytes]:
+    """Give bytes, one after another."""
+    view, at = np.frombuffer(data, np.uint8), 0
+
+    def take(size: int) -> Bytes:
+        nonlocal at
+        at += size
+        return view[at - size : at]
+
+    return take
+
+
+def _ignore(data: Any) -> None:
+    """What arrives is for others."""
+    del data
+
+
+def _nothing() -> tuple[Callable[[int], Bytes], Callable[[Bytes], object]]:
+    """Of a rank that neither gives nor takes."""
+    return lambda size: np.zeros(size, np.uint8), _ignore
