@@ -196,7 +196,7 @@ class Machine(Calls):
         kind = draw.choice(("counted", "silent", "storage", "other", "pointer"))
         if kind == "other":  # another model altogether
             follower.live = self.model.tensors(self.model.drawn(draw))
-            follower.altered = self.everything()
+            follower.altered, follower.staged = self.everything(), None  # what is staged belongs to the model before
         elif kind in ("storage", "pointer"):
             fresh = tensors[name].detach().clone()
             if kind == "storage":
