@@ -137,8 +137,8 @@ class Case:
                 publisher.publish(shares.model(version), version=version)
         start = 0
         for _ in range(draw.randint(1, 3)):
-            count = draw.randint(1, 3)
-            versions = sorted(draw.sample(range(start, 9), count)) if 9 - start > count else [8]
+            count = min(draw.randint(1, 3), 9 - start)
+            versions = sorted(draw.sample(range(start, 9), count))
             self.follow(store, memory, self.drawn(count)._replace(versions=versions, options={"patience": 0}))
             start = versions[-1] if draw.random() < 0.7 else 0
         self.follow(store, memory, self.drawn(1)._replace(versions=[9], options={}, fault=None))
