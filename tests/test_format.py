@@ -591,11 +591,32 @@ def test_golden_manifest_with_every_member() -> None:
     assert seal(manifest, None) == data
 
 
+def test_golden_manifest_of_parts() -> None:
+    """Format 3: a patch whose head is read alone, and one that several ranks have put."""
+    name, token = (
+        b"patches/000000000001-00112233aabbccdd",
+        b'"name":"patches/000000000001-00112233aabbccdd.safetensors"',
+    )
+    assert token in MANIFEST
+    head = b'"head_nbytes":77,"head_blake3":"' + b"0f" * 16 + b'",'
+    parts = b'"parts":3,"parts_nbytes":300,'
+    for form, members in ((token, head), (b'"name":"' + name + b'/parts.json"', parts)):
+        whole = MANIFEST.replace(b'"format_version":2', b'"format_version":3').replace(token, form)
+        whole = whole.replace(b'"base":', members + b'"base":')
+        data = whole + b',"blake3":"' + blake3(whole).hexdigest().encode() + b'"}'
+        manifest = parse(data, 1, None, "it")
+        assert manifest.patch is not None
+        assert (manifest.patch.base, manifest.patch.changes > 0) == (10, True)
+        assert manifest.patch.total_nbytes == manifest.patch.nbytes + (300 if members == parts else 0)
+        assert seal(manifest, None) == data
+
+
 def test_golden_trail() -> None:
     """The document's own form, read; and what the writer makes, decompressed."""
     written = b'{"sequence":1,"patches":[[0,1,20,"0123456789abcdef","00112233aabbccdd",99,"' + b"ab" * 32 + b'"]]}'
     trail = decode_trail(zstandard.compress(written), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "")
-    assert zstandard.decompress(trail.encode()) == written
     (step,) = trail.links()
+    assert zstandard.decompress(trail.encode()) == written.replace(b'"]]', b'",0,"",0,0]]')  # as format 3 writes it
+    assert decode_trail(trail.encode(), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "") == trail
     assert step.ref.name == "patches/000000000001-00112233aabbccdd.safetensors"
     assert (step.base_sequence, step.to) == (0, (1, 20, "0123456789abcdef"))

@@ -327,8 +327,8 @@ def test_what_fails_after_the_commit_is_a_warning(
     publisher.publish(weights(3), version=3)
     with monkeypatch.context() as patched:
         if where == "skips":
-            patched.setattr(delivery, "skip_patch", fail)
-            patched.setattr(Skips, "add", lambda *_: [(None, None)])
+            patched.setattr(delivery, "find_skip", fail)
+            patched.setattr(Skips, "add", lambda _, before, *__: [(before, None)])
         elif where == "pruning":
             patched.setattr(prune.Retention, "plan", fail)
         else:
@@ -360,7 +360,7 @@ def test_an_interruption_after_the_commit(background: bool, monkeypatch: pytest.
             publisher.publish(weights(1), version=1, background=background)
             publisher.flush()
     assert (publisher.version, publisher.digest) == (1, pulse.digest(weights(1)))
-    monkeypatch.setattr("pulse_rl.sync.publisher.restore", interrupt)
+    monkeypatch.setattr("pulse_rl.sync.position.restore", interrupt)
     report = publisher.publish(weights(2), version=2)
     assert (report.base, report.warning) == (1, None)
     live = zeros()

@@ -57,7 +57,7 @@ class ObjectRef(msgspec.Struct, frozen=True):
     blake3: Hash
 
 
-class PatchObject(ObjectRef, frozen=True):
+class PatchObject(ObjectRef, frozen=True, omit_defaults=True):
     """A patch: one file, or the list of the parts that several publishing ranks have put.
 
     Attributes:
@@ -81,7 +81,7 @@ class PatchObject(ObjectRef, frozen=True):
         return self.nbytes + self.parts_nbytes
 
 
-class PatchRef(PatchObject, frozen=True, kw_only=True):
+class PatchRef(PatchObject, frozen=True, kw_only=True, omit_defaults=True):
     """The patch from the previous manifest's version to this one's.
 
     Attributes:

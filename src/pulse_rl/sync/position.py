@@ -4,7 +4,6 @@ The first rank looks where the history ends. Where a rank's baseline does not ho
 rebuilds its own share of it.
 """
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +13,7 @@ from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
 from pulse_rl.history.restore import add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
+from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.beginning import Beginning
@@ -22,7 +22,7 @@ from pulse_rl.sync.shares import Share, plan_of, taken
 from pulse_rl.sync.successor import check_key, check_place
 from pulse_rl.weights.layout import compare_layouts
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 class Position:

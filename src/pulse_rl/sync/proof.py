@@ -79,10 +79,11 @@ class Proof:
 
         def stand() -> _Standing:
             live = make()
-            if self._peers.ranks.size > 1:
-                live.layout  # noqa: B018 - what is no tensor is refused here, before others wait for this rank
+            still = self._memory is not None and self._memory.is_still(live.tensors)
+            if self._peers.ranks.size > 1 or not still:
+                live.layout  # noqa: B018 - what is no tensor is refused here, before anything is forgotten
             found.append(live)
-            if self._memory is not None and not self._memory.is_still(live.tensors):
+            if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
             return _Standing(version, self.held, self._memory is not None, bool(due))
