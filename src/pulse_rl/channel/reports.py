@@ -89,7 +89,7 @@ class ChannelReport:
         validated: Whether every bit was compared with the senders'.
         observed: Whether nothing was sent, as the channel only observes.
         payload: What the changes of this rank consist of; None unless asked for by `statistics` or `observe`.
-        find_s: Seconds of finding the changes, or of copying the first version; of a receiver, until all ranks have done
+        find_s: Seconds of finding the changes, or of copying the first version; of a receiver, until all have done
             so, the counting of weights whose version was not known included.
         encode_s: Seconds of coding them.
         exchange_s: Seconds in which bulk was sent or received.
