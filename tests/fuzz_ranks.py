@@ -34,11 +34,10 @@ from random import Random
 from typing import Any, get_args
 
 import group_world
-import shares
 import torch
 from loco_ranks import forking, picklable
 from rank_faults import Fault, Place
-from rank_rounds import SHAPES, TIMEOUT_S, Round, Step, follow, publish
+from rank_rounds import TIMEOUT_S, Round, Step, follow, model, publish
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import OFFERED
@@ -52,9 +51,8 @@ def serve(pipe: Connection) -> None:
     os.environ["PULSE_THREADS"] = "1"
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    shares.SHAPES = SHAPES
     for codec in ("gap", "context"):
-        pulse.apply(shares.model(0), pulse.diff(shares.model(0), shares.model(1), codec=codec))
+        pulse.apply(model(0), pulse.diff(model(0), model(1), codec=codec))
     group_world.forking = lambda: mp.get_context("fork")  # type: ignore[attr-defined,assignment,return-value]
     while True:
         try:
@@ -94,8 +92,7 @@ def nursery() -> Iterator[Run]:
 
 @cache
 def digest_of(version: int) -> str:
-    shares.SHAPES = SHAPES
-    return pulse.digest(shares.model(version))
+    return pulse.digest(model(version))
 
 
 class Finding(AssertionError):
@@ -134,7 +131,7 @@ class Case:
         codec: Any = draw.choice(OFFERED)
         with pulse.Publisher(store, codec=codec, anchor_every=draw.choice((2, 4, 50))) as publisher:
             for version in range(10):
-                publisher.publish(shares.model(version), version=version)
+                publisher.publish(model(version), version=version)
         start = 0
         for _ in range(draw.randint(1, 3)):
             count = min(draw.randint(1, 3), 9 - start)

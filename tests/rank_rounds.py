@@ -9,18 +9,22 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import shares
 import torch
 import torch.distributed as dist
 from rank_faults import Fault, Faults
+from shares import model as model_of
+from shares import shares
 
 import pulse_rl as pulse
 
 SHAPES = {"columns": (64, 48), "rows.0": (30, 50), "flat": (7, 11, 3), "norm": (30,), "large": (640, 48)}
 TIMEOUT_S = 25.0  # of the ranks' group
+
+model = partial(model_of, shapes=SHAPES)
 
 
 class Step(NamedTuple):
@@ -57,7 +61,6 @@ class _Rank:
     def __init__(self, rank: int, work: Round) -> None:
         logging.disable(logging.CRITICAL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        shares.SHAPES = SHAPES
         self.faults = Faults(rank, work.fault)
         self.steps: list[Step] = []
         self._stops = work.stops and work.fault is not None
@@ -88,7 +91,7 @@ class _Rank:
 def publish(rank: int, size: int, store: str, work: Round) -> list[Step]:
     """Publish some versions."""
     me = _Rank(rank, work)
-    weights = {version: shares.shares(shares.model(version), rank, size) for version in work.versions}
+    weights = {version: shares(model(version), rank, size) for version in work.versions}
 
     def make() -> pulse.Publisher:
         return pulse.Publisher(me.faults.store(store), group=dist.group.WORLD, group_timeout=TIMEOUT_S, **work.options)
@@ -113,7 +116,7 @@ def publish(rank: int, size: int, store: str, work: Round) -> list[Step]:
 def follow(rank: int, size: int, store: str, work: Round, memory: Path) -> list[Step]:
     """Bring shares that lie in files to some versions, by a sync, or staged (work.background)."""
     me = _Rank(rank, work)
-    weights = shares.shares(live(memory, rank), rank, size)
+    weights = shares(live(memory, rank), rank, size)
 
     def make() -> pulse.Subscriber:
         return pulse.Subscriber(me.faults.store(store), group=dist.group.WORLD, group_timeout=TIMEOUT_S, **work.options)
@@ -142,7 +145,7 @@ def follow(rank: int, size: int, store: str, work: Round, memory: Path) -> list[
 def live(memory: Path, rank: int) -> dict[str, torch.Tensor]:
     """The whole model in files that all ranks map; what is replicated lies in files of each rank's own."""
     found = {}
-    for name, like in shares.model(0).items():
+    for name, like in model(0).items():
         replica = not name.startswith(("columns", "flat", "rows", "large"))
         file, count = memory / f"{name}.{rank if replica else 'all'}", math.prod(like.shape)
         flat = torch.from_file(str(file), shared=True, size=count, dtype=like.dtype) if count else like.clone()
@@ -152,7 +155,7 @@ def live(memory: Path, rank: int) -> dict[str, torch.Tensor]:
 
 def is_version(weights: dict[str, Any], version: int, rank: int, size: int) -> bool:
     """Whether shares hold the bits of a version."""
-    expected = shares.shares(shares.model(version), rank, size)
+    expected = shares(model(version), rank, size)
     return all(torch.equal(_bits(weights[name]), _bits(other)) for name, other in expected.items())
 
 

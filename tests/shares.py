@@ -1,5 +1,7 @@
 """A small model that several ranks hold in shares, for tests of sharded publishing and syncing."""
 
+from collections.abc import Mapping
+
 import torch
 
 import pulse_rl as pulse
@@ -14,14 +16,14 @@ SHAPES = {
 }
 
 
-def model(version: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def model(version: int, seed: int = 0, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
     """The weights of a version: each version changes some elements of the one before."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     weights["counter"] = torch.tensor(seed)
     weights["nothing"] = torch.empty(0, 3)
     for _ in range(version):
-        for name in SHAPES:
+        for name in shapes:
             flat = weights[name].view(torch.int16).view(-1)
             chosen = torch.randint(0, flat.numel(), (max(1, flat.numel() // 200),), generator=generator)
             flat[chosen] += 1

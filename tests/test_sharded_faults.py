@@ -220,3 +220,28 @@ def test_a_rank_that_publishes_after_the_others_have_closed(ranks: Ranks, tmp_pa
     assert (kind, names) == ("ExchangeError", (0, 2))
     assert 0.9 < seconds < 5
     assert pulse.verify(store).good_versions == (0,)
+
+
+def miss_an_anchor(group: Any, rank: int, size: int, store: str) -> list[Any]:
+    """Rank 1 cannot read once, so no route leads to the version; then it can."""
+    follower = pulse.Subscriber(store, group=group, group_timeout=20, patience=0)
+    weights = shares({name: tensor.clone() for name, tensor in model(0, seed=1).items()}, rank, size)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            for name in ("stream", "get", "read_range"):
+                patch.setattr(follower.history.store, name, _refuse)
+        error = caught(lambda: follower.sync(weights))
+    return [type(error).__name__, str(error), follower.sync(weights).digest]
+
+
+def _refuse(name: str, *_: Any) -> Any:
+    raise pulse.StoreError(f"cannot read {name}: refused", name=name)
+
+
+def test_what_no_rank_can_reach_is_no_reason_to_leave(ranks: Ranks, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    pulse.Publisher(store).publish(model(0))
+    found = ranks(miss_an_anchor, 3, store)
+    assert not any(isinstance(one, BaseException) for one in found), found
+    assert all((kind, digest) == ("StoreError", pulse.digest(model(0))) for kind, _, digest in found)
+    assert all("rank 1 of 3" in text and "refused" in text for _, text, _ in found)

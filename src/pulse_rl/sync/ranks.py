@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from pulse_rl.errors import ExchangeError, IntegrityError, VersionNotFoundError, one_line
+from pulse_rl.errors import ExchangeError, PulseError, one_line
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.private import PrivateGroup
 from pulse_rl.group.sharing import share
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# What is raised outside of shared work follows from what all ranks know, if it is one of these: then all raise it.
-ALIKE = (ExchangeError, IntegrityError, VersionNotFoundError, ValueError)
+# Outside of shared work these follow from what all ranks know, so all raise them.
+ALIKE = (PulseError, ValueError)
 
 
 class Gathering(Protocol):
