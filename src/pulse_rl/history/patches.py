@@ -29,11 +29,12 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.format import Patch
 from pulse_rl.patch.segments import Entry
-from pulse_rl.patch.targets import holds
+from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.ranges import read_range, read_ranges
 from pulse_rl.weights.boxes import disjoint, whole
 from pulse_rl.weights.layout import Layout, TensorSpec
+from pulse_rl.weights.pieces import Place
 
 FORMAT = "pulse-rl/parts"
 MAX_PARTS = 1 << 16
@@ -125,11 +126,7 @@ def fetch_patch(store: Store, ref: PatchObject, limit: int, share: Layout | None
 
 def has_share(fetched: Fetched, share: Layout) -> bool:
     """Whether all was read that a share of the weights needs."""
-    return all(
-        span.number in part.payloads or not _is_wanted(part, span, share)
-        for part in fetched.parts
-        for span in part.spans
-    )
+    return all(span.number in part.payloads for part in fetched.parts for span in _wanted(part, share))
 
 
 def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None) -> tuple[Patch, int]:
@@ -150,7 +147,7 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
             expected=ref.head_blake3,
         )
     patch = patch_format.unpack_head(head, ref.nbytes, ref.name)
-    wanted = [span for span in patch.spans if _is_wanted(patch, span, share)]
+    wanted = _wanted(patch, share)
     payloads = read_ranges(store, ref.name, [(span.start, span.stop) for span in wanted])
     with translate(PatchFormatError, to=lambda reason: PatchFormatError(reason, source=ref.name)):
         read = patch.with_spans({span.number: data for span, data in zip(wanted, payloads, strict=True)})
@@ -161,14 +158,20 @@ def _fetch_whole(store: Store, ref: PatchObject, limit: int) -> tuple[Patch, int
     return patch_format.unpack(fetch(store, ref, limit), ref.name), ref.nbytes
 
 
-def _is_wanted(patch: Patch, span: patch_format.Span, share: Layout) -> bool:
-    """Whether a span changes elements that this process holds."""
-    for segment in span.segments:
-        if segment.spec.changed:
-            tensor = share.get(patch.table[segment.tensor].name)
-            if tensor is not None and holds(tensor, segment.place):
-                return True
-    return False
+def _wanted(patch: Patch, share: Layout) -> list[patch_format.Span]:
+    """The spans of a patch that change elements which this process holds."""
+    tensors = [share.get(entry.name) for entry in patch.table]
+    boxes = [None if tensor is None else boxes_of(tensor) for tensor in tensors]
+    known: dict[tuple[object, Place], bool] = {}  # most tensors of a kind are held alike
+
+    def is_held(number: int, place: Place) -> bool:
+        key = boxes[number], place
+        if key not in known:
+            tensor = tensors[number]
+            known[key] = tensor is not None and holds(tensor, place)
+        return known[key]
+
+    return [span for span in patch.spans if any(is_held(*each) for each in span.segments.changing())]
 
 
 def _check_alike(ref: PatchObject, parts: Sequence[Patch]) -> None:

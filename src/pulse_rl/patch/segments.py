@@ -9,7 +9,7 @@ In format 1 each tensor is a group, cut into runs of flat positions.
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, overload
 
@@ -148,6 +148,8 @@ class Segments(Sequence[Segment]):
     def __getitem__(self, place: slice) -> "Segments": ...
     def __getitem__(self, place: "int | slice") -> "Segment | Segments":
         if isinstance(place, slice):
+            if place.step not in (None, 1):
+                raise ValueError(f"expected consecutive segments, found every {place.step}th")
             part = object.__new__(Segments)
             part._table, part._groups, part._firsts = self._table, self._groups, self._firsts
             part.counts, part._numbers = self.counts, self._numbers[place]
@@ -156,6 +158,27 @@ class Segments(Sequence[Segment]):
         group, tile, member = self._find(number)
         tensor, where = group.tensors[member], group.places[tile]
         return Segment(tensor, where, spec_of(self._table[tensor], where, int(self.counts[number])))
+
+    def __iter__(self) -> Iterator[Segment]:
+        # As by `__getitem__` and three times as fast: the tensors of a group have the same spec but for the changes.
+        start, stop = self._numbers.start, self._numbers.stop
+        counts = iter(self.counts[start:stop].tolist())
+        while start < stop:
+            at = bisect_right(self._firsts, start) - 1
+            group, end = self._groups[at], min(stop, self._firsts[at + 1])
+            tile, member = divmod(start - self._firsts[at], len(group.tensors))
+            place, tensors = group.places[tile], group.tensors[member : member + end - start]
+            dtype, size, _, stride, phase = spec_of(self._table[tensors[0]], place, 0)
+            for tensor, changed in zip(tensors, counts, strict=False):
+                yield Segment(tensor, place, SegmentSpec(dtype, size, changed, stride, phase))
+            start += len(tensors)
+
+    def changing(self) -> Iterator[tuple[int, Place]]:
+        """The tensor and the place of each segment that changes."""
+        start = self._numbers.start
+        for number in np.flatnonzero(self.counts[start : self._numbers.stop]).tolist():
+            group, tile, member = self._find(start + number)
+            yield group.tensors[member], group.places[tile]
 
     def _find(self, number: int) -> tuple[Group, int, int]:
         place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty

@@ -56,3 +56,8 @@ def holds(tensor: Bits, place: Place) -> bool:
     if isinstance(place, Run) or not isinstance(tensor, Pieces):
         return True
     return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
+
+
+def boxes_of(tensor: Bits) -> tuple[Box, ...]:
+    """What this process holds of a tensor."""
+    return tuple(piece.box for piece in pieces_of(tensor))
