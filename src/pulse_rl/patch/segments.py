@@ -160,7 +160,7 @@ class Segments(Sequence[Segment]):
         return Segment(tensor, where, spec_of(self._table[tensor], where, int(self.counts[number])))
 
     def __iter__(self) -> Iterator[Segment]:
-        # As by `__getitem__` and three times as fast: the tensors of a group have the same spec but for the changes.
+        # As by `__getitem__` and twice as fast: the tensors of a group have the same spec but for the changes.
         start, stop = self._numbers.start, self._numbers.stop
         counts = iter(self.counts[start:stop].tolist())
         while start < stop:
