@@ -97,6 +97,10 @@ class Landing(Protocol):
     def keep_nbytes(self) -> float:
         """Memory that the decoded changes of the next patch may take until it is written."""
 
+    @property
+    def added(self) -> int:
+        """How often `complete` has added pieces to the weights."""
+
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         """The weights as they will be when the next patch is written."""
 
@@ -110,6 +114,7 @@ class Landing(Protocol):
 class Written:
     """Each patch is written to the weights at once: those of one process, in files or in memory."""
 
+    added = 0
     keep_nbytes: float = KEEP_NBYTES
 
     def __init__(self, weights: Layout, effort: Effort) -> None:
@@ -218,15 +223,15 @@ class _Ahead:
 
     def _submit(self) -> None:
         if self._left:
-            weights = self._landing.weights
+            weights, self._added = self._landing.weights, self._landing.added
             self._pending = self._pool.submit(fetch_patch, self._store, self._left[-1].ref, self._limit, weights)
 
     def next(self) -> Fetched:
         """Wait for the next patch. Raises as `fetch_patch`."""
         fetched = self._pending.result()
-        link = self._left.pop()
+        link, added = self._left.pop(), self._added
         self._submit()
-        if has_share(fetched, self._landing.weights):
+        if added == self._landing.added or has_share(fetched, self._landing.weights):
             return fetched
         return fetch_patch(self._store, link.ref, self._limit, self._landing.weights)  # pieces were added meanwhile
 

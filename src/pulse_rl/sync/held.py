@@ -36,6 +36,8 @@ class Held:
         self.halo: dict[str, list[Piece]] = dict(halo)
         self._known = plan
         self._tied: Mapping[str, str] = {}
+        self._weights: Layout | None = None
+        self.added = 0  # how often strips were added
 
     @property
     def shared(self) -> bool:
@@ -49,7 +51,7 @@ class Held:
             return Share(plan_of(self.live.layout, self.live.layout.tied), self.live.layout, self.live.layout)
         found = share_of(self.ranks, self.live.layout, self._known)
         if self._known is not None and found.plan.fingerprint != self._known.fingerprint:
-            self.halo = {}
+            self.drop_halo()
         return found
 
     @property
@@ -64,13 +66,15 @@ class Held:
     def tie(self, tied: Mapping[str, str]) -> None:
         """Use the names of a version. tied: its further names → the name that stands for them."""
         if self._tied != tied:
-            self._tied = dict(tied)
+            self._tied, self._weights = dict(tied), None
             self.__dict__.pop("memory", None)
 
     @property
     def weights(self) -> Layout:
         """What this rank holds, under the names of the version, with its halo."""
-        return with_pieces(self.memory, self.halo)
+        if self._weights is None:
+            self._weights = with_pieces(self.memory, self.halo)
+        return self._weights
 
     @cached_property
     def memory(self) -> Layout:
@@ -88,7 +92,14 @@ class Held:
 
     def add(self, more: Halo) -> None:
         """Add strips to the halo."""
-        add_pieces(self.halo, more)
+        if more:
+            add_pieces(self.halo, more)
+            self._weights = None
+            self.added += 1
+
+    def drop_halo(self) -> None:
+        """Forget all strips, as they are not up to date."""
+        self.halo, self._weights = {}, None
 
     @property
     def halo_nbytes(self) -> int:

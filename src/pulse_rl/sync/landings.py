@@ -60,6 +60,10 @@ class Writing:
     def tensors(self) -> Mapping[str, HasLayout]:
         return self._live.tensors
 
+    @property
+    def added(self) -> int:
+        return self._live.added
+
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
 
@@ -73,7 +77,7 @@ class Writing:
 
     def load(self, restored: Restored, files: ExitStack) -> None:
         with files:
-            self._live.halo = {}  # the next patch brings it up to date
+            self._live.drop_halo()
             self._write(restored.write)
         with self._effort.timing("prove_s"):
             restored.check(self._peers, self._live)
@@ -99,6 +103,7 @@ class InFiles:
     def __init__(self, files: Layout, live: Held, peers: RankPeers, effort: Effort) -> None:
         self._files, self._live, self._peers, self._effort = files, live, peers, effort
         self._halo: dict[str, list[Piece]] = {}
+        self.added = 0
 
     @property
     def weights(self) -> Layout:
@@ -114,6 +119,7 @@ class InFiles:
     def complete(self, fetched: Fetched) -> None:
         before = by_name(self.weights, fetched.first.tied)
         add_pieces(self._halo, _strips(self._peers, self._live, fetched, self.weights, before))
+        self.added += 1
 
     def land(self, application: Application, to: State) -> None:
         def write() -> int:
@@ -156,6 +162,10 @@ class Keeping:
         return self._live.tensors
 
     @property
+    def added(self) -> int:
+        return sum(map(bool, self._halos))
+
+    @property
     def keep_nbytes(self) -> float:
         return max(0, KEEP_NBYTES - self.nbytes, self.weights.held_nbytes // KEPT_SHARE - self.nbytes)
 
@@ -191,6 +201,7 @@ class Keeping:
 
     def land(self, application: Application, to: State) -> None:
         self._peers.add_up("keep what is staged", lambda: self._keep(application))
+        application.find_targets()
         by_tensor: dict[str, dict[Place, Changes]] = {}
         for name, place, changes in application.changes():
             by_tensor.setdefault(name, {})[place] = changes

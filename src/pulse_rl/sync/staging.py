@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.trail import State
@@ -20,11 +20,25 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
+class Made(NamedTuple):
+    """What a call of `Subscriber.stage` has made."""
+
+    apply: Callable[[Staged], SyncReport]
+    weights: Any
+    memory: Memory  # of the weights
+    base: State | None  # what they held
+    keeping: Keeping
+    arrival: Arrival
+
+
 class Staged:
     """A version that `Subscriber.stage` has fetched, decoded and proved. No weight was touched.
 
     `apply` writes it. It may be called in another thread than `stage` was, and not while this subscriber is in another
     call. A staged version that is not wanted any more is dropped by `discard`, or at the end of a `with` block.
+
+    Args:
+        made: What `Subscriber.stage` has made.
 
     Attributes:
         version: The version.
@@ -37,15 +51,8 @@ class Staged:
         fetched_nbytes: Bytes that were read from the store.
     """
 
-    def __init__(
-        self,
-        apply: Callable[[Staged], SyncReport],
-        weights: Any,
-        memory: Memory,
-        base: State | None,
-        keeping: Keeping,
-        arrival: Arrival,
-    ) -> None:
+    def __init__(self, made: Made) -> None:
+        arrival, keeping = made.arrival, made.keeping
         self.version = arrival.target.version
         self.digest = arrival.target.digest
         self.previous = arrival.previous
@@ -53,9 +60,8 @@ class Staged:
         self.nbytes = keeping.nbytes
         self.changes = arrival.effort.changes
         self.fetched_nbytes = arrival.effort.nbytes
-        self._apply = apply
-        self._weights = weights
-        self._memory, self._base = memory, base
+        self._apply, self._weights = made.apply, made.weights
+        self._memory, self._base = made.memory, made.base
         self._keeping: Keeping | None = keeping
         self._arrival = arrival
         self._at_exit = weakref.finalize(self, keeping.discard)  # removes temporary files, where nothing else did

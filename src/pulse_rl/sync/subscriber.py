@@ -36,7 +36,7 @@ from pulse_rl.sync.proof import Proof
 from pulse_rl.sync.ranks import collective, ranks_of
 from pulse_rl.sync.reports import Arrival, Route, SyncReport
 from pulse_rl.sync.routes import advance
-from pulse_rl.sync.staging import Staged
+from pulse_rl.sync.staging import Made, Staged
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -123,7 +123,8 @@ class Subscriber:
 
         with self._ranks.collective():
             self._ranks.share("make a subscriber", make, bool)
-        self.history, self._heart = made[0]
+        history, self._heart = made[0]
+        self.history = history
         self._poll, self._poll_max = poll, poll_max
         self._peers = RankPeers(self._ranks)
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
@@ -281,7 +282,7 @@ class Subscriber:
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
             undo.pop_all()
-            return Staged(self._apply, weights, memory, self._proof.held, keeping, arrival)
+            return Staged(Made(self._apply, weights, memory, self._proof.held, keeping, arrival))
 
     @in_turn
     @collective
