@@ -25,7 +25,7 @@ def run() -> Iterator[fuzz_ranks.Run]:
         yield run
 
 
-@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("case", range(2))
 def test_a_rank_that_fails_leaves_no_half_version_and_no_rank_waiting(run: fuzz_ranks.Run, case: int) -> None:
     counts = fuzz_ranks.run_case(6, case, run)
     assert counts["versions proved"] or counts["synced"]
