@@ -26,7 +26,7 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import Target, targets
+from pulse_rl.patch.targets import Target, holds, targets
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Positions
@@ -68,6 +68,7 @@ class _Work:
     unit: Unit
     keep: bool  # whether the changes stay in memory from proof to write
     changes: list[Changes] | None = None  # of each segment, while they are in memory
+    writes: "list[_Write] | None" = None  # what they write and where, if that was found beforehand
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
@@ -78,6 +79,14 @@ class _Work:
     def _read(self, segment: Segment) -> UIntArray:
         old = place_view(self.tensors[segment.tensor].before[0], segment.place)
         return old.read(0, old.size)
+
+
+class _Write(NamedTuple):
+    """Changes of one part of live memory."""
+
+    target: Target
+    name: str  # of the tensor
+    changes: Changes
 
 
 class _Checked(NamedTuple):
@@ -191,11 +200,11 @@ class Application:
             keep_all = part.codec.conditional and (self._shared or self._overlapping)
             for segments, unit in part.units():
                 budget -= decoded_nbytes(segments)
-                if any(self._targets(tensors[segment.tensor], segment) for segment in segments if segment.spec.changed):
+                if any(self._holds(tensors[segment.tensor], segment) for segment in segments if segment.spec.changed):
                     yield _Work(segments, tensors, unit, keep=bool(keep_all) or budget >= 0)
 
-    def _targets(self, tensor: _Tensor, segment: Segment) -> list[Target]:
-        return targets(tensor.live[0], segment.place) if tensor.live else []
+    def _holds(self, tensor: _Tensor, segment: Segment) -> bool:
+        return bool(tensor.live) and holds(tensor.live[0], segment.place)
 
     def _check(self, work: _Work) -> _Checked:
         start_s = time.perf_counter()
@@ -253,7 +262,13 @@ class Application:
                 old = Changes(changes.indices, target.bits.gather(0, changes.indices))
                 yield Overwritten(name, target.place, target.bits, old)
 
-    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
+    def find_targets(self) -> None:
+        """Find the live memory of all changes that are kept, so that `write` only has to write them."""
+        for work in self._work:
+            if work.changes is not None:
+                work.writes = list(self._writes(work, work.changes))
+
+    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[_Write]:
         """Each part of live memory that is to be written, its tensor's name, and its changes."""
         for segment, changes in zip(work.segments, decoded, strict=True):
             tensor = work.tensors[segment.tensor]
@@ -261,7 +276,7 @@ class Application:
                 for target in targets(copy, segment.place):
                     own = target.own(segment.place, changes)
                     if len(own.indices):
-                        yield target, tensor.name, own
+                        yield _Write(target, tensor.name, own)
 
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
@@ -280,7 +295,10 @@ class Application:
         batch, changes = list[_Work](), 0
         for work in self._work:
             batch.append(work)
-            changes += sum(segment.spec.changed for segment in work.segments)
+            if work.writes is not None:
+                changes += sum(len(write.changes.indices) for write in work.writes)
+            else:
+                changes += sum(segment.spec.changed for segment in work.segments)
             if changes >= BATCH:
                 yield batch
                 batch, changes = [], 0
@@ -296,11 +314,11 @@ class Application:
                 return
             # Held until all of it is written, as a repeated write could no longer decode against the old bits.
             work.changes = work.changes or work.decode()
-            for target, name, (indices, values) in self._writes(work, work.changes):
+            for target, name, (indices, values) in work.writes or self._writes(work, work.changes):
                 target.bits.scatter(0, indices, values)
                 if (target.bits.gather(0, indices) != values).any():
                     raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
-            work.written, work.changes = True, None
+            work.written, work.changes, work.writes = True, None, None
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
