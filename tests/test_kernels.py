@@ -142,6 +142,22 @@ def test_rows_are_gathered_and_scattered_as_by_the_twins(
     assert source.tolist() == twin.tolist() == before.reshape(rows, run).tolist()
 
 
+@settings(deadline=None, max_examples=150)
+@given(WIDTHS, st.integers(2, 9), st.sampled_from([64, 65, 72, 127, 128, 129, 191, 200]), DENSITIES, SEEDS)
+def test_changes_in_rows_are_found_as_by_the_twin(width: int, rows: int, run: int, density: float, seed: int) -> None:
+    """Rows that lie apart, with other bits between them; also against the same elements in one run."""
+    old, new = (strided(width, rows, run, seed + i, "rows") for i in (0, 1))
+    flat = np.ascontiguousarray(old).reshape(-1)
+    new[...] = with_changes(flat, density, seed).reshape(rows, run)
+    (indices, values), (naive_indices, naive_values) = room(old.size, width), room(old.size, width)
+    k = cpu.find_changes_rows(old, new, indices, values)
+    assert k == reference.find_changes_rows(old, new, naive_indices, naive_values)
+    found = find_changes(old, new)
+    assert found.indices.tolist() == indices[:k].tolist() == naive_indices[:k].tolist()
+    assert found.values.tolist() == values[:k].tolist() == naive_values[:k].tolist()
+    assert found.indices.tolist() == np.flatnonzero(flat != new.reshape(-1)).tolist()
+
+
 @settings(deadline=None, max_examples=100)
 @given(WIDTHS, st.integers(0, 20), ROWS, WORDS64, DENSITIES, SEEDS)
 def test_rows_are_digested_as_by_the_twins(

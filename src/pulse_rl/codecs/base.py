@@ -2,9 +2,9 @@
 
 A block is a run of consecutive segments that are coded together. What they share, such as statistics, is coded once for
 all; then come the spans, each so many of the segments, which can be read alone. The units of a span are the parts of it
-that can be decoded alone. The patch file records how many elements of every segment change, so a codec need not. From that number alone a
-codec decides whether a segment is dense (all elements are coded, and no indices), so that encoder and decoder agree
-without a flag.
+that can be decoded alone. The patch file records how many elements of every segment change, so a codec need not. From
+that number alone a codec decides whether a segment is dense (all elements are coded, and no indices), so that encoder
+and decoder agree without a flag.
 """
 
 import math

@@ -25,6 +25,7 @@ from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
+from pulse_rl.patch.merging import BATCH, Merged
 from pulse_rl.patch.segments import Segment
 from pulse_rl.patch.targets import Target, holds, targets
 from pulse_rl.weights import digests
@@ -34,7 +35,6 @@ from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Place, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
-BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 
 
 def finish_despite_interrupt(write: Callable[[], object]) -> None:
@@ -68,7 +68,6 @@ class _Work:
     unit: Unit
     keep: bool  # whether the changes stay in memory from proof to write
     changes: list[Changes] | None = None  # of each segment, while they are in memory
-    writes: "list[_Write] | None" = None  # what they write and where, if that was found beforehand
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
@@ -79,14 +78,6 @@ class _Work:
     def _read(self, segment: Segment) -> UIntArray:
         old = place_view(self.tensors[segment.tensor].before[0], segment.place)
         return old.read(0, old.size)
-
-
-class _Write(NamedTuple):
-    """Changes of one part of live memory."""
-
-    target: Target
-    name: str  # of the tensor
-    changes: Changes
 
 
 class _Checked(NamedTuple):
@@ -234,6 +225,17 @@ class Application:
                 delta += digests.delta(tensor.seed, at, indices, before, after)
         return delta
 
+    @property
+    def overlapping(self) -> bool:
+        """Whether tensors overlap in live memory: then only `write` finds out whether the patch fits them."""
+        return self._overlapping
+
+    def merge_into(self, merged: Merged) -> None:
+        """Collect what `write` would write, after `prove`."""
+        for name, place, changes in self.changes():
+            for copy in self._live[name]:
+                merged.add(name, copy, place, changes)
+
     def changes(self) -> Iterator[tuple[str, Place, Changes]]:
         """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""
         for work in self._work:
@@ -262,13 +264,7 @@ class Application:
                 old = Changes(changes.indices, target.bits.gather(0, changes.indices))
                 yield Overwritten(name, target.place, target.bits, old)
 
-    def find_targets(self) -> None:
-        """Find the live memory of all changes that are kept, so that `write` only has to write them."""
-        for work in self._work:
-            if work.changes is not None:
-                work.writes = list(self._writes(work, work.changes))
-
-    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[_Write]:
+    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
         """Each part of live memory that is to be written, its tensor's name, and its changes."""
         for segment, changes in zip(work.segments, decoded, strict=True):
             tensor = work.tensors[segment.tensor]
@@ -276,7 +272,7 @@ class Application:
                 for target in targets(copy, segment.place):
                     own = target.own(segment.place, changes)
                     if len(own.indices):
-                        yield _Write(target, tensor.name, own)
+                        yield target, tensor.name, own
 
     def write(self) -> None:
         """Overwrite the changed elements and read every one of them back. Call only after `prove`.
@@ -295,10 +291,7 @@ class Application:
         batch, changes = list[_Work](), 0
         for work in self._work:
             batch.append(work)
-            if work.writes is not None:
-                changes += sum(len(write.changes.indices) for write in work.writes)
-            else:
-                changes += sum(segment.spec.changed for segment in work.segments)
+            changes += sum(segment.spec.changed for segment in work.segments)
             if changes >= BATCH:
                 yield batch
                 batch, changes = [], 0
@@ -314,11 +307,11 @@ class Application:
                 return
             # Held until all of it is written, as a repeated write could no longer decode against the old bits.
             work.changes = work.changes or work.decode()
-            for target, name, (indices, values) in work.writes or self._writes(work, work.changes):
+            for target, name, (indices, values) in self._writes(work, work.changes):
                 target.bits.scatter(0, indices, values)
                 if (target.bits.gather(0, indices) != values).any():
                     raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
-            work.written, work.changes, work.writes = True, None, None
+            work.written, work.changes = True, None
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})

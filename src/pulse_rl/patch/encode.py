@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_rl.codecs.base import Codec, SegmentChanges, every_index
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry, Segments, groups_of, spec_of
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.changes import Changes, find_changes
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.changes import Changes, comparable_rows, find_changes
 from pulse_rl.weights.pieces import Place, place_view
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
@@ -200,22 +201,30 @@ def _find(task: _Task, *, codecs: Sequence[Codec], digest_old: bool) -> _Found:
     """Find one segment's changes and what they do to the digest."""
     seed, entry, place, old, new = task
     clock = time.perf_counter()
-    after = new.read(0, new.size)
-    read_s = time.perf_counter() - clock
-    before = old.read(0, old.size)
+    before, after = _rows(old), _rows(new)
+    read_s = 0.0
+    if before is None or after is None or not comparable_rows(before, after):
+        after = new.read(0, new.size)
+        read_s = time.perf_counter() - clock
+        before = old.read(0, old.size)
     changes = find_changes(before, after)
     replaced = np.empty_like(changes.values)
-    cpu.gather(before, changes.indices, replaced)
+    (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     at = place.positions(entry.shape)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
-    base = digests.part(seed, at, before) if digest_old else 0
+    base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
     spec = spec_of(entry, place, len(changes.indices))
     sparse = SegmentChanges(spec, changes, partial(old.read, 0, old.size))
     coded = tuple(
-        sparse._replace(changes=Changes(every_index(spec.size), after.copy())) if codec.is_dense(spec) else sparse
+        sparse._replace(changes=Changes(every_index(spec.size), after.flatten())) if codec.is_dense(spec) else sparse
         for codec in codecs
     )
     return _Found(coded, base, delta, read_s, time.perf_counter() - clock - read_s)
+
+
+def _rows(bits: Bits) -> UIntArray | None:
+    """The rows of a part of a tensor where they lie in host memory; None for others."""
+    return bits.rows if isinstance(bits, HostBits) and bits.flat is None else None
 
 
 class _Coding:

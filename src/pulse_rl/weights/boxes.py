@@ -6,6 +6,7 @@ codes on its own. Two boxes of one tensor intersect in a box or not at all, so a
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +35,7 @@ class Box(NamedTuple):
 
     def slices(self, outer: "Box") -> tuple[slice, ...]:
         """This box in an array that holds a box around it."""
-        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
-        return tuple(slice(start, start + n) for start, n in zip(starts, self.sizes, strict=True))
+        return tuple([slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.sizes, strict=True)])
 
     def inside(self, outer: "Box") -> bool:
         """Whether the other box has all elements of this one."""
@@ -71,18 +71,8 @@ class Box(NamedTuple):
         return found
 
     def positions(self, shape: Shape) -> Positions:
-        """Where its elements lie in a tensor of this shape."""
-        inner = len(shape)  # dimensions from here on are whole
-        while inner and self.sizes[inner - 1] == shape[inner - 1]:
-            inner -= 1
-        cut = max(0, inner - 1)  # a row is a range along this dimension, of all that comes after it
-        run = math.prod(self.sizes[cut:])
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        starts = np.zeros(1, np.int64)
-        for d in range(cut):
-            along = np.arange(self.offset[d], self.offset[d] + self.sizes[d], dtype=np.int64) * strides[d]
-            starts = (starts[:, None] + along).reshape(-1)
-        return Positions(starts + sum(self.offset[d] * strides[d] for d in range(cut, len(shape))), run)
+        """Where its elements lie in a tensor of this shape. The array is shared, and not to be modified."""
+        return _positions(self, shape)
 
 
 class Run(NamedTuple):
@@ -131,6 +121,24 @@ def _run_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield Box((first, *(0 for _ in inner)), (rows, *inner))
     if stop % width:
         yield from _run_boxes(shape, stop - stop % width, stop)
+
+
+@lru_cache(maxsize=16)  # the segments of one tile come one after another; an entry takes up to 4 MB
+def _positions(box: Box, shape: Shape) -> Positions:
+    """`Box.positions`."""
+    inner = len(shape)  # dimensions from here on are whole
+    while inner and box.sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    cut = max(0, inner - 1)  # a row is a range along this dimension, of all that comes after it
+    run = math.prod(box.sizes[cut:])
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    starts = np.zeros(1, np.int64)
+    for d in range(cut):
+        along = np.arange(box.offset[d], box.offset[d] + box.sizes[d], dtype=np.int64) * strides[d]
+        starts = (starts[:, None] + along).reshape(-1)
+    starts += sum(box.offset[d] * strides[d] for d in range(cut, len(shape)))
+    starts.flags.writeable = False  # others have the same array
+    return Positions(starts, run)
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

@@ -23,19 +23,32 @@ class Changes(NamedTuple):
 def find_changes(old: UIntArray, new: UIntArray) -> Changes:
     """Find the elements whose bit patterns differ.
 
-    old, new: unsigned integers, shape (n,), n < 2^32, same dtype, contiguous; not modified.
+    old, new: unsigned integers, shape (n,), n < 2^32, same dtype, contiguous; or `comparable_rows`. Not modified.
     Returns the indices (k,), strictly increasing, and the new bits at them (k,).
     Reads both arrays once: memory-bound, 4 bytes of traffic per BF16 element.
     Raises ValueError if shapes or dtypes differ.
     """
-    if old.shape != new.shape or old.dtype != new.dtype or old.ndim != 1:
+    if old.shape != new.shape or old.dtype != new.dtype or (old.ndim != 1 and not comparable_rows(old, new)):
         raise ValueError(
             f"expected two flat arrays of one shape and dtype, found {old.dtype}{list(old.shape)} "
             f"and {new.dtype}{list(new.shape)}"
         )
     # Sized for the worst case, with 8 bytes per value, so that one buffer serves every width.
-    capacity = len(old) + cpu.SLACK
+    capacity = old.size + cpu.SLACK
     indices = cpu.buffer("changed", capacity, np.uint32)
     values = cpu.buffer("values", capacity, np.uint64).view(UINTS[old.itemsize])
-    count = cpu.find_changes(old, new, indices, values)
+    find = cpu.find_changes if old.ndim == 1 else cpu.find_changes_rows
+    count = find(old, new, indices, values)
     return Changes(indices[:count].copy(), values[:count].copy())
+
+
+def comparable_rows(old: UIntArray | None, new: UIntArray | None) -> bool:
+    """Whether these are rows (rows, run) of two tensors that are compared where they lie, without a copy."""
+    return (
+        old is not None
+        and new is not None
+        and old.shape == new.shape
+        and old.ndim == 2
+        and old.shape[1] >= cpu.LANES
+        and all(rows.strides[1] == rows.itemsize and not rows.flags.c_contiguous for rows in (old, new))
+    )

@@ -219,7 +219,9 @@ def place_view(tensor: Bits, place: Place) -> Bits:
                 "publish an anchor"
             )
         return RunBits(tensor, place)
-    for piece in pieces_of(tensor):
+    if not isinstance(tensor, Pieces):
+        return tensor if place.sizes == tensor.shape else tensor.view(place.slices(whole(tensor.shape)))
+    for piece in tensor.pieces:
         if place == piece.box:
             return piece.bits
         if place.inside(piece.box):

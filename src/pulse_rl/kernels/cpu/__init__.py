@@ -9,18 +9,29 @@ before they use it, and return a status instead of raising.
 all of them beforehand.
 """
 
-from pulse_rl.kernels.cpu.arrays import buffer
-from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.cpu.arrays import LANES, buffer
+from pulse_rl.kernels.cpu.changes import (
+    SLACK,
+    find_changes,
+    find_changes_rows,
+    gather,
+    gather_rows,
+    scatter,
+    scatter_rows,
+    union,
+)
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 
 __all__ = [
+    "LANES",
     "SLACK",
     "buffer",
     "digest_delta",
     "digest_range",
     "digest_rows",
     "find_changes",
+    "find_changes_rows",
     "gap_decode",
     "gap_encode",
     "gather",

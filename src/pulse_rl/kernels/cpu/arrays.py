@@ -57,6 +57,24 @@ def lanes_below(typingctx: Any, values: Any, start: Any, mask: Any, bound: Any) 
 
 
 @intrinsic
+def prefetch(typingctx: Any, values: Any, start: Any) -> Any:
+    """Ask for the cache line of values[start] ahead of its use. Any position is allowed: nothing is read."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        builder.call(
+            builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
+            [address, number(0), number(3), number(1)],  # to be read, kept in all caches, data
+        )
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp), codegen
+
+
+@intrinsic
 def trailing_zeros(typingctx: Any, x: Any) -> Any:
     """The number of zero bits below the lowest 1 of a uint64; 64 for 0."""
 

@@ -77,10 +77,10 @@ def digest_rows(seed: int, starts: NDArray[np.int64], run: int, bits: UIntArray)
 @kernel
 def _positions(starts, run, indices, found):
     for j in range(indices.shape[0]):
-        row = np.int64(indices[j]) // run
-        found[j] = starts[row] + np.int64(indices[j]) - row * run
+        row = np.uint32(indices[j] // run)
+        found[j] = starts[row] + np.int64(np.uint32(indices[j] - row * run))
 
 
 def positions(starts: NDArray[np.int64], run: int, indices: NDArray[np.uint32], found: NDArray[np.int64]) -> None:
     """Set found (k,) to the flat index in the tensor of each index (k,) in rows of `run` that begin at starts."""
-    _positions(read_only(starts), run, read_only(indices), found)
+    _positions(read_only(starts), np.uint32(run), read_only(indices), found)

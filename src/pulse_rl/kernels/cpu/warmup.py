@@ -9,7 +9,16 @@ import numpy as np
 
 from pulse_rl.dtypes import UINTS, Field, field_of
 from pulse_rl.kernels.cpu import compiled, context, loco, moves, rangecoder, study
-from pulse_rl.kernels.cpu.changes import SLACK, find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.cpu.changes import (
+    SLACK,
+    find_changes,
+    find_changes_rows,
+    gather,
+    gather_rows,
+    scatter,
+    scatter_rows,
+    union,
+)
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 
@@ -54,6 +63,8 @@ def _warm_changes(itemsize: int) -> None:
     rows = np.zeros((2 * N, 2), old.dtype)[::2]
     gather_rows(rows, indices, values.copy())
     scatter_rows(rows, indices, values)
+    apart = np.zeros((2, 2 * N), old.dtype)[:, :N]
+    find_changes_rows(apart, apart, np.empty(2 * N + SLACK, np.uint32), np.empty(2 * N + SLACK, old.dtype))
     study.count_differing(old, new)
     study.recurring(old, old, indices, values)
 

@@ -3,7 +3,15 @@
 Same names, same arguments, same results; only tests run them. A reader in another language can be compared with them.
 """
 
-from pulse_rl.kernels.reference.changes import find_changes, gather, gather_rows, scatter, scatter_rows, union
+from pulse_rl.kernels.reference.changes import (
+    find_changes,
+    find_changes_rows,
+    gather,
+    gather_rows,
+    scatter,
+    scatter_rows,
+    union,
+)
 from pulse_rl.kernels.reference.digests import digest_at, digest_delta, digest_range, digest_rows, mix, positions
 from pulse_rl.kernels.reference.gaps import gap_decode, gap_encode
 
@@ -13,6 +21,7 @@ __all__ = [
     "digest_range",
     "digest_rows",
     "find_changes",
+    "find_changes_rows",
     "gap_decode",
     "gap_encode",
     "gather",
