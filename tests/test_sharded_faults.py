@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 from group_world import caught
 from loco_ranks import Ranks
-from shares import model, shares
+from rank_rounds import model
+from shares import shares
 
 import pulse_rl as pulse
 from pulse_rl.sync import anchors, publisher
