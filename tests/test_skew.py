@@ -147,8 +147,8 @@ def test_a_patch_of_a_newer_format() -> None:
             verb(data)
         assert (raised.value.written_by, raised.value.found_version, raised.value.known_version) == (
             "pulse-rl 9.0.0",
+            3,
             2,
-            1,
         )
     with pytest.raises(pulse.PatchFormatError, match="expected 1, found 0"):
         pulse.inspect(seal_patch(metadata | {"format_version": "0"}, streams))
