@@ -497,9 +497,10 @@ def test_shards_of_one_process(tmp_path: Path) -> None:
 
 
 def killed_in(rank: int, size: int, store: Path, kept: Path, where: str, victim: int) -> tuple[tuple[int, ...], int]:
-    """Stage and apply; one rank is killed on the way. What the others hold then is kept for the next group."""
+    """One rank is killed while all stage, apply or sync. What the others hold then is kept for the next group."""
     from pulse_rl.history import follow
     from pulse_rl.patch.apply import Application
+    from pulse_rl.weights.bits import HostBits
 
     live = shards(state(1), "mixed", rank, size)
     subscriber = pulse.Subscriber(store, group=torch.distributed.group.WORLD, group_timeout=10)
@@ -524,12 +525,15 @@ def killed_in(rank: int, size: int, store: Path, kept: Path, where: str, victim:
         elif where == "proof":
             kill(Application, "own_delta", 3)
         elif where == "write":
-            kill(Application, "_write_unit", 3)
+            kill(HostBits, "scatter", 2)
         elif where == "second write":
             kill(Application, "write", 2)
     started = time.monotonic()
     with pytest.raises(pulse.ExchangeError) as raised:
-        subscriber.stage(live).apply()
+        if where == "second write":
+            subscriber.sync(live)  # patch by patch
+        else:
+            subscriber.stage(live).apply()
     assert time.monotonic() - started < 20
     assert where in ("write", "second write") or (subscriber.version == 1 and equal(live, 1))
     with pytest.raises(pulse.ExchangeError):

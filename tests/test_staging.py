@@ -15,9 +15,9 @@ from parts_world import even, publish_parts
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.trail import link_of
-from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 from pulse_rl.sync import landings
+from pulse_rl.weights.bits import HostBits
 
 
 class Run:
@@ -154,6 +154,29 @@ def test_what_is_not_applied_is_dropped(tmp_path: Path, monkeypatch: pytest.Monk
     assert equal(live, run.states[2])
 
 
+def test_an_interrupted_apply_ends_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle is raised when the last element is written."""
+    run = Run(4)
+    live, subscriber = run.copy(0), pulse.Subscriber(run.store)
+    staged = subscriber.stage(live)
+    genuine, calls = HostBits.scatter, 0
+
+    def scatter(self: HostBits, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        genuine(self, *args)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(HostBits, "scatter", scatter)
+        staged.apply()
+    assert equal(live, run.states[3])
+    assert subscriber.version is None  # it counts before it says so
+    report = subscriber.sync(live)
+    assert (report.route, report.version) == ("none", 3)
+
+
 def test_it_is_applied_once() -> None:
     run = Run(3)
     live, subscriber = run.copy(0), pulse.Subscriber(run.store)
@@ -244,14 +267,8 @@ def test_apply_reads_back_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     live, subscriber = run.copy(0), pulse.Subscriber(run.store)
     subscriber.sync(live, version=0)
     staged = subscriber.stage(live)
-    written = Application.write
-
-    def fail(self: Application) -> None:
-        written(self)
-        raise pulse.IntegrityError("tensor 'w' does not hold the bits that were just written")
-
     with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written"):
-        patched.setattr(Application, "write", fail)
+        patched.setattr(HostBits, "scatter", lambda *_: None)  # memory that keeps nothing
         staged.apply()
     assert subscriber.version is None
     assert staged.nbytes == 0

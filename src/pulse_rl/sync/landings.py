@@ -12,8 +12,9 @@ from pulse_rl.history.follow import Effort, Landing
 from pulse_rl.history.patches import Fetched
 from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
-from pulse_rl.patch.apply import KEEP_NBYTES, Application
+from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
 from pulse_rl.patch.live import Copies, by_name
+from pulse_rl.patch.merging import Merged, Write, write_all
 from pulse_rl.patch.overlay import Overlay, Replaced, laid_over
 from pulse_rl.sync.halo import fetch_strips
 from pulse_rl.sync.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
@@ -73,6 +74,11 @@ class Writing:
 
     def land(self, application: Application, to: State) -> None:
         self._write(application.write)
+        self._proof.hold(to)
+
+    def land_kept(self, write: Callable[[], None], to: State) -> None:
+        """Write patches that were kept, which lead to a version."""
+        self._write(write)
         self._proof.hold(to)
 
     def load(self, restored: Restored, files: ExitStack) -> None:
@@ -147,6 +153,9 @@ class Keeping:
         self._patches: list[_Patch] = []
         self._halos: list[Halo] = []  # what was added to the halo before each patch
         self._tied: Mapping[str, str] = {}
+        self._spilled = False  # whether decoded changes are in a file
+        self._writes: list[Write] = []  # from `settle` on
+        self._to: State | None = None  # the version that the patches lead to
         self._restored: Restored | None = None
         self._files = ExitStack()
 
@@ -201,7 +210,6 @@ class Keeping:
 
     def land(self, application: Application, to: State) -> None:
         self._peers.add_up("keep what is staged", lambda: self._keep(application))
-        application.find_targets()
         by_tensor: dict[str, dict[Place, Changes]] = {}
         for name, place, changes in application.changes():
             by_tensor.setdefault(name, {})[place] = changes
@@ -215,6 +223,7 @@ class Keeping:
             overlay = Overlay(Replaced(*found) for found in application.changes())
         except OSError as error:
             raise no_room(error) from error
+        self._spilled = True
         application.keep_in({(name, place): changes for name, place, changes in overlay.replaced()})
         self.nbytes += overlay.nbytes
         return 0
@@ -224,10 +233,30 @@ class Keeping:
         self._restored, self._files = restored, files
         self.nbytes = restored.nbytes
 
+    def settle(self) -> None:
+        """Merge the changes of all patches into one write for each piece of memory: `write` only has to scatter them.
+
+        Where decoded changes are in a file, or tensors overlap, patches are written one after another.
+        """
+        if self._patches and not self._spilled and not any(patch.application.overlapping for patch in self._patches):
+            merged = Merged()
+            for patch in self._patches:
+                patch.application.merge_into(merged)
+            self._writes = merged.writes()
+            self._to = self._patches[-1].to
+            self._patches, self.nbytes = [], sum(write.nbytes for write in self._writes)
+        elif self._patches:
+            self._to = self._patches[-1].to
+
+    def _write_kept(self) -> None:
+        for patch in self._patches:
+            patch.application.write()
+        finish_despite_interrupt(lambda: write_all(self._writes))
+
     def write(self, writing: Writing) -> None:
-        """Write everything, in order. A collective."""
-        for application, to, _ in self._patches:
-            writing.land(application, to)
+        """Write everything. A collective."""
+        if self._to is not None:
+            writing.land_kept(self._write_kept, self._to)
         if self._restored is not None:
             writing.load(self._restored, self._files)
 
@@ -238,5 +267,6 @@ class Keeping:
 
     def discard(self) -> None:
         """Drop everything."""
-        self._patches, self._halos, self._restored, self.nbytes = [], [], None, 0
+        self._patches, self._halos, self._writes, self._restored = [], [], [], None
+        self._to, self._spilled, self.nbytes = None, False, 0
         self._files.close()

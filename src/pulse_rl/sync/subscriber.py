@@ -281,6 +281,7 @@ class Subscriber:
             memory, keeping = Memory(live.live.tensors), Keeping(live, self._peers)
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
+            keeping.settle()
             undo.pop_all()
             return Staged(Made(self._apply, weights, memory, self._proof.held, keeping, arrival))
 
