@@ -148,7 +148,7 @@ def split_values(data: memoryview, codec: Codec, specs: Sequence[SegmentSpec]) -
         stop = at + count * spec.itemsize
         # Copied if the elements are not aligned in memory.
         part: UIntArray = np.frombuffer(data[at:stop], np.uint8)
-        if part.ctypes.data % spec.itemsize:
+        if part.__array_interface__["data"][0] % spec.itemsize:
             part = part.copy()
         values.append(part.view(UINTS[spec.itemsize]))
         at = stop

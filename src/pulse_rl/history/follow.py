@@ -173,17 +173,18 @@ def follow(
     *,
     sure: bool,
     peers: Peers = ALONE,
+    chain: list[PatchLink] | None = None,
 ) -> State:
     """Bring weights from the version that they hold to another, by the cheapest chain of patches. A collective.
 
     sure: whether the weights were proved just now, so that a patch that does not fit them is itself at fault. Faulty
     objects are reported to faults and avoided: then the next cheapest chain is taken. Returns the version that was
-    reached, which is not the target where no chain is left.
+    reached, which is not the target where no chain is left. chain: the cheapest one, if it is known.
     Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
     the store is unreachable.
     """
     while held.sequence != target.sequence:
-        chain = find_chain(history, held, target, faults, peers)
+        chain = chain or find_chain(history, held, target, faults, peers)
         if chain is None:
             break
         with closing(_Ahead(history, chain, landing)) as ahead:
@@ -208,6 +209,7 @@ def follow(
                 landing.land(step.application, link.to)
                 held = link.to
                 del step  # else memory holds three patches: one more is being fetched
+        chain = None
     return held
 
 

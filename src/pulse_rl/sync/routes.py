@@ -101,10 +101,11 @@ def _patch(
     Returns how far they led; None if these are not the weights that were proved before.
     """
     limit = target.full_nbytes + REQUEST_NBYTES
-    if find_chain(history, held, target, faults, peers, limit) is None:
+    chain = find_chain(history, held, target, faults, peers, limit)
+    if chain is None:
         return held
     try:
-        return follow(history, landing, held, target, effort, faults, sure=False, peers=peers)
+        return follow(history, landing, held, target, effort, faults, sure=False, peers=peers, chain=chain)
     except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
         faults.note(str(error))
         return proof.held
