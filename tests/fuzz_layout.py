@@ -5,7 +5,8 @@
 Trainer and worker hold the same names in different layouts: every dtype, strided, transposed, in a larger buffer,
 expanded, 0-dim, empty, read-only, tied, shared, overlapping in part, leaf parameters that require grad, under torch or
 NumPy. Each sync ends in the bits of a naive overwrite of a twin; or, where no overwrite gives these bits, in an error
-that leaves the weights as they were, or at a version in between. Now and then something else writes to the worker's weights.
+that leaves the weights as they were, or at a version in between. Now and then something else writes to the worker's
+weights.
 """
 
 import argparse

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from shares import model, shares
 
 import pulse_rl as pulse
+from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.restore import Effort, restore
+from pulse_rl.history.restore import restore
 from pulse_rl.history.search import FaultLog
 from pulse_rl.weights.digests import digest
 

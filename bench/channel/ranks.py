@@ -1,4 +1,4 @@
-"""The processes of the benchmark: `python bench/channel/ranks.py SETTINGS`. Rank 0 sends, rank 1 receives.
+"""The processes of the benchmark: `python bench/channel/run.py/ranks.py SETTINGS`. Rank 0 sends, rank 1 receives.
 
 Each prints a line when it is ready, then reads orders, each a line with an `Order` in JSON, and answers each with a
 line of JSON. They end when their standard input does. See `compare` for what is measured.

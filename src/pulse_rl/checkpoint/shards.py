@@ -39,9 +39,7 @@ def nbytes_of(tensor: Described) -> int:
     return math.prod(tensor.shape) * ITEMSIZES[tensor.dtype]
 
 
-def plan_shards(
-    tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES
-) -> tuple[list[Shard], bytes | None]:
+def plan_shards(tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> tuple[list[Shard], bytes | None]:
     """Divide tensors into files of at most shard_nbytes, or one tensor.
 
     Returns the files, and the index's bytes if there are several.

@@ -62,9 +62,7 @@ def check_digest(directory: str, digest: str, total: int) -> None:
         )
 
 
-def put_assets(
-    store: Store, directory: str, index: bytes | None, assets: Mapping[str, bytes]
-) -> tuple[ObjectRef, ...]:
+def put_assets(store: Store, directory: str, index: bytes | None, assets: Mapping[str, bytes]) -> tuple[ObjectRef, ...]:
     """Write an anchor's index, if it has one, and its assets."""
     refs = []
     files = dict(assets) | ({INDEX: index} if index else {})

@@ -161,7 +161,8 @@ class Publisher:
 
         with self._ranks.collective():
             self._ranks.share("make a publisher", make, bool)
-        self.history, self._encoder, self._delivery, self._cast = made[0]
+        history, self._encoder, self._delivery, self._cast = made[0]
+        self.history = history
         self._anchor_every, self._codec = anchor_every, codec
         self._plan: SharePlan | None = None  # who owns what, as it was agreed last
         self._turn = Turn("Publisher", nested=True)

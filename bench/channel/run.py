@@ -1,4 +1,4 @@
-"""A channel against a dense broadcast over narrow links: .venv/bin/python bench/channel, as root on Linux.
+"""A channel against a dense broadcast over narrow links: .venv/bin/python bench/channel/run.py, as root on Linux.
 
 It needs root and network namespaces, so it is a script of the repository and no part of the package.
 """
