@@ -118,7 +118,7 @@ class Follower:
 def test_never_a_wrong_bit_and_all_recovers(trainee: Trainee, codec: Any, lose: float, seed: int) -> None:
     """Live weights against the digests of all offered versions, while a store fails and afterwards."""
     inner = pulse.open_store("memory://")
-    ours, theirs = Faulty(inner, seed, 0.05, lose), Faulty(inner, seed + 100, 0.05)
+    ours, theirs = Faulty(inner, seed, 0.05, lose), Faulty(inner, seed + 100, 0.08)
     offered: dict[int, str] = {}
 
     def opened() -> pulse.Publisher:
