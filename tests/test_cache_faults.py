@@ -84,17 +84,6 @@ def test_a_process_that_does_not_come_forward(world: World, monkeypatch: pytest.
     assert world.gets[name] == before
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={4 << 20}", "none", str(place)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no small disk: only root may mount one")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
 

@@ -2,10 +2,8 @@
 
 import os
 import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,6 @@ from conftest import Trainee
 
 import pulse_rl as pulse
 from pulse_rl.history.operate.verify import verify
-
-DISK_NBYTES = 4 << 20  # room for 25 anchors
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "none", str(place)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no small disk: only root may mount one")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(disk: Path, left: int) -> Path:
@@ -42,15 +26,15 @@ def cast(trainee: Trainee) -> dict[str, Any]:
     return {n: w.bfloat16() if w.is_floating_point() else w for n, w in trainee.step().items()}
 
 
-def test_a_publisher_whose_disk_is_full(disk: Path, trainee: Trainee) -> None:
+def test_a_publisher_whose_disk_is_full(small_disk: Path, trainee: Trainee) -> None:
     """From no room at all to room for all but the manifest: each a StoreError that leaves the version before."""
-    store = disk / "store"
+    store = small_disk / "store"
     publisher = pulse.Publisher(store, anchor_every=1, codec="gap")
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     first = publisher.publish(cast(trainee), version=0).digest
     weights, failed = cast(trainee), list[str]()
     while publisher.version == 0:
-        filler = fill(disk, left=len(failed))
+        filler = fill(small_disk, left=len(failed))
         try:
             publisher.publish(weights, version=1)
         except pulse.StoreError as error:
@@ -70,22 +54,22 @@ def test_a_publisher_whose_disk_is_full(disk: Path, trainee: Trainee) -> None:
 
 
 def test_scratch_files_for_which_there_is_no_room(
-    disk: Path, tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that loads an anchor and a publisher that resumes: one StoreError, nothing moved, nothing left."""
     store = tmp_path / "store"
     pulse.Publisher(store).publish(cast(trainee), version=0)
-    monkeypatch.setattr(tempfile, "tempdir", str(disk))  # as TMPDIR does
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))  # as TMPDIR does
     resuming, subscriber, live = pulse.Publisher(store), pulse.Subscriber(store), trainee.empty()
     weights, nothing = cast(trainee), pulse.digest(live)
     for left in (0, 1, 2):  # blocks; an anchor takes more
-        filler = fill(disk, left)
+        filler = fill(small_disk, left)
         for act in (lambda: subscriber.sync(live), lambda: resuming.publish(weights, version=1)):
             with pytest.raises(pulse.StoreError, match="No space left on device.*TMPDIR") as raised:
                 act()
             assert "\n" not in str(raised.value)
             assert (subscriber.version, resuming.version, pulse.digest(live)) == (None, None, nothing)
-            assert list(disk.iterdir()) == [filler]
+            assert list(small_disk.iterdir()) == [filler]
         filler.unlink()
     report = resuming.publish(weights, version=1)
     assert subscriber.sync(live).digest == report.digest == subscriber.verify(live) == pulse.digest(weights)

@@ -1,6 +1,6 @@
 """The model of `bench shards`, of which each rank holds a share: FP32 masters, moved as in `bench sync`.
 
-A tensor is drawn in blocks of rows, each from a seed of its own, so a rank draws only the blocks that it holds a part
+A tensor is drawn in blocks of rows, each from another seed, so a rank draws only the blocks that it holds a part
 of. All ranks, however many and whatever they hold, hold shares of the same weights.
 """
 

@@ -7,7 +7,7 @@ happens when a rank is lost:
 times a row, and a rank sees by itself whose connection has ended. It waits for all the others before it raises, so
 that all who are left name the same ranks. A broadcast goes down a chain of ranks, so that none sends it twice.
 **A rank that raises leaves, and says so** to all others: they learn it in their next call, and do not wait for their
-timeout. Each later call of its own raises the same error.
+timeout. Each later call on that rank raises the same error.
 
 On the network a message is a status (int64) and the data. The status is 0, or of a rank that has left −1 − the rank
 that it left for: then it comes alone. Bulk has no status, and follows a message that has one in each direction.

@@ -1,8 +1,8 @@
 """Patches read from a history: whole, or only what a share of the weights needs; in one file or in parts.
 
-A patch of several publishing ranks is a list of parts, `parts.json`, which its manifest binds by a hash. Each part is a
-file of its own and covers other elements. What is read of a file is proved before it is returned: all of it by the hash
-in its reference, or its head by the hash of the head and each span by the hash in the head.
+A patch of several publishing ranks is a list of parts, `parts.json`, which its manifest binds by a hash. Each part is
+one file and covers other elements. What is read of a file is proved before it is returned: all of it by the hash in its
+reference, or its head by the hash of the head and each span by the hash in the head.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -71,8 +71,9 @@ class _Region:
 class MasterChanges:
     """The changes of a model's weights since the last send, collected while an optimizer casts its masters into them.
 
-    Where several ranks share the masters (ZeRO, a distributed optimizer), a rank sees the casts of its own only: give
-    it and `Channel.send` the pieces that these are cast into, as `pulse.Shard`, and let all these ranks send.
+    Where several ranks share the masters (ZeRO, a distributed optimizer), a rank sees only the casts of the masters
+    that it holds: give it and `Channel.send` the pieces that these are cast into, as `pulse.Shard`, and let all these
+    ranks send.
 
     Args:
         weights: A torch module, or a mapping of name → tensor, DTensor, `Shard` or a list of shards: what is sent, in

@@ -240,7 +240,7 @@ def _computed(name: str) -> ValueError:
 def _by_digits(
     convert: Converter, given: _Given, several: bool, numbers: Sequence[Any], refused: Exception | None
 ) -> dict[str, NDArray[np.int64]]:
-    """The same with tensors of their own dtypes: digit by digit, as many as they hold exactly."""
+    """The same without a change of dtype: digit by digit, as many as each dtype holds exactly."""
     torch = require("torch", "torch")
     base = min((_exact(tensor.dtype) for tensor in given.tensors), default=2)
     found: dict[str, NDArray[np.int64]] = {}

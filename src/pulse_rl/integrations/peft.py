@@ -28,8 +28,8 @@ _KEPT = 2  # merged layers in memory: threads that read a tensor's end and the n
 def adapter_weights(model: Any, *, adapter: str = "default", save_embedding_layers: bool = False) -> dict[str, Any]:
     """Give the live tensors of one adapter, under the names of PEFT's adapter checkpoints.
 
-    An anchor of them is what `PeftModel.save_pretrained` writes as adapter_model.safetensors. Workers give the
-    same call of their own model to `Subscriber.sync`.
+    An anchor of them is what `PeftModel.save_pretrained` writes as adapter_model.safetensors. Workers call
+    this with their model, and give the result to `Subscriber.sync`.
 
     Args:
         model: A model of PEFT, or a Transformers model with adapters.
@@ -108,7 +108,8 @@ def merged_weights(model: Any, *, adapters: list[str] | None = None) -> dict[str
     for name, tensor in found.items():
         if not isinstance(tensor, Computed) and tensor.numel() and tensor.data_ptr() in owners:
             raise ValueError(
-                f"layer {owners[tensor.data_ptr()]!r}: expected a weight of its own, found one that is tied to {name!r}"
+                f"layer {owners[tensor.data_ptr()]!r}: expected a weight that is not tied, found one that is tied to "
+                f"{name!r}"
             )
     names = own_names(base, found)
     return {names[name]: tensor for name, tensor in found.items()}

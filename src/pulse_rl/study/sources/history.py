@@ -2,7 +2,7 @@
 
 The anchors and every patch are downloaded into files. A walk decodes one segment of one patch after the other, each
 onto the bits of the version before. So tensors are walked as most patches cut them; a version whose patch cuts them
-otherwise, as of another number of ranks, is rebuilt whole in files of its own.
+otherwise, as of another number of ranks, is rebuilt whole in temporary files.
 """
 
 import os
