@@ -28,7 +28,8 @@ from pulse_rl.weights.pieces import Place, place_view
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
-# least this many bytes of decoded changes after the span began, by `Segments.boundary`. A span costs 20 to 60 bytes.
+# least this many bytes of decoded changes after the span began, by `Segments.boundary`; between groups and quadrants
+# also if so many come after it. A span costs 20 to 60 bytes.
 CLOSE_NBYTES = {1: 64 << 10, 2: 4 << 10}
 
 
@@ -227,6 +228,13 @@ def _rows(bits: Bits) -> UIntArray | None:
     return bits.rows if isinstance(bits, HostBits) and bits.flat is None else None
 
 
+class _End(NamedTuple):
+    """How much of a span comes before a place where it may be closed."""
+
+    segments: int
+    nbytes: int  # of decoded changes
+
+
 class _Coding:
     """The blocks of one codec: segments are added to the open block, which is coded when it is full."""
 
@@ -238,18 +246,28 @@ class _Coding:
         self._nbytes = 0  # of the decoded changes in it
         self._spans: list[int] = [0]  # segments of each span of it
         self._span_nbytes = 0  # of the decoded changes in the last one
+        self._end: _End | None = None  # where the last span may still be closed
 
     def add(self, changes: SegmentChanges, boundary: int) -> None:
         """Add a segment. boundary: how much of an end comes before it."""
         if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
-            self._spans.append(0)
-            self._span_nbytes = 0
+            self._close_span(_End(self._spans[-1], self._span_nbytes))
+        elif boundary == 2 and self._span_nbytes:
+            self._end = _End(self._spans[-1], self._span_nbytes)
         self._open.append(changes)
         self._spans[-1] += 1
         self._nbytes += changes.spec.decoded_nbytes
         self._span_nbytes += changes.spec.decoded_nbytes
+        # Norms, which all receivers need, would otherwise make them read the first tiles of the matrices after them.
+        if self._end is not None and self._span_nbytes - self._end.nbytes >= CLOSE_NBYTES[2]:
+            self._close_span(self._end)
         if self._nbytes >= self.codec.block_nbytes or len(self._open) == BLOCK_SEGMENTS:
             self.close()
+
+    def _close_span(self, end: "_End") -> None:
+        self._spans[-1:] = [end.segments, self._spans[-1] - end.segments]
+        self._span_nbytes -= end.nbytes
+        self._end = None
 
     def close(self) -> None:
         if self._open:
@@ -258,4 +276,4 @@ class _Coding:
             self.blocks.append(patch_format.CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
             self.encode_s += time.perf_counter() - clock
             self._open, self._nbytes = [], 0
-            self._spans, self._span_nbytes = [0], 0
+            self._spans, self._span_nbytes, self._end = [0], 0, None
