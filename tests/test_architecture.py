@@ -24,8 +24,9 @@ ROOMS = [
     {"channel"},
     {"html", "planner"},
     {"study"},
+    {"engines"},
     {"rl", "integrations"},
-    {"bench"},
+    {"bench", "testing"},
     {"cli"},
 ]
 ORDER = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}

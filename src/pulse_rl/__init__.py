@@ -12,8 +12,8 @@
 
     with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
 
-Everything public is listed in `__all__`, or lies in `pulse_rl.study` or `pulse_rl.integrations`. It is imported when it
-is first used, so `import pulse_rl` costs nothing.
+Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations` or `pulse_rl.testing`. It is
+imported when it is first used, so `import pulse_rl` costs nothing.
 """
 
 from importlib import import_module
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pulse_rl import integrations as integrations
     from pulse_rl import study as study
+    from pulse_rl import testing as testing
     from pulse_rl.channel.channel import Channel
     from pulse_rl.channel.reports import ChannelReport
     from pulse_rl.errors import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         CannotListError,
         CannotReadRangeError,
         CheckpointFormatError,
+        EngineError,
         ExchangeError,
         FormatError,
         IntegrityError,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         ProcessDiedError,
         PulseError,
         StoreError,
+        UnmappedError,
         VersionNotFoundError,
         VersionSkewError,
     )
@@ -74,6 +77,7 @@ _HOME = {
     "CheckpointFormatError": "errors",
     "CopyReport": "history.operate.copying",
     "DiLoCo": "loco.optimizer",
+    "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
     "History": "history.log",
@@ -100,6 +104,7 @@ _HOME = {
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
     "TensorSpec": "weights.layout",
+    "UnmappedError": "errors",
     "VerifyReport": "history.operate.verify",
     "VersionNotFoundError": "errors",
     "VersionSkewError": "errors",
@@ -114,7 +119,7 @@ _HOME = {
     "status": "history.operate.status",
     "verify": "history.operate.verify",
 }
-_ROOMS = ("integrations", "study")
+_ROOMS = ("integrations", "study", "testing")
 
 __all__ = [
     "BaseMismatchError",
@@ -125,6 +130,7 @@ __all__ = [
     "CheckpointFormatError",
     "CopyReport",
     "DiLoCo",
+    "EngineError",
     "ExchangeError",
     "FormatError",
     "History",
@@ -151,6 +157,7 @@ __all__ = [
     "SyncReport",
     "TensorInfo",
     "TensorSpec",
+    "UnmappedError",
     "VerifyReport",
     "VersionNotFoundError",
     "VersionSkewError",

@@ -14,6 +14,8 @@
     │   ├── CannotListError         its objects can be read by name but not listed, as behind a web server
     │   ├── CannotReadRangeError    its objects can only be read whole, as behind some web servers
     │   └── VersionNotFoundError    the history does not hold that version (also LookupError)
+    ├── UnmappedError               an engine cannot follow a history in the memory of its weights
+    ├── EngineError                 an inference engine is out of reach, refused, or failed at what it was asked for
     ├── ProcessDiedError            a process of a run is gone: killed, out of memory, or its node was lost
     └── MissingExtraError           an optional dependency is not installed (also ImportError)
 
@@ -22,7 +24,7 @@ for something that is no tensor, ValueError for a bad argument, FileNotFoundErro
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -242,6 +244,58 @@ class VersionNotFoundError(StoreError, LookupError):
     def __init__(self, message: str, *, url: str | None = None, version: int | None = None) -> None:
         super().__init__(message, url=url)
         self.version = version
+
+
+class UnmappedError(PulseError):
+    """An engine cannot follow a history in the memory of its weights. They are as they were.
+
+    Attributes:
+        name: The tensor, or the engine's parameter or module; None where it is not one alone.
+        reason: Why, without the name.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+        self.reason = reason
+
+
+class EngineError(PulseError):
+    """An inference engine is out of reach, refused what it was asked for, or failed at it.
+
+    Attributes:
+        url: The engine.
+        during: What it was asked for: "reach", "follow", "stage", "apply", "verify" or "resume".
+        kind: The class of the engine's own error, as "IntegrityError"; None where there was no answer.
+        status: The HTTP status of the answer; None without one.
+        temporary: Whether another attempt may succeed: it did not answer, as while it restarts, or its store failed.
+        version: The version that it is proved to hold after that; None where that is not known.
+        paused: Whether it has stopped to generate, and stays so until an update succeeds; None where it is not known.
+        fields: The fields of the engine's own error.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        during: str | None = None,
+        kind: str | None = None,
+        status: int | None = None,
+        temporary: bool = False,
+        version: int | None = None,
+        paused: bool | None = None,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.url = url
+        self.during = during
+        self.kind = kind
+        self.status = status
+        self.temporary = temporary
+        self.version = version
+        self.paused = paused
+        self.fields = dict(fields or {})
 
 
 class ProcessDiedError(PulseError):

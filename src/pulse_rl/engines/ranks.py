@@ -1,0 +1,102 @@
+"""What each process of an engine says, and what the engine holds by that: what all of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pulse_rl.engines.states import EngineState, Failure, Follow, Mapped, Phase, Prepared
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """What one process holds.
+
+    synced: whether it was brought to a version since its start. stopped: whether its weights are of no version, so that
+    the engine must stay paused. working: whether a job is not done.
+    """
+
+    instance: str
+    follow: Follow | None
+    version: int | None
+    digest: str | None
+    synced: bool
+    stopped: bool
+    working: bool
+    prepared: Prepared | None
+    mapped: Mapped | None
+    failure: Failure | None
+
+
+class Applied(NamedTuple):
+    """What came of an apply in one process."""
+
+    state: RankState
+    seconds: float
+
+
+class Outside(NamedTuple):
+    """What the engine says besides."""
+
+    model: str
+    paused: bool
+    weight_version: str
+
+
+def is_stopped(ranks: Sequence[RankState]) -> bool:
+    """Whether the engine must not generate before an update has succeeded."""
+    return any(rank.stopped for rank in ranks)
+
+
+def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
+    """What an engine holds. ranks: its processes, by rank."""
+    first = ranks[0]
+    held = {(rank.version, rank.digest) for rank in ranks}
+    version, digest = next(iter(held)) if len(held) == 1 else (None, None)
+    working = any(rank.working for rank in ranks)
+    prepared = _prepared(ranks)
+    phase: Phase = "working" if working else "staged" if prepared else "idle"
+    ready = version is not None and not outside.paused and all(rank.synced for rank in ranks)
+    return EngineState(
+        instance=first.instance,
+        model=outside.model,
+        follow=first.follow,
+        version=version,
+        digest=digest,
+        ready=ready,
+        paused=outside.paused,
+        weight_version=outside.weight_version,
+        phase=phase,
+        prepared=prepared,
+        mapping=_mapped(ranks),
+        failure=None if working else _failure(ranks),
+        ranks=len(ranks),
+    )
+
+
+def _prepared(ranks: Sequence[RankState]) -> Prepared | None:
+    """What all ranks have staged."""
+    found = [rank.prepared for rank in ranks if rank.prepared is not None]
+    if len(found) < len(ranks) or len({(each.version, each.digest) for each in found}) > 1:
+        return None
+    return msgspec.structs.replace(
+        found[0],
+        nbytes=sum(each.nbytes for each in found),
+        fetched_nbytes=sum(each.fetched_nbytes for each in found),
+        changes=max(each.changes for each in found),
+        stage_s=max(each.stage_s for each in found),
+    )
+
+
+def _mapped(ranks: Sequence[RankState]) -> Mapped | None:
+    found = [rank.mapped for rank in ranks if rank.mapped is not None]
+    if len(found) < len(ranks):
+        return None
+    return msgspec.structs.replace(found[0], seconds=max(each.seconds for each in found))
+
+
+def _failure(ranks: Sequence[RankState]) -> Failure | None:
+    """The failure that explains the others: an ExchangeError says that another rank has failed."""
+    found = [rank.failure for rank in ranks if rank.failure is not None]
+    return next((each for each in found if each.kind != "ExchangeError"), found[0] if found else None)

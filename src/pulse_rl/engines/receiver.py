@@ -1,0 +1,308 @@
+"""One process of an engine: it opens the history, finds the live weights, stages in a thread, and applies when told.
+
+An engine calls it between its steps, in the thread that runs them, and all ranks get the same calls in the same order.
+What takes long is done in a thread, one job after the other, so all ranks do the same jobs too, and each job's ranks
+agree (`Ranks.share`) before they go on: none waits for one that has failed.
+
+Two things are done in the engine's own thread: finding the map, since the model's loader runs for it and no step may
+run meanwhile (the thread asks, and the next call does it), and applying.
+
+No call raises for what went wrong with a history or a store: the state says it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pulse_rl.engines.ranks import Applied, RankState
+from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared
+from pulse_rl.errors import BaseMismatchError, VersionNotFoundError
+from pulse_rl.history.log import History
+from pulse_rl.logs import logger
+from pulse_rl.store.objects import open_store
+from pulse_rl.sync.peers import WORDING
+from pulse_rl.sync.ranks import Ranks, ranks_of
+from pulse_rl.sync.staging import Staged
+from pulse_rl.sync.subscriber import Subscriber
+from pulse_rl.weights.layout import TensorSpec
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+log = logger(__name__)
+
+_COMPILE = "from pulse_rl.kernels.cpu.warmup import warm_up; warm_up()"
+_COMPILE_S = 600.0
+_HELP_S = 0.01  # between two looks whether a job wants something done in the engine's thread
+
+
+class Views(Protocol):
+    """The published tensors in an engine's memory: `engines.views.LiveViews`."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+
+    def weights(self) -> dict[str, Any]: ...
+
+    def prove(self, history: History, checkpoint: Path | None) -> int | None: ...
+
+    def refresh(self) -> None: ...
+
+
+FindViews = Callable[[dict[str, TensorSpec]], Views]
+
+
+class Receiver:
+    """What one process of an engine does for a history. Calls come from one thread, the engine's.
+
+    find_views: finds the weights of the history's tensors in this process. group: of the ranks that hold shares of one
+    model, for this alone; None for one process. checkpoint: the files that the engine has loaded. compiles: whether
+    this process compiles what is missing of the kernels, at once: one process of a host should.
+    """
+
+    def __init__(
+        self,
+        find_views: FindViews,
+        *,
+        group: dist.ProcessGroup | None = None,
+        checkpoint: Path | None = None,
+        compiles: bool = True,
+    ) -> None:
+        self._find_views, self._group, self._checkpoint = find_views, group, checkpoint
+        self._instance = secrets.token_hex(8)
+        self._lock = threading.Lock()  # of what follows, which both threads write
+        self._wanted: Follow | None = None
+        self._failure: Failure | None = None
+        self._prepared: Prepared | None = None
+        self._mapped: Mapped | None = None
+        self._pending = 0  # jobs that are not done
+        # Written by the thread that works: a job, or `apply` when no job is left.
+        self._ranks: Ranks | None = None
+        self._subscriber: Subscriber | None = None
+        self._views: Views | None = None
+        self._staged: Staged | None = None
+        self._synced = False  # whether it was brought to a version since the start
+        # Whether the weights, or what the engine has computed from them, are of no version: it must not generate.
+        self._stopped = False
+        self._jobs: SimpleQueue[tuple[During, Callable[[], None]]] = SimpleQueue()
+        self._for_engine: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._work, name="pulse-rl", daemon=True).start()
+        if compiles:
+            self._add("follow", _compile)
+
+    def state(self) -> RankState:
+        """What this process holds."""
+        self._help()
+        with self._lock:
+            held = None if self._stopped else self._subscriber
+            return RankState(
+                instance=self._instance,
+                follow=self._wanted,
+                version=held.version if held else None,
+                digest=held.digest if held else None,
+                synced=self._synced,
+                stopped=self._stopped,
+                working=self._pending > 0,
+                prepared=self._prepared,
+                mapped=self._mapped,
+                failure=self._failure,
+            )
+
+    def follow(self, wanted: Follow) -> RankState:
+        """Follow a history from now on. The same again opens it anew only where that has failed."""
+        with self._lock:
+            same, self._wanted = wanted == self._wanted, wanted
+        if not same:
+            self._add("follow", self._forget)
+        if not same or self._views is None:
+            self._add("follow", self._open)
+        return self.state()
+
+    def stage(self, version: int | None) -> RankState:
+        """Stage a version, or the newest, in the thread."""
+        self._add("stage", lambda: self._stage(version))
+        return self.state()
+
+    def verify(self) -> RankState:
+        """Recount the live weights, in the thread."""
+        self._add("verify", self._verify)
+        return self.state()
+
+    def apply(self, version: int | None) -> Applied:
+        """Write what is staged. No step of the engine may run meanwhile."""
+        while self._pending:  # a request came in between: its end is the same on all ranks
+            self._help(_HELP_S)
+        start = time.perf_counter()
+        failure = None
+        try:
+            self._apply(version)
+        except Exception as error:  # noqa: BLE001 - the engine lives on, and the answer says it
+            log.exception("cannot apply version %s", version)
+            failure = Failure.of("apply", error)
+        self._drop_staged()
+        with self._lock:
+            self._failure = failure
+        return Applied(self.state(), time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Drop what is staged, with its temporary files."""
+        self._add("follow", self._drop_staged)
+
+    # What the thread does.
+
+    def _work(self) -> None:
+        while True:
+            during, job = self._jobs.get()
+            failure = None
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - the state says it
+                log.exception("cannot %s", during)
+                failure = Failure.of(during, error)
+            with self._lock:
+                self._failure = failure
+                self._pending -= 1
+
+    def _forget(self) -> None:
+        self._drop_staged()
+        with self._lock:
+            self._subscriber, self._views, self._mapped, self._synced = None, None, None, False
+
+    def _open(self) -> None:
+        """Open the history and find the weights. Raises what went wrong, on all ranks."""
+        wanted, start = self._wanted, time.perf_counter()
+        if wanted is None:
+            raise VersionNotFoundError("the engine was not told yet which history to follow")
+        if self._ranks is None:
+            self._ranks = ranks_of(self._group, WORDING)
+        with self._ranks.collective():
+            store = self._share("open the store", lambda: open_store(wanted.store, cache=wanted.cache))
+            subscriber = Subscriber(
+                store,
+                public_key=wanted.public_key,
+                heartbeat=wanted.heartbeat,
+                patience=wanted.patience,
+                group=self._group,
+                overwrite=False,
+            )
+            tensors = self._share("read which tensors the history has", subscriber.tensors)
+            found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors)))
+            self._share("prove the map", lambda: found.prove(subscriber.history, self._checkpoint))
+        weights, ignored = found.weights(), found.ignored
+        with self._lock:
+            self._subscriber, self._views = subscriber, found
+            self._mapped = Mapped(len(weights), tuple(ignored), time.perf_counter() - start)
+
+    def _stage(self, version: int | None) -> None:
+        if self._views is None:
+            self._open()
+        assert self._subscriber is not None and self._views is not None
+        self._drop_staged()
+        start = time.perf_counter()
+        staged = self._subscriber.stage(self._views.weights(), version=version)
+        spent = time.perf_counter() - start
+        with self._lock:
+            self._staged = staged
+            self._prepared = Prepared(
+                version=staged.version,
+                digest=staged.digest,
+                route=staged.route,
+                nbytes=staged.nbytes,
+                changes=staged.changes,
+                fetched_nbytes=staged.fetched_nbytes,
+                stage_s=spent,
+            )
+
+    def _verify(self) -> None:
+        if self._subscriber is None or self._views is None:
+            raise VersionNotFoundError("no version to verify: the engine follows no history yet")
+        self._subscriber.verify(self._views.weights())
+
+    # What the engine's thread does.
+
+    def _apply(self, version: int | None) -> None:
+        if self._ranks is None or self._subscriber is None or self._views is None:
+            raise VersionNotFoundError("no version is staged: the engine follows no history yet")
+        with self._ranks.collective():
+            staged = self._share("apply", lambda: self._take(version))
+            before = self._subscriber.version
+            try:
+                staged.apply()
+            except BaseMismatchError:
+                raise  # nothing was written
+            except BaseException:
+                self._stopped |= before is None or self._subscriber.version != before
+                raise
+            self._stopped = True
+            self._share("rebuild what is derived from the weights", self._views.refresh)
+            self._stopped, self._synced = False, True
+
+    def _take(self, version: int | None) -> Staged:
+        if self._staged is None or version not in (None, self._staged.version):
+            found = f"version {self._staged.version}" if self._staged else "nothing"
+            wanted = "a version" if version is None else f"version {version}"
+            raise VersionNotFoundError(f"expected {wanted} to be staged, found {found}: stage it", version=version)
+        return self._staged
+
+    def _help(self, seconds: float = 0.0) -> None:
+        """Do in this thread, the engine's, what a job waits for."""
+        try:
+            work, result = self._for_engine.get(timeout=seconds) if seconds else self._for_engine.get_nowait()
+        except Empty:
+            return
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised in the job
+            result.set_exception(error)
+
+    def _in_engine(self, work: Callable[[], T]) -> T:
+        """Have something done in the engine's thread, at its next call."""
+        result: Future[T] = Future()
+        self._for_engine.put((work, result))
+        return result.result()
+
+    # What both use.
+
+    def _add(self, during: During, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._pending += 1
+        self._jobs.put((during, job))
+
+    def _share(self, what: str, work: Callable[[], T]) -> T:
+        """Do work on every rank. If it fails on one, all raise."""
+        assert self._ranks is not None
+        found: list[T] = []
+
+        def attempt() -> int:
+            found.append(work())
+            return 0
+
+        self._ranks.share(what, attempt, int)
+        return found[0]
+
+    def _drop_staged(self) -> None:
+        with self._lock:
+            staged, self._staged, self._prepared = self._staged, None, None
+        if staged is not None:
+            staged.discard()
+
+
+def _compile() -> None:
+    """Compile what is missing of the kernels in a process of its own: a compiler in this one stops the engine's steps.
+
+    What it compiles is kept on the disk, and read from there where a kernel is used first.
+    """
+    done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, timeout=_COMPILE_S, check=False)
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        log.warning("kernels cannot be compiled beforehand, the first stage takes longer: %s", text)
