@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pulse_rl.errors import ExchangeError, IntegrityError
+from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError
 from pulse_rl.group.collectives import name_ranks
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.trail import State
@@ -26,16 +26,18 @@ class _Standing(msgspec.Struct, array_like=True):
     version: int | None  # that was asked for
     held: State | None
     still: bool  # whether its weights are in the memory that was proved
+    known: bool  # whether this memory has held a version before, whatever it holds now
     due: bool  # whether they are to be recounted all the same
 
 
 class Proof:
     """What the weights of one subscriber are proved to hold.
 
-    recount_every: syncs; 0 for never.
+    recount_every: syncs; 0 for never. overwrite: whether a version may be loaded over weights that hold none.
     """
 
-    def __init__(self, peers: RankPeers, recount_every: int) -> None:
+    def __init__(self, peers: RankPeers, recount_every: int, overwrite: bool = True) -> None:
+        self.overwrite = overwrite
         self.held: State | None = None  # None while elements are being written, and where it is not known
         self.tied: dict[str, str] = {}  # the tied tensors of that version
         self.highest: State | None = None  # the newest version that was ever held
@@ -43,6 +45,8 @@ class Proof:
         self._peers = peers
         self._plan: SharePlan | None = None
         self._memory: Memory | None = None  # that was proved to hold it
+        self._known: Memory | None = None  # the last that has held a version, whatever it holds now
+        self._recognised = False  # whether the weights of this call are in memory that has held a version
         self._recount_every = recount_every
         self._syncs = 0
         self._recount = False  # whether the weights may not be those that were proved, or a recount is due
@@ -52,6 +56,7 @@ class Proof:
         if tied is not None:
             self.tied = tied
         self.held = held
+        self._recognised |= held is not None
         if held is not None and (self.highest is None or held.sequence > self.highest.sequence):
             self.highest = held
 
@@ -86,7 +91,8 @@ class Proof:
             if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
-            return _Standing(version, self.held, self._memory is not None, bool(due))
+            known = self._known is not None and self._known.is_same(live.tensors)
+            return _Standing(version, self.held, self._memory is not None, known, bool(due))
 
         standings = self._peers.ranks.share(call, stand, _Standing)
         self._require_same_wish(call, standings)
@@ -100,6 +106,7 @@ class Proof:
         if self._peers.ranks.size > 1:
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
+        self._recognised = all(standing.known for standing in standings)
         return live, altered
 
     def resume(self, look: Callable[[State | None], LiveWeights], call: str) -> Held:
@@ -131,10 +138,21 @@ class Proof:
         self.held = None  # not known until they are counted
         found = check(self._peers, live, self.tied, held)
         self.held, self._memory = held, Memory(live.live.tensors)
+        self._recognised = True
         return found
+
+    def check_overwrite(self) -> None:
+        """Raise BaseMismatchError if a version must not be loaded over the weights of this call."""
+        if not self.overwrite and not self._recognised:
+            raise BaseMismatchError(
+                "the live weights: expected those of a version of the history, as this Subscriber was made with "
+                "overwrite=False, found other ones; they are as they were"
+            )
 
     def remember(self, live: Held, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
+        if self._recognised and (self._known is None or not self._known.is_same(live.live.tensors)):
+            self._known = Memory(live.live.tensors)
         if self.held is None:
             self._memory, self.halo = None, {}
             return

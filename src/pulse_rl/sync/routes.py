@@ -36,6 +36,7 @@ def advance(
     """Take weights to a version. A collective. Returns whether it had to be restored, as patches did not lead there.
 
     landing: what becomes of what is proved. proof: what the weights hold; if it is not known, they are recognised.
+    Raises BaseMismatchError for weights that hold no version, where the proof says that these are not overwritten.
     """
     if proof.held is None:
         proof.hold(recognise(history, peers, live, target, faults), target.tied)
@@ -47,6 +48,7 @@ def advance(
             held = _patch(history, held, target, peers, landing, proof, effort, faults)
         if held == state_of(target):
             return False
+    proof.check_overwrite()
     try:
         live.tie(target.tied)
         with ExitStack() as files:

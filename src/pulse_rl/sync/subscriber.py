@@ -67,6 +67,9 @@ class Subscriber:
 
     Args:
         store: A Store, or the URL or path of one.
+        overwrite: Whether weights that hold no version of the history are overwritten by one. False where they are
+            views whose map has to be proved first, as an engine's: then `sync` and `stage` raise BaseMismatchError
+            instead, until a digest has shown that this memory holds a version. From then on it is repaired as usual.
         verify_live: Whether to recount every live bit before a sync: True, before each; a number N, before every N-th;
             False, never (then only `verify` does). Weights that something else wrote to are overwritten by the version
             synced to, and the report's `recovered` says so. A recount reads all weights once, those on a device
@@ -100,6 +103,7 @@ class Subscriber:
         self,
         store: Store | str | Path,
         *,
+        overwrite: bool = True,
         verify_live: bool | int = False,
         public_key: PublicKey | None = None,
         heartbeat: str | None = None,
@@ -128,7 +132,7 @@ class Subscriber:
         self._poll, self._poll_max = poll, poll_max
         self._peers = RankPeers(self._ranks)
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
-        self._proof = Proof(self._peers, int(verify_live))
+        self._proof = Proof(self._peers, int(verify_live), overwrite)
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
         self._turn = Turn("Subscriber", nested=False)
 
@@ -137,6 +141,15 @@ class Subscriber:
         """The version that the weights are proved to hold; None before the first sync and after a failed write."""
         held = self._proof.held
         return held.version if held else None
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether weights that hold no version are overwritten. May be set, once something else has proved them."""
+        return self._proof.overwrite
+
+    @overwrite.setter
+    def overwrite(self, overwrite: bool) -> None:
+        self._proof.overwrite = overwrite
 
     @property
     def digest(self) -> str | None:
@@ -234,7 +247,7 @@ class Subscriber:
 
         Raises:
             VersionNotFoundError: The history is empty, or does not hold that version.
-            BaseMismatchError: The tensors are those of another model.
+            BaseMismatchError: The tensors are those of another model, or hold no version and `overwrite` is False.
             IntegrityError: The history is damaged, and no other route leads to the version; or it has gone back behind
                 a version that this subscriber has held, or is another history than before.
             StoreError: The store failed.

@@ -147,6 +147,10 @@ class Memory:
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit."""
+        return self.is_same(tensors) and all(self._writes[name] == _writes(tensor) for name, tensor in tensors.items())
+
+    def is_same(self, tensors: Mapping[str, Any]) -> bool:
+        """Whether these are the same tensors in the same memory, whatever was written to it."""
         if tensors.keys() != self._places.keys():
             return False
         try:
@@ -156,11 +160,7 @@ class Memory:
 
     def _holds(self, name: str, tensor: Any) -> bool:
         places, parts = self._places[name], _parts(tensor)
-        return (
-            len(places) == len(parts)
-            and self._writes[name] == _writes(tensor)
-            and all(place.holds(*part) for place, part in zip(places, parts, strict=True))
-        )
+        return len(places) == len(parts) and all(place.holds(*part) for place, part in zip(places, parts, strict=True))
 
 
 def _reference(owner: object) -> Callable[[], object]:

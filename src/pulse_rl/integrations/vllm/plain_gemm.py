@@ -12,6 +12,7 @@ says in the log that it is on.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from pulse_rl.logs import logger
@@ -45,3 +46,24 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
     import torch
 
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def hide_llvmlite() -> None:
+    """Let vLLM for CPUs start in a process that has imported Numba.
+
+    It looks through the attributes of all modules for Triton kernels, by their `__dict__`. The library object of
+    llvmlite, which Numba uses, gives a function for every name, `__dict__` too, and vLLM fails on it.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    library = type(getattr(ffi, "lib", None))
+    found = library.__dict__.get("__getattr__")
+    if found is None or getattr(found, "hides", False):
+        return
+
+    def get(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return found(self, name)
+
+    get.hides = True  # type: ignore[attr-defined]
+    library.__getattr__ = get  # type: ignore[attr-defined]
