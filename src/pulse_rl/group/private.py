@@ -10,7 +10,7 @@ that all who are left name the same ranks. A broadcast goes down a chain of rank
 timeout. Each later call on that rank raises the same error.
 
 On the network a message is a status (int64) and the data. The status is 0, or of a rank that has left −1 − the rank
-that it left for: then it comes alone. Bulk has no status, and follows a message that has one in each direction.
+that it left for: then it comes alone. Gloo takes a message that is shorter than what its receiver has room for. Bulk has no status, and follows a message that has one in each direction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ TIMEOUT_S = 1800.0  # torch's own default
 CHUNK = 4 << 20  # bytes that a rank of the chain receives before it passes them on
 _CONNECT_S = 300.0  # at most
 _ATTEMPTS = 5  # of Gloo's to connect, each within the timeout that it is given
-_STATUS = 8  # bytes
+SHORT_NBYTES = 4 << 10  # of what is gathered, sent together with its length; what is left follows in a second message
+_STATUS, _LENGTH = 8, 8  # bytes
 _MESSAGE, _BULK = 0, 1  # Gloo's tags
 _ROUNDING_S = 0.01  # Gloo counts whole milliseconds
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -112,6 +113,28 @@ class PrivateGroup(Group):
         """
         if self._left is None:
             self._say_goodbye(self.wording.with_advice(why), (self.rank,))
+
+    def gather(self, data: bytes, limit: int) -> list[memoryview]:
+        """As `Group.gather`. One message to each rank where all are short, and nothing is padded."""
+        mine, short = np.frombuffer(data, np.uint8), min(limit, SHORT_NBYTES)
+        row = np.concatenate([np.array([len(mine)], np.int64).view(np.uint8), mine[:short]])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        with self._leaving_on_error():
+            found = self._swap(dict.fromkeys(others, row), dict.fromkeys(others, _LENGTH + short))
+            lengths = np.array(
+                [found[rank][:_LENGTH].view(np.int64)[0] if rank in found else len(mine) for rank in range(self.size)]
+            )
+            self._check(lengths, limit)
+            rest = np.maximum(lengths - short, 0)
+            more = {}
+            if rest.any():
+                sizes = {rank: int(rest[rank]) for rank in others}
+                more = self._swap(dict.fromkeys(others, mine[short:]), sizes)
+        gathered = [memoryview(data)] * self.size
+        for rank, message in found.items():
+            start = message[_LENGTH : _LENGTH + int(lengths[rank])]
+            gathered[rank] = memoryview(np.concatenate([start, more[rank]]) if rest[rank] else start)  # type: ignore[arg-type]
+        return gathered
 
     def send(self, to: int, data: Bytes | bytes) -> None:
         with self._leaving_on_error():

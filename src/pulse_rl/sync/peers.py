@@ -22,7 +22,9 @@ WORDING = Wording(
     "weights in place",
 )
 LIMIT = 32 << 20  # bytes of what one rank has chosen for all, as JSON
+SHORT_NBYTES = 32 << 10  # of it, sent together with what came of the work
 _CHARACTERS = 1000  # of an error's text
+_NULL = msgspec.Raw(b"null")
 
 T = TypeVar("T")
 
@@ -30,9 +32,11 @@ T = TypeVar("T")
 class _Outcome(msgspec.Struct, array_like=True):
     """What came of the work on one rank."""
 
-    value: int
+    value: int = 0
     kind: str = ""  # the class of its error
     text: str = ""
+    found: msgspec.Raw = _NULL  # what the first rank has chosen, if it is short
+    long: bool = False  # whether that follows in a message that may be long
 
 
 class RankPeers:
@@ -47,26 +51,34 @@ class RankPeers:
         found: list[T] = []
         message = b""
 
-        def choose() -> int:
+        def choose() -> _Outcome:
             nonlocal message
-            if self.ranks.rank == 0:
-                found.append(work())
-                message = msgspec.json.encode(found[0])
-            return 0
+            if self.ranks.rank:
+                return _Outcome()
+            found.append(work())
+            message = msgspec.json.encode(found[0])
+            return _Outcome(long=True) if len(message) > SHORT_NBYTES else _Outcome(found=msgspec.Raw(message))
 
-        self.add_up(what, choose)
-        messages = self.ranks.exchange([message] * self.ranks.size, LIMIT)
-        return found[0] if found else msgspec.json.decode(messages[0], type=kind)
+        first = self._outcomes(what, choose)[0]
+        chosen: bytes | memoryview | msgspec.Raw = first.found
+        if first.long:
+            chosen = self.ranks.exchange([message] * self.ranks.size, LIMIT)[0]
+        return found[0] if found else msgspec.json.decode(chosen, type=kind)
 
     def add_up(self, what: str, work: Callable[[], int]) -> int:
         if self.ranks.size == 1:
             return work() & digests.MASK
+        outcomes = self._outcomes(what, lambda: _Outcome(work() & digests.MASK))
+        return sum(outcome.value for outcome in outcomes) & digests.MASK
+
+    def _outcomes(self, what: str, work: Callable[[], _Outcome]) -> list[_Outcome]:
+        """What came of the work on every rank. If it fails on one, all raise as `lead`."""
         failure: PulseError | None = None
 
         def attempt() -> _Outcome:
             nonlocal failure
             try:
-                return _Outcome(work() & digests.MASK)
+                return work()
             except PulseError as error:
                 failure = error
                 return _Outcome(0, type(error).__name__, one_line(error, _CHARACTERS))
@@ -74,7 +86,7 @@ class RankPeers:
         outcomes = self.ranks.share(what, attempt, _Outcome)
         first = next((rank for rank, outcome in enumerate(outcomes) if outcome.kind), None)
         if first is None:
-            return sum(outcome.value for outcome in outcomes) & digests.MASK
+            return outcomes
         self.ranks.told = True
         if failure is not None and first == self.ranks.rank:
             raise failure
