@@ -15,6 +15,7 @@ import typer
 from pulse_rl import __version__
 from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
+from pulse_rl.cli.follow import follow
 from pulse_rl.cli.output import prepare_streams
 from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import copy, prune, status
@@ -38,6 +39,7 @@ app.command()(apply)
 app.command()(inspect)
 app.command()(verify)
 app.command()(status)
+app.command()(follow)
 app.command()(prune)
 app.command()(copy)
 app.command()(study)

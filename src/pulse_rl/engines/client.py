@@ -21,7 +21,7 @@ import msgspec
 
 from pulse_rl.engines.states import ROUTES, EngineReport, EngineState, Failure, Follow, PauseMode, Refusal
 from pulse_rl.errors import EngineError, one_line, printable
-from pulse_rl.store.urls import as_path
+from pulse_rl.store.urls import as_path, is_url
 
 TIMEOUT_S = 30.0  # of an answer that takes no work
 APPLY_S = 600.0  # "wait" lasts as long as the longest request that runs
@@ -30,6 +30,11 @@ _LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5  # between two looks at an engine that stag
 _MAX_NBYTES = 16 << 20  # of an answer
 
 T = TypeVar("T")
+
+
+def absolute(store: str | Path) -> str:
+    """A store as another process finds it: its URL, or the whole path of a directory."""
+    return str(store) if is_url(str(store)) else str(as_path(str(store)).absolute())
 
 
 class EngineClient:
@@ -94,9 +99,8 @@ class EngineClient:
         Raises:
             EngineError: It is out of reach, or has no plug-in.
         """
-        path = as_path(str(store))
         wanted = Follow(
-            store=str(store) if path is None else str(path.absolute()),
+            store=absolute(store),
             cache=None if cache is None else str(cache),
             public_key=None if public_key is None else str(public_key),
             heartbeat=heartbeat,

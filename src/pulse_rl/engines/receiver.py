@@ -146,7 +146,7 @@ class Receiver:
         failure = None
         try:
             self._apply(version)
-        except Exception as error:  # noqa: BLE001 - the engine lives on, and the answer says it
+        except Exception as error:
             log.exception("cannot apply version %s", version)
             failure = Failure.of("apply", error)
         self._drop_staged()
@@ -166,7 +166,7 @@ class Receiver:
             failure = None
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - the state says it
+            except Exception as error:
                 log.exception("cannot %s", during)
                 failure = Failure.of(during, error)
             with self._lock:
@@ -186,7 +186,7 @@ class Receiver:
         if self._ranks is None:
             self._ranks = ranks_of(self._group, WORDING)
         with self._ranks.collective():
-            store = self._share("open the store", lambda: open_store(wanted.store, cache=wanted.cache))
+            store = self._share("open the store", lambda: open_store(wanted.store, cache=wanted.cache or False))
             subscriber = Subscriber(
                 store,
                 public_key=wanted.public_key,
@@ -206,7 +206,8 @@ class Receiver:
     def _stage(self, version: int | None) -> None:
         if self._views is None:
             self._open()
-        assert self._subscriber is not None and self._views is not None
+        assert self._subscriber is not None
+        assert self._views is not None
         self._drop_staged()
         start = time.perf_counter()
         staged = self._subscriber.stage(self._views.weights(), version=version)

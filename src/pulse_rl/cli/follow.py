@@ -1,0 +1,193 @@
+"""follow: keep engines at the newest version of a store."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pulse_rl.cli import output
+from pulse_rl.cli.output import AsJson
+from pulse_rl.cli.stores import CLEAR, StoreTarget
+from pulse_rl.errors import printable
+from pulse_rl.units import nbytes, seconds
+
+if TYPE_CHECKING:
+    from pulse_rl.engines.follow import Driver, Followed
+    from pulse_rl.history.log import History
+
+_BLINK_S = 0.5  # between two looks whether Ctrl-C was pressed
+
+
+class Pause(StrEnum):
+    """What happens to running requests."""
+
+    keep = "keep"
+    wait = "wait"
+    abort = "abort"
+
+
+def follow(
+    store: StoreTarget,
+    engine: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="An engine, as http://host:8000; give it once for each.", show_default=False),
+    ],
+    pause: Annotated[
+        Pause,
+        typer.Option(help="Running requests: keep freezes and continues them, wait lets them end, abort ends them."),
+    ] = Pause.keep,
+    keep_caches: Annotated[
+        bool,
+        typer.Option("--keep-caches", help="Keep cached keys and values that old weights have made; a mixture."),
+    ] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="On the engines' hosts: download once per host, to this directory.", show_default=False
+        ),
+    ] = None,
+    engine_store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The store as the engines reach it, where that differs.", show_default=False),
+    ] = None,
+    public_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEM",
+            help="Ed25519 public key that every manifest must be signed by; the same path here and on the engines.",
+            show_default=False,
+        ),
+    ] = None,
+    heartbeat: Annotated[
+        bool, typer.Option("--heartbeat", help="Engines write what they hold to the store, for `pulse-rl status`.")
+    ] = False,
+    poll: Annotated[float, typer.Option(min=0.05, metavar="SECONDS", help="How often to look for versions.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="End when every engine is at the newest version; exit code 1 if not.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long --once waits for the engines.")
+    ] = 600.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="The engines' API key.", envvar="VLLM_API_KEY", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep any number of engines at the newest version, and show what they hold.
+
+    Engines fetch and prove a version while they generate, and pause for the
+    write alone. Engines that are started again, or that were not there yet,
+    are brought to the newest version when they answer. This command keeps
+    nothing: stop it with Ctrl-C and start it again whenever you like.
+
+    Each engine is vLLM with pulse-rl beside it, started with VLLM_PLUGINS=pulse
+    and --weight-transfer-config '{"backend":"pulse"}'.
+
+    With --json, stdout gets one JSON document per change, each on a line; with
+    --once too, one document at the end.
+
+    Example: pulse-rl follow s3://bucket/run-a --engine http://gpu-1:8000
+    """
+    from pulse_rl.engines.client import EngineClient, absolute
+    from pulse_rl.engines.follow import Driver, Manner
+    from pulse_rl.engines.states import Follow
+
+    history, place = _open(store, public_key)
+    wanted = Follow(
+        store=absolute(engine_store or place),
+        cache=cache,
+        public_key=public_key,
+        heartbeat="*" if heartbeat else None,
+    )
+    manner = Manner(pause=pause.value, reset_caches=not keep_caches, poll=poll)
+    show = _Show(as_json=as_json, once=once)
+    with output.checking():
+        engines = [EngineClient(url, api_key=api_key) for url in engine]
+        driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
+    driver.start()
+    current = False
+    try:
+        if once:
+            current = driver.wait_until_current(timeout)
+        while not once:
+            time.sleep(_BLINK_S)
+    except KeyboardInterrupt:
+        if once:
+            raise
+    finally:
+        driver.stop()
+    if once:
+        show.end(driver)
+        raise typer.Exit(0 if current else 1)
+
+
+def _open(store: str, public_key: str | None) -> tuple[History, str]:
+    """The history, which may not have begun yet, and its store."""
+    from pulse_rl.history.log import History
+    from pulse_rl.history.operate.targets import kind_of
+
+    try:
+        kind, place = kind_of(store)
+    except FileNotFoundError:
+        place = store
+    else:
+        if kind != "store":
+            raise ValueError(f"{store}: expected a store or the directory of a run, found a {kind}")
+    return History(place, public_key=public_key, patience=0), place
+
+
+class _Show:
+    """Shows how engines stand: a table in a terminal, else a line for each change; or JSON."""
+
+    def __init__(self, *, as_json: bool, once: bool) -> None:
+        self._as_json, self._once = as_json, once
+        self._lock = threading.Lock()
+        self._table = sys.stdout.isatty() and not as_json
+
+    def change(self, driver: Driver, seen: Followed) -> None:
+        """Show a change. Threads call it."""
+        with self._lock:
+            if self._as_json:
+                if not self._once:
+                    output.emit(seen)
+            elif self._table:
+                output.write(CLEAR)
+                _table(driver.engines())
+            elif not self._once:
+                output.write(_line(seen))
+
+    def end(self, driver: Driver) -> None:
+        """Show how all stand at last."""
+        engines = driver.engines()
+        if self._as_json:
+            output.emit({"newest": driver.newest, "store_error": driver.store_error, "engines": engines})
+        elif not self._table:
+            _table(engines)
+
+
+def _line(seen: Followed) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.time))
+    version = "nothing proved" if seen.version is None else f"version {seen.version}"
+    text = f"{clock}  {seen.engine}  {seen.standing}  {version}"
+    if seen.standing == "ok" and seen.report is not None and seen.report.version == seen.version:
+        report = seen.report
+        text += f"  read {nbytes(report.fetched_nbytes)}, staged {seconds(report.stage_s)}"
+        text += f", paused {seconds(report.pause_s)}"
+    return printable(f"{text}  {seen.error}" if seen.error else text) + "\n"
+
+
+def _table(engines: list[Followed]) -> None:
+    columns = ["engine", "standing", "version", "newest", "updates", "restarts", "read", "staged", "paused", "error"]
+    rows = []
+    for seen in engines:
+        report = seen.report
+        took = (nbytes(report.fetched_nbytes), seconds(report.stage_s), seconds(report.pause_s)) if report else "–––"
+        numbers = ("–" if number is None else number for number in (seen.version, seen.newest))
+        rows.append((seen.engine, seen.standing, *numbers, seen.updates, seen.restarts, *took, seen.error or "–"))
+    output.table(columns, rows)

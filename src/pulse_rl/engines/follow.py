@@ -1,0 +1,261 @@
+"""Keeps any number of engines at the newest version of a history.
+
+One thread looks for new versions, and one tends each engine, so a slow or silent engine holds up no other. Nothing is
+remembered that an engine could tell: each turn asks what it holds, and does what is missing. So the driver survives
+the restart of an engine, which holds no proved version then and follows nothing, and its own, in the midst of a stage
+or an apply too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from pulse_rl.engines.client import EngineClient
+from pulse_rl.engines.states import EngineReport, EngineState, Follow, PauseMode
+from pulse_rl.errors import EngineError, PulseError, one_line
+from pulse_rl.history.log import History
+
+Standing: TypeAlias = Literal["unknown", "away", "waiting", "opening", "staging", "applying", "paused", "failing", "ok"]
+
+POLL_S = 1.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 15.0
+_LOOK_S = 0.05  # at an engine that works
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """How the driver sees one engine.
+
+    Attributes:
+        engine: Its address.
+        standing: "ok" (at the newest version, and generating), "waiting" (the history holds no version yet),
+            "opening", "staging", "applying", "paused" (at the newest version; something else has paused it),
+            "failing" (see `error`), "away" (it does not answer) or "unknown" (not asked yet).
+        version: The version that it is proved to hold; None where that is not known.
+        newest: The newest version of the history.
+        error: What went wrong last; None after a success.
+        restarts: How often it was seen to be started again.
+        updates: Updates that the driver has brought to it.
+        report: Of the last one; None before the first.
+        time: When this was seen, in seconds since 1970.
+    """
+
+    engine: str
+    standing: Standing = "unknown"
+    version: int | None = None
+    newest: int | None = None
+    error: str | None = None
+    restarts: int = 0
+    updates: int = 0
+    report: EngineReport | None = None
+    time: float = 0.0
+
+
+Notice = Callable[[Followed], None]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How engines are updated.
+
+    Attributes:
+        pause: What happens to requests that run: "keep", "wait" or "abort".
+        reset_caches: Whether cached keys and values are dropped.
+        poll: Seconds between two looks at the history, and at an engine that is at the newest version.
+    """
+
+    pause: PauseMode = "keep"
+    reset_caches: bool = True
+    poll: float = POLL_S
+
+
+class Driver:
+    """Keeps engines at the newest version.
+
+    Args:
+        history: The history, as this process reaches it.
+        follow: What each engine is told: the history as the engines reach it. A heartbeat "*" stands for an id of each
+            engine's own, made of its address.
+        engines: The engines.
+        manner: How they are updated.
+        notice: Called after each change of how an engine stands, in the thread that tends it, one at a time.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        follow: Follow,
+        engines: Sequence[EngineClient],
+        *,
+        manner: Manner | None = None,
+        notice: Notice = lambda _: None,
+    ) -> None:
+        urls = [engine.url for engine in engines]
+        if not urls or len(set(urls)) < len(urls):
+            raise ValueError(f"engines: expected different addresses, at least one, found {urls}")
+        self._history, self._follow, self._engines = history, follow, tuple(engines)
+        self._manner, self._notice = manner or Manner(), notice
+        self._stop = threading.Event()
+        self._change = threading.Condition()  # of the newest version, and of how engines stand
+        self._newest: int | None = None
+        self._store_error: str | None = None
+        self._seen = {url: Followed(url) for url in urls}
+        self._instances: dict[str, str] = {}
+
+    def engines(self) -> list[Followed]:
+        """How they all stand."""
+        with self._change:
+            return list(self._seen.values())
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that was seen in the history; None for none yet."""
+        return self._newest
+
+    @property
+    def store_error(self) -> str | None:
+        """Why the history could not be read at the last look; None where it could."""
+        return self._store_error
+
+    def start(self) -> None:
+        """Begin, in threads that end with the process."""
+        self._thread("history", self._watch)
+        for engine in self._engines:
+            self._thread(engine.url, partial(self._tend, engine))
+
+    def _thread(self, name: str, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=f"follow {name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End after what is under way. An engine ends an update by itself."""
+        self._stop.set()
+        with self._change:
+            self._change.notify_all()
+
+    def wait_until_current(self, timeout: float) -> bool:
+        """Wait until every engine is at the newest version. Returns whether they are."""
+        deadline = time.monotonic() + timeout
+        with self._change:
+            while not self._all_current():
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stop.is_set():
+                    return False
+                self._change.wait(min(left, POLL_S))
+        return True
+
+    def _all_current(self) -> bool:
+        newest = self._newest
+        return newest is not None and all(
+            seen.standing == "ok" and seen.version == newest for seen in self._seen.values()
+        )
+
+    def _watch(self) -> None:
+        """Look for new versions."""
+        while not self._stop.is_set():
+            try:
+                head = self._history.head(polling=True)
+                error = None
+            except PulseError as failure:
+                head, error = None, one_line(failure)
+            with self._change:
+                self._store_error = error
+                if head is not None and head.version != self._newest:
+                    self._newest = head.version
+                    self._change.notify_all()
+            self._stop.wait(self._manner.poll)
+
+    def _tend(self, engine: EngineClient) -> None:
+        """Bring one engine to each newest version."""
+        retry = FIRST_RETRY_S
+        while not self._stop.is_set():
+            try:
+                self._turn(engine)
+            except (PulseError, TimeoutError) as error:
+                away = isinstance(error, EngineError) and error.status is None and error.kind is None
+                version = error.version if isinstance(error, EngineError) else None
+                self._see(engine, "away" if away else "failing", version, error=one_line(error))
+                self._stop.wait(retry)
+                retry = min(2 * retry, LONGEST_RETRY_S)
+            else:
+                retry = FIRST_RETRY_S
+                self._sleep(engine)
+
+    def _sleep(self, engine: EngineClient) -> None:
+        """Wait for a newer version, or until the engine is to be looked at again."""
+        with self._change:
+            if not self._stop.is_set() and self._seen[engine.url].newest == self._newest:
+                self._change.wait(self._manner.poll)
+
+    def _turn(self, engine: EngineClient) -> None:
+        """Ask an engine what it holds, and do what is missing. Raises EngineError and TimeoutError."""
+        state = self._open(engine, engine.state())
+        newest = self._newest
+        if newest is None:
+            return self._see(engine, "waiting", state.version, error=self._store_error)
+        if state.version == newest and (state.ready or (state.paused and state.weight_version == str(newest))):
+            return self._see(engine, "ok" if state.ready else "paused", newest)
+        self._see(engine, "staging", state.version)
+        state = engine.stage(newest)
+        self._see(engine, "applying", state.version)
+        report = engine.apply(newest, pause=self._manner.pause, reset_caches=self._manner.reset_caches)
+        standing: Standing = "ok" if engine.state().ready else "paused"
+        return self._see(engine, standing, report.version, report=report)
+
+    def _open(self, engine: EngineClient, state: EngineState) -> EngineState:
+        """Tell an engine what to follow, if it follows something else, and wait until it is at no work."""
+        if self._instances.setdefault(engine.url, state.instance) != state.instance:
+            self._instances[engine.url] = state.instance
+            with self._change:
+                seen = self._seen[engine.url]
+                self._seen[engine.url] = msgspec.structs.replace(seen, restarts=seen.restarts + 1)
+        wanted = self._follow
+        if wanted.heartbeat == "*":
+            wanted = msgspec.structs.replace(wanted, heartbeat=heartbeat_id(engine.url))
+        if state.follow != wanted:
+            state = engine.follow(**msgspec.structs.asdict(wanted))
+        while state.phase == "working":
+            self._see(engine, "opening" if state.mapping is None else "staging", state.version)
+            if self._stop.wait(_LOOK_S):
+                break
+            state = engine.state()
+        return state
+
+    def _see(
+        self,
+        engine: EngineClient,
+        standing: Standing,
+        version: int | None,
+        *,
+        error: str | None = None,
+        report: EngineReport | None = None,
+    ) -> None:
+        """Note how an engine stands, and tell it where that is news."""
+        with self._change:
+            before = self._seen[engine.url]
+            after = msgspec.structs.replace(
+                before,
+                standing=standing,
+                version=version,
+                newest=self._newest,
+                error=error,
+                updates=before.updates + (report is not None),
+                report=report or before.report,
+                time=time.time(),
+            )
+            self._seen[engine.url] = after
+            if msgspec.structs.replace(after, time=before.time) != before:
+                self._change.notify_all()
+                if not self._stop.is_set():
+                    self._notice(after)
+
+
+def heartbeat_id(url: str) -> str:
+    """An id for the heartbeats of an engine: its address without the scheme."""
+    name = url.partition("://")[2]
+    return "".join(char if char.isalnum() or char in "._-" else "-" for char in name)[:64]

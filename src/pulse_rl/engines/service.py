@@ -1,0 +1,274 @@
+"""What an engine answers over HTTP, whatever engine it is: what it holds, stage, apply, and whether it may get traffic.
+
+    GET  /v1/pulse/state     what it holds and does
+    POST /v1/pulse/follow    which history to follow
+    POST /v1/pulse/stage     stage a version, while requests are generated; returns at once
+    POST /v1/pulse/apply     pause, write what is staged, go on
+    POST /v1/pulse/verify    recount the live weights; returns at once
+    POST /v1/pulse/resume    go on after a pause
+    GET  /pulse/ready        for load balancers: 200 or 503
+
+A pause begins and ends in one request. The engine's processes do the work: a route calls the `Receiver` of each, all at
+once. How an engine pauses and calls them is said by an `Engine`; the HTTP server is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
+from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.states import (
+    ROUTES,
+    During,
+    EngineReport,
+    EngineState,
+    Failure,
+    Follow,
+    PauseMode,
+    Prepared,
+    Refusal,
+)
+from pulse_rl.errors import one_line
+from pulse_rl.logs import logger
+
+log = logger(__name__)
+
+READY = "/pulse/ready"  # without the engine's API key
+OK, BAD, CONFLICT, FAILED, UNREADY = 200, 400, 409, 500, 503
+
+T = TypeVar("T")
+Answer = tuple[int, bytes]  # an HTTP status, and JSON
+
+
+class Engine(Protocol):
+    """What a service needs of an engine. Each raises what went wrong in the engine."""
+
+    model: str
+
+    async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
+        """Call the receivers of all processes, in their engine's thread (`serve`). Returns their answers, by rank."""
+
+    async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
+        """Pause generation."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+
+    async def report(self, version: str) -> None:
+        """Make the engine say this version from now on, in its own way."""
+
+    async def reported(self) -> str:
+        """The version that it says."""
+
+
+def serve(receiver: Receiver, verb: str, arguments: dict[str, Any]) -> Any:
+    """One call of a receiver, in the engine's thread. Returns a RankState, or for "apply" an Applied, as plain data."""
+    verbs: dict[str, Callable[[], RankState | Applied]] = {
+        "state": receiver.state,
+        "follow": lambda: receiver.follow(msgspec.convert(arguments, Follow)),
+        "stage": lambda: receiver.stage(arguments["version"]),
+        "verify": receiver.verify,
+        "apply": lambda: receiver.apply(arguments["version"]),
+    }
+    return msgspec.to_builtins(verbs[verb]())
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The body of /stage."""
+
+    version: int | None = None
+
+
+class Apply(msgspec.Struct, frozen=True):
+    """The body of /apply."""
+
+    version: int | None = None
+    pause: PauseMode = "keep"
+    reset_caches: bool = True
+
+
+class _RefusedError(Exception):
+    """A request is not carried out."""
+
+    def __init__(self, status: int, failure: Failure, state: EngineState | None = None) -> None:
+        super().__init__(failure.message)
+        self.status, self.failure, self.state = status, failure, state
+
+
+class Service:
+    """The answers of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._updating = asyncio.Lock()  # one of follow, stage, apply, verify, resume at a time
+
+    def routes(self) -> dict[tuple[str, str], Callable[[bytes], Awaitable[Answer]]]:
+        """What answers a method and a path; it is given the request's body."""
+        posts = {
+            "follow": self._follow,
+            "stage": self._stage,
+            "apply": self._apply,
+            "verify": self._verify,
+            "resume": self._resume,
+        }
+        found = {("POST", f"{ROUTES}/{name}"): self._answering(route) for name, route in posts.items()}
+        found["GET", f"{ROUTES}/state"] = self._answering(self._look)
+        found["GET", READY] = self._ready
+        return found
+
+    def _answering(self, route: Callable[[bytes], Awaitable[msgspec.Struct]]) -> Callable[[bytes], Awaitable[Answer]]:
+        """What a route returns as JSON, and what it refuses with the state after it."""
+
+        async def handle(body: bytes) -> Answer:
+            # A client that goes away cancels nothing: the engine must not stay in a pause.
+            return await asyncio.shield(asyncio.ensure_future(attempt(body)))
+
+        async def attempt(body: bytes) -> Answer:
+            try:
+                return _json(await route(body))
+            except _RefusedError as error:
+                state = error.state or EngineState(instance="", model=self._engine.model)
+                return _json(Refusal(error.failure, state), error.status)
+
+        return handle
+
+    async def _look(self, _: bytes) -> EngineState:
+        return await self._state(await self._call("follow", "state", RankState))
+
+    async def _follow(self, request: bytes) -> EngineState:
+        wanted = _body(request, Follow, "follow")
+        async with self._updating:
+            return await self._state(
+                await self._call("follow", "follow", RankState, msgspec.to_builtins(wanted)),
+            )
+
+    async def _stage(self, request: bytes) -> EngineState:
+        wanted = _body(request, Version, "stage")
+        async with self._updating:
+            ranks = await self._idle("stage")
+            state = await self._state(ranks)
+            if state.prepared is not None and wanted.version == state.prepared.version:
+                return state
+            return await self._state(await self._call("stage", "stage", RankState, {"version": wanted.version}))
+
+    async def _verify(self, _: bytes) -> EngineState:
+        async with self._updating:
+            await self._idle("verify")
+            return await self._state(await self._call("verify", "verify", RankState))
+
+    async def _resume(self, _: bytes) -> EngineState:
+        async with self._updating:
+            ranks = await self._call("apply", "state", RankState)
+            if is_stopped(ranks):
+                failure = Failure("apply", "RuntimeError", "the weights are of no version: only an update repairs them")
+                raise _RefusedError(CONFLICT, failure, await self._state(ranks))
+            await self._attempt("apply", self._engine.resume())
+            return await self._state(ranks)
+
+    async def _apply(self, request: bytes) -> EngineReport:
+        wanted = _body(request, Apply, "apply")
+        async with self._updating:
+            ranks = await self._idle("apply")
+            before = await self._state(ranks)
+            staged = before.prepared
+            if staged is None or wanted.version not in (None, staged.version):
+                found = "nothing" if staged is None else f"version {staged.version}"
+                expected = "a version" if wanted.version is None else f"version {wanted.version}"
+                message = f"expected {expected} to be staged, found {found}: stage it"
+                raise _RefusedError(CONFLICT, Failure("apply", "VersionNotFoundError", message), before)
+            return await self._apply_staged(wanted, staged, ranks, before)
+
+    async def _apply_staged(
+        self, wanted: Apply, staged: Prepared, ranks: list[RankState], before: EngineState
+    ) -> EngineReport:
+        """Pause, write, go on. Who had paused the engine before, resumes it; except where a failed apply has."""
+        engine, stopped = self._engine, is_stopped(ranks)
+        pauses = staged.route != "none" or stopped
+        start = drained = time.perf_counter()
+        if pauses:
+            try:
+                await self._attempt("apply", engine.pause(wanted.pause, wanted.reset_caches))
+            except _RefusedError:
+                if not before.paused:
+                    await engine.resume()
+                raise
+            drained = time.perf_counter()
+        applied = await self._call("apply", "apply", Applied, {"version": staged.version})
+        ranks = [each.state for each in applied]
+        after = merge(ranks, Outside(before.model, pauses, before.weight_version))
+        if after.version is not None:
+            await self._attempt("apply", engine.report(str(after.version)))
+        if pauses and not is_stopped(ranks) and (stopped or not before.paused):
+            await self._attempt("apply", engine.resume())
+        end = time.perf_counter()
+        if after.failure is not None:
+            raise _RefusedError(FAILED, after.failure, await self._state(ranks))
+        return EngineReport(
+            version=staged.version,
+            previous=before.version,
+            digest=staged.digest,
+            route=staged.route,
+            changes=staged.changes,
+            fetched_nbytes=staged.fetched_nbytes,
+            stage_s=staged.stage_s,
+            drain_s=drained - start,
+            apply_s=max(each.seconds for each in applied),
+            pause_s=end - drained if pauses else 0.0,
+            pause=wanted.pause,
+            reset_caches=wanted.reset_caches and pauses,
+        )
+
+    async def _ready(self, _: bytes) -> Answer:
+        """Whether a load balancer may send requests: 200, or 503 before it has caught up and while it is paused."""
+        try:
+            state = await self._state(await self._call("follow", "state", RankState))
+        except _RefusedError as error:
+            return _json({"ready": False, "version": None, "reason": error.failure.message}, UNREADY)
+        return _json({"ready": state.ready, "version": state.version}, 200 if state.ready else UNREADY)
+
+    async def _idle(self, during: During) -> list[RankState]:
+        """The workers' states. Refuses while they work."""
+        ranks = await self._call(during, "state", RankState)
+        if any(rank.working for rank in ranks):
+            failure = Failure(during, "RuntimeError", "the engine is at work for another call: ask again", True)
+            raise _RefusedError(CONFLICT, failure, await self._state(ranks))
+        return ranks
+
+    async def _state(self, ranks: list[RankState]) -> EngineState:
+        engine = self._engine
+        paused = await self._attempt("follow", engine.is_paused())
+        return merge(ranks, Outside(engine.model, paused, await self._attempt("follow", engine.reported())))
+
+    async def _call(self, during: During, verb: str, kind: type[T], arguments: dict[str, Any] | None = None) -> list[T]:
+        """Call the method of all workers."""
+        found = await self._attempt(during, self._engine.call(verb, arguments or {}))
+        return [msgspec.convert(each, kind) for each in found]
+
+    async def _attempt(self, during: During, work: Awaitable[T]) -> T:
+        """Await what the engine does. Its errors are answers too."""
+        try:
+            return await work
+        except Exception as error:
+            text = one_line(error)
+            log.error("%s: the engine failed: %s", during, text)
+            raise _RefusedError(FAILED, Failure(during, type(error).__name__, text)) from error
+
+
+def _body(request: bytes, kind: type[T], during: During) -> T:
+    try:
+        return msgspec.json.decode(request or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise _RefusedError(BAD, Failure(during, "ValueError", f"the request's body: {one_line(error)}")) from None
+
+
+def _json(answer: object, status: int = OK) -> Answer:
+    return status, msgspec.json.encode(answer)

@@ -1,0 +1,86 @@
+"""The HTTP routes of a vLLM server that follows a history: `engines.service`, on vLLM's own app.
+
+vLLM attaches them as an endpoint plug-in. Those below /v1 want the server's API key where it has one. The workers are
+reached as vLLM's own handlers reach them, by `EngineClient.collective_rpc`.
+"""
+
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+
+from pulse_rl.engines.service import READY, Answer, Service
+from pulse_rl.engines.states import ROUTES, PauseMode
+from pulse_rl.integrations.vllm.names import METHOD
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+NOT_STARTED = 'start the server with --weight-transfer-config \'{"backend":"pulse"}\''
+
+
+class _Engine:
+    """vLLM as `engines.service.Engine`."""
+
+    def __init__(self, client: "EngineClient", model: str) -> None:
+        self._client = client
+        self.model = model
+
+    async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
+        try:
+            found: list[Any] = await self._client.collective_rpc(METHOD, args=(verb, arguments))
+        except Exception as error:
+            if METHOD in str(error) and "not implemented" in str(error):
+                raise RuntimeError(f"its workers follow no history: {NOT_STARTED}") from error
+            raise
+        return found
+
+    async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
+        await self._client.pause_generation(mode=mode, clear_cache=reset_caches)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def is_paused(self) -> bool:
+        return bool(await self._client.is_paused())
+
+    async def report(self, version: str) -> None:
+        await self._client.update_weight_version(version)
+
+    async def reported(self) -> str:
+        return str(await self._client.get_weight_version())
+
+
+class PulseRoutes:
+    """The plug-in of the server: vLLM's `EndpointPlugin`."""
+
+    name = "pulse"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, str], Callable[[bytes], Awaitable[Answer]]] = {}
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes. vLLM calls it once."""
+        for method, path in _PATHS:
+            app.add_api_route(path, self._handler(method, path), methods=[method], name=path.strip("/"))
+
+    async def init_state(self, engine_client: "EngineClient | None", state: object, args: Namespace) -> None:
+        """Take the engine. vLLM calls it once, before the server answers."""
+        if engine_client is not None:
+            self._answers = Service(_Engine(engine_client, str(args.model))).routes()
+
+    def _handler(self, method: str, path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            status, body = await self._answers[method, path](await request.body())
+            return Response(body, status, media_type="application/json")
+
+        return handle
+
+
+_PATHS = (
+    ("GET", READY),
+    ("GET", f"{ROUTES}/state"),
+    *(("POST", f"{ROUTES}/{name}") for name in ("follow", "stage", "apply", "verify", "resume")),
+)
