@@ -1,47 +1,35 @@
-"""The exchange of one round, until every member has received everything. No trainer's state is changed here."""
+"""The exchange of one round over a group, until all have received everything. No trainer's state is changed here."""
 
-from typing import NamedTuple
+from typing import Protocol
 
 from pulse_rl.errors import ExchangeError
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco.contributions import Contribution, NonFinite
-from pulse_rl.loco.exchange import Mean, Timings
-from pulse_rl.loco.gate import Sends
+from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
-from pulse_rl.loco.members import Members
-from pulse_rl.loco.report import LocoReport
+from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.verdicts import Readiness, Verdict, gather_verdicts
 
 
-class Outcome(NamedTuple):
-    """What the exchange of a round gave."""
+class Exchanging(Protocol):
+    """Trainers that exchange over a group, as `collect` needs them."""
 
-    workers: int  # whose mean it is
-    sends: list[Sends]  # of this rank, by segment; empty where all elements are sent
-    sent: int  # elements of this rank
-    methods: list[str]  # of each fragment
-    means: list[Mean]  # of each segment
-    timings: Timings
+    @property
+    def group(self) -> Group:
+        """The group that exchanges now."""
 
-    def report(self, round: int, elements: int, digest: str) -> LocoReport:
-        """The report of this round, once it is committed."""
-        timings = self.timings
-        return LocoReport(
-            round=round,
-            workers=self.workers,
-            elements=elements,
-            sent=self.sent,
-            density=self.sent / max(1, elements),
-            exchange=self.methods[0] if len(set(self.methods)) == 1 else "mixed",  # type: ignore[arg-type]
-            sent_nbytes=timings.sent_nbytes,
-            received_nbytes=timings.received_nbytes,
-            dense_nbytes=4 * elements,
-            digest=digest,
-            stalled_s=timings.stalled,
-            **{f"{part}_s": timings.seconds[part] for part in ("gate", "encode", "exchange", "decode", "outer")},
-        )
+    @property
+    def elastic(self) -> bool:
+        """Whether the trainers that are left exchange a round again that failed."""
+
+    def agree(self, *, arrived: bool) -> bool:
+        """Whether all commit the round, rather than exchange it again. A collective.
+
+        arrived: whether all of the round is here.
+        """
 
 
-def collect(members: Members, masters: Masters, contribution: Contribution, round: int, timings: Timings) -> Outcome:
+def collect(members: Exchanging, masters: Masters, contribution: Contribution, round: int, timings: Timings) -> Outcome:
     """Exchange a round, until every member has received everything; if one is lost, the rest repeat it.
 
     Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
@@ -79,7 +67,7 @@ def collect(members: Members, masters: Masters, contribution: Contribution, roun
 
 
 def _ready_counts(
-    members: Members, masters: Masters, mine: Verdict, round: int, timings: Timings
+    members: Exchanging, masters: Masters, mine: Verdict, round: int, timings: Timings
 ) -> list[tuple[int, ...]]:
     """Of each fragment, how many elements each rank sends. A collective; raises unless all ranks are ready."""
     verdicts = gather_verdicts(members.group, mine)

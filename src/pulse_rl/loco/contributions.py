@@ -1,18 +1,21 @@
 """What a trainer contributes to a round: sparse sends (PULSELoCo), or its whole pseudo-gradient (DiLoCo)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from pulse_rl.errors import ExchangeError
 from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import exchange
 from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
 from pulse_rl.loco.gate import Gate, Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
-from pulse_rl.loco.payload import SharedSegment, ValueDtype, rounded
+from pulse_rl.loco.payload import SharedSegment, ValueDtype, limit, rounded
 from pulse_rl.parallel import ordered_map
 
 
@@ -35,6 +38,24 @@ class Contribution(Protocol):
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
         """Exchange a fragment; returns the method and the mean of each of its segments. counts: of each rank."""
+
+    def limit(self, fragment: range) -> int:
+        """The most bytes that a payload of a fragment may have."""
+
+    def encode(self, fragment: range, sends: list[Sends]) -> bytes:
+        """This trainer's payload of a fragment."""
+
+    def add_up(
+        self, fragment: range, payloads: Mapping[int, memoryview], sends: list[Sends], rank: int | None
+    ) -> list[Mean]:
+        """The mean of each segment of a fragment over payloads by rank, in rank order: as `exchange` adds up.
+
+        rank: whose payload is that of these sends, which is not read; None for none. Raises ExchangeError with the rank
+        whose payload cannot be read, and FloatingPointError for a mean that overflows.
+        """
+
+    def indices(self, fragment: range, rank: int, payload: memoryview) -> list[NDArray[np.uint32]]:
+        """What a rank's payload sends of each segment; nothing where trainers keep no residual. Raises as `add_up`."""
 
 
 class SparseContribution:
@@ -65,13 +86,32 @@ class SparseContribution:
     def exchange(
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
-        segments = [self._masters.segments[number] for number in fragment]
-        shared = list(ordered_map(self._shared, segments))
-        mine = Fragment([sends[number] for number in fragment], shared, self._gate, self._value_dtype)
-        elements = sum(segment.size for segment in segments)
+        mine = self._fragment(fragment, sends)
+        elements = sum(segment.size for segment in mine.segments)
         method = exchange.choose(counts, elements) if self._method == "auto" else self._method
         run = exchange.split if method == "split" else exchange.gather
         return method, run(group, mine, timings)
+
+    def limit(self, fragment: range) -> int:
+        return limit([self._masters.segments[number].size for number in fragment])
+
+    def encode(self, fragment: range, sends: list[Sends]) -> bytes:
+        return self._fragment(fragment, sends).encode()
+
+    def add_up(
+        self, fragment: range, payloads: Mapping[int, memoryview], sends: list[Sends], rank: int | None
+    ) -> list[Mean]:
+        return exchange.add_up(payloads, self._fragment(fragment, sends), rank)
+
+    def indices(self, fragment: range, rank: int, payload: memoryview) -> list[NDArray[np.uint32]]:
+        decoders = exchange.open_sent(rank, payload, self._fragment(fragment, []))
+        with exchange.sent_by(rank):
+            return [decode().indices for decode in decoders]
+
+    def _fragment(self, fragment: range, sends: list[Sends]) -> Fragment:
+        """sends: of all segments; an empty list where none of them is used."""
+        shared = list(ordered_map(self._shared, [self._masters.segments[number] for number in fragment]))
+        return Fragment([sends[number] for number in fragment] if sends else [], shared, self._gate, self._value_dtype)
 
     def _shared(self, segment: MasterSegment) -> SharedSegment:
         return SharedSegment(segment.shape, segment.start, segment.stop, cast(segment.shared, self._gate).copy())
@@ -96,15 +136,53 @@ class DenseContribution:
     def exchange(
         self, group: Group, fragment: range, sends: list[Sends], counts: Sequence[int], timings: Timings
     ) -> tuple[str, list[Mean]]:
-        segments = [self._masters.segments[number] for number in fragment]
-        ends = np.cumsum([segment.size for segment in segments]).tolist()
-        gradient = np.empty(ends[-1], np.float32)
-        for segment, end in zip(segments, ends, strict=True):
-            loco.difference(segment.shared, self._masters.live(segment), gradient[end - segment.size : end])
+        gradient = self._gradient(fragment)
         timings.spent("encode")
         mean = exchange.dense(group, gradient, timings)
         timings.sent_nbytes += gradient.nbytes
         timings.received_nbytes += 2 * gradient.nbytes * (group.size - 1) // group.size  # ranges, then their means
-        return "dense", [
-            Mean(None, mean[end - segment.size : end]) for segment, end in zip(segments, ends, strict=True)
-        ]
+        return "dense", self._by_segment(fragment, mean)
+
+    def limit(self, fragment: range) -> int:
+        return 4 * sum(self._masters.segments[number].size for number in fragment)
+
+    def encode(self, fragment: range, sends: list[Sends]) -> bytes:
+        return self._gradient(fragment).tobytes()
+
+    def add_up(
+        self, fragment: range, payloads: Mapping[int, memoryview], sends: list[Sends], rank: int | None
+    ) -> list[Mean]:
+        total = np.zeros(self.limit(fragment) // 4, np.float32)
+        for sender, data in sorted(payloads.items()):
+            total += self._gradient(fragment) if sender == rank else self._read(fragment, sender, data)
+        total /= np.float32(len(payloads))
+        return self._by_segment(fragment, total)
+
+    def indices(self, fragment: range, rank: int, payload: memoryview) -> list[NDArray[np.uint32]]:
+        return []
+
+    def _read(self, fragment: range, rank: int, data: memoryview) -> F32:
+        if len(data) != self.limit(fragment):
+            raise ExchangeError(
+                f"rank {rank}: payload: expected {self.limit(fragment)} bytes, found {len(data)}", ranks=(rank,)
+            )
+        values = np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            raise ExchangeError(
+                f"rank {rank}: payload: expected finite values, found an infinity or NaN", ranks=(rank,)
+            )
+        return values
+
+    def _gradient(self, fragment: range) -> F32:
+        """The pseudo-gradient of a fragment."""
+        gradient = np.empty(self.limit(fragment) // 4, np.float32)
+        end = 0
+        for segment in [self._masters.segments[number] for number in fragment]:
+            end += segment.size
+            loco.difference(segment.shared, self._masters.live(segment), gradient[end - segment.size : end])
+        return gradient
+
+    def _by_segment(self, fragment: range, mean: F32) -> list[Mean]:
+        segments = [self._masters.segments[number] for number in fragment]
+        ends = np.cumsum([segment.size for segment in segments]).tolist()
+        return [Mean(None, mean[end - segment.size : end]) for segment, end in zip(segments, ends, strict=True)]

@@ -33,8 +33,11 @@ import torch.distributed as dist
 from pulse_rl.errors import ExchangeError, IntegrityError, require
 from pulse_rl.group.collectives import Group, Place, torch_errors
 from pulse_rl.loco.checkpoint import Counters
+from pulse_rl.loco.collect import collect
+from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.lighthouse import Lighthouse, Offer, Quorum
-from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.members import Trainer, fingerprint
+from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.wording import TRAINERS
 from pulse_rl.logs import logger
 
@@ -114,21 +117,20 @@ class ElasticMembers:
             raise ExchangeError(f"{self.name}: this trainer is in no group: enter PulseLoCo or DiLoCo first")
         return self._group
 
-    def join(self, trainer: Counters, masters: Masters, options: str, compare: Callable[[], None]) -> None:
-        """Wait for the others' round to end, and take over their state.
-
-        options: a hash of what must be the same on all. compare: a collective that raises if states differ.
-        Raises as `agree` does.
-        """
-        if self._closed or self._joined not in (None, trainer):
+    def join(self, trainer: Trainer) -> None:
+        """Wait for the others' round to end, and take over their state. Raises as `agree` does."""
+        if self._closed or self._joined not in (None, trainer.counters):
             raise ExchangeError(
                 f"{self.name}: expected an open Membership of one PulseLoCo or DiLoCo, found one that is "
                 f"{'closed' if self._closed else 'of another already'}: make one for each"
             )
-        self._joined = trainer
-        self._trainer, self._masters, self._options, self._compare = trainer, masters, options, compare
+        self._joined = self._trainer = trainer.counters
+        self._masters, self._options, self._compare = trainer.masters, fingerprint(trainer.options), trainer.compare
         self._meet(arrived=False)
-        self.settle(compare)
+        self._settle(trainer.compare)
+
+    def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
+        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings)
 
     def agree(self, *, arrived: bool) -> bool:
         """Whether to commit the round; if not, a new group to exchange it again is formed.
@@ -138,10 +140,13 @@ class ElasticMembers:
         """
         if self._meet(arrived):
             return True
-        self.settle(self._compare)
+        self._settle(self._compare)
         return False
 
-    def settle(self, prove: Callable[[], None]) -> None:
+    def settle(self, prove: Callable[[Group], None], digest: int) -> None:
+        self._settle(prove)
+
+    def _settle(self, prove: Callable[[Group], None]) -> None:
         """Prove that all hold the same, after forming the next group where one is agreed on.
 
         prove: a collective for a group that has not changed; a new one compares everything.
@@ -149,12 +154,12 @@ class ElasticMembers:
         while True:
             try:
                 if self._next is None:
-                    prove()
+                    prove(self.group)
                 else:
                     self._group = self._form(self._next)
                     self._hand_over(self._group, self._next)
                     self._next = None
-                    self._compare()
+                    self._compare(self._group)
                 return
             except ExchangeError:
                 self._meet(arrived=False)

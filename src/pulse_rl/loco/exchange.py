@@ -13,7 +13,7 @@ one cannot go on, none does (`fail_together`).
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -73,6 +73,11 @@ class Fragment(NamedTuple):
         """These segments alone."""
         return self._replace(sends=[self.sends[i] for i in numbers], segments=[self.segments[i] for i in numbers])
 
+    @property
+    def limit(self) -> int:
+        """The most bytes that a payload of these segments may have."""
+        return payload.limit([segment.size for segment in self.segments])
+
     def encode(self) -> bytes:
         """The sends as a payload; no bytes where there are no segments."""
         return payload.encode(self.sends, self.segments, self.gate, self.value_dtype) if self.segments else b""
@@ -121,12 +126,12 @@ def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     with report_failure(group, lengths=1):
         mine = fragment.encode()
     timings.spent("encode")
-    payloads = group.gather(mine, payload.limit(fragment.segments))
+    payloads = group.gather(mine, fragment.limit)
     timings.spent("exchange")
     timings.sent_nbytes += len(mine)
     timings.received_nbytes += sum(map(len, payloads)) - len(mine)
     with fail_together(group):
-        means = _add_up(group, payloads, fragment)
+        means = add_up(dict(enumerate(payloads)), fragment, group.rank)
         timings.spent("decode")
     timings.spent("exchange")
     return means
@@ -134,7 +139,7 @@ def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 
 def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     """Every rank adds up one range of segments, then all gather the means."""
-    limit = payload.limit(fragment.segments)
+    limit = fragment.limit
     ranges = owned(fragment.segments, group.size)
     own = fragment.only(ranges[group.rank])
 
@@ -147,7 +152,7 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
 
     # 2. The owner adds up all payloads of its range, and encodes the means as one more payload.
     with fail_together(group):
-        means = _add_up(group, incoming, own)
+        means = add_up(dict(enumerate(incoming)), own, group.rank)
         timings.spent("decode")
         encoded = own._replace(sends=[mean.sparse() for mean in means], value_dtype="float32").encode()
         timings.spent("encode")
@@ -246,25 +251,26 @@ def sent_by(rank: int) -> AbstractContextManager[None]:
     )
 
 
-def _add_up(group: Group, payloads: Sequence[memoryview], mine: Fragment) -> list[Mean]:
-    """The mean of these segments over all ranks, added in rank order; this rank's own sends need no decoding."""
+def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None) -> list[Mean]:
+    """The mean of these segments over payloads by rank, added in rank order.
+
+    rank: this one, whose sends need no decoding; None where they do not count. Raises ExchangeError with the rank whose
+    payload cannot be read, and FloatingPointError for a mean that overflows.
+    """
     if not mine.segments:
         return []
-    decoders = []
-    for rank, data in enumerate(payloads):
-        with sent_by(rank):
-            decoders.append(
-                [] if rank == group.rank else payload.open_payload(data, mine.segments, mine.gate, mine.value_dtype)
-            )
+    decoders = {
+        sender: [] if sender == rank else open_sent(sender, data, mine) for sender, data in sorted(payloads.items())
+    }
 
     def add(number: int) -> Mean:
         size = mine.segments[number].size
         total: F32 = cpu.buffer("total", size, np.float32)[:size]
         total.fill(0)
-        for rank, decode in enumerate(decoders):
-            with sent_by(rank):
-                loco.add(total, *(mine.sends[number] if rank == group.rank else decode[number]()))
-        np.divide(total, np.float32(group.size), out=total)
+        for sender, decode in decoders.items():
+            with sent_by(sender):
+                loco.add(total, *(mine.sends[number] if sender == rank else decode[number]()))
+        np.divide(total, np.float32(len(decoders)), out=total)
         changes = find_changes(np.zeros(size, np.uint32), total.view(np.uint32))
         if (changes.values & EXPONENT == EXPONENT).any():
             raise FloatingPointError(
@@ -275,6 +281,12 @@ def _add_up(group: Group, payloads: Sequence[memoryview], mine: Fragment) -> lis
         return Mean(changes.indices, changes.values.view(np.float32))
 
     return list(ordered_map(add, range(len(mine.segments))))
+
+
+def open_sent(rank: int, data: memoryview, fragment: Fragment) -> list[Callable[[], Sends]]:
+    """Open the payload of a rank; the functions decode one segment each. Raises ExchangeError with that rank."""
+    with sent_by(rank):
+        return payload.open_payload(data, fragment.segments, fragment.gate, fragment.value_dtype)
 
 
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:

@@ -86,8 +86,9 @@ class PulseLoCo(LocalSteps):
         self.exchange = exchange
         self._contribution = SparseContribution(self._masters, gate, value_dtype, exchange)
 
-    def _options(self) -> tuple[object, ...]:
-        return (*super()._options(), self.gate, self.value_dtype, self.exchange)
+    def _options(self) -> dict[str, object]:
+        own = {"gate": self.gate, "value_dtype": self.value_dtype, "exchange": self.exchange}
+        return super()._options() | own
 
 
 class DiLoCo(LocalSteps):

@@ -56,9 +56,9 @@ class SharedSegment(NamedTuple):
         return self.stop - self.start
 
 
-def limit(segments: Sequence[SharedSegment]) -> int:
-    """An upper bound of a payload's bytes: all elements sent, plus the codec's models and the framing."""
-    return sum(segment.size for segment in segments) * 7 + (4 + 64) * len(segments) + (1 << 17)
+def limit(sizes: Sequence[int]) -> int:
+    """An upper bound of a payload of segments of these sizes, in bytes: all sent, the codec's models, the framing."""
+    return sum(sizes) * 7 + (4 + 64) * len(sizes) + (1 << 17)
 
 
 def encode(sends: Sequence[Sends], segments: Sequence[SharedSegment], gate: str, value_dtype: str = "float32") -> bytes:
@@ -81,8 +81,9 @@ def open_payload(
     Raises FormatError for bytes that no `encode` wrote; so do the functions that it returns.
     """
     header = HASH + LENGTHS.size + 4 * len(segments)
-    if not header <= len(payload) <= limit(segments):
-        raise FormatError(f"payload: expected {header} to {limit(segments)} bytes, found {len(payload)}")
+    most = limit([segment.size for segment in segments])
+    if not header <= len(payload) <= most:
+        raise FormatError(f"payload: expected {header} to {most} bytes, found {len(payload)}")
     if blake3(payload[HASH:]).digest(HASH) != bytes(payload[:HASH]):
         raise FormatError(f"payload: its {len(payload)} bytes do not match their hash")
     positions_nbytes, frame_nbytes = LENGTHS.unpack_from(payload, HASH)

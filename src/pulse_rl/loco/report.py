@@ -14,7 +14,8 @@ class LocoReport:
         elements: Trainable parameters, tied ones once.
         sent: How many of them this rank sent.
         density: sent / elements.
-        exchange: How the bytes went; "mixed" if not all fragments went alike, "dense" for DiLoCo.
+        exchange: How the bytes went; "mixed" if not all fragments went alike, "dense" for DiLoCo, "store" for both
+            over an object store.
         sent_nbytes: Bytes of this rank's payloads, each counted once however many ranks receive it; in a split, with
             the means that it sends.
         received_nbytes: Bytes of the other ranks' payloads.
@@ -27,6 +28,8 @@ class LocoReport:
         stalled_s: Seconds in which no inner step could be taken: without overlap the whole round, with overlap its
             begin and its end, and what they wait for.
         digest: θ after the round, 16 hex digits: the same on all ranks.
+        counted: Whether what this rank sent is in the mean. Only with a StoreGroup a round can end without it: then all
+            of it stays in the residual.
     """
 
     round: int
@@ -34,7 +37,7 @@ class LocoReport:
     elements: int
     sent: int
     density: float
-    exchange: Literal["gather", "split", "mixed", "dense"]
+    exchange: Literal["gather", "split", "mixed", "dense", "store"]
     sent_nbytes: int
     received_nbytes: int
     dense_nbytes: int
@@ -45,6 +48,7 @@ class LocoReport:
     outer_s: float
     stalled_s: float
     digest: str
+    counted: bool = True
 
     @property
     def total_s(self) -> float:

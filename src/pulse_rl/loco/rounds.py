@@ -55,12 +55,14 @@ from blake3 import blake3
 
 from pulse_rl.errors import ExchangeError
 from pulse_rl.group import agreement
+from pulse_rl.group.collectives import Group
 from pulse_rl.loco import arguments, checkpoint
-from pulse_rl.loco.collect import Outcome, collect
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.membership import Membership, members_of
+from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.loco.steps import InnerSteps
 from pulse_rl.parallel import ordered_map, submit
@@ -185,9 +187,14 @@ class LocalSteps:
                 )
             self._masters.copy_from_live()
         self._loaded = False
-        options = blake3(repr((type(self).__name__, self.sync_every, self._options(), self._masters.shapes)).encode())
         with _round_named(self.round + 1):
-            self._members.join(self, self._masters, options.hexdigest(8), self._compare)
+            self._members.join(self._trainer())
+
+    def _trainer(self) -> Trainer:
+        shapes = blake3(repr(self._masters.shapes).encode()).hexdigest(8)
+        options = {"method": type(self).__name__, "sync_every": self.sync_every, "model": shapes} | self._options()
+        shown = {name: str(value) for name, value in options.items()}
+        return Trainer(self, self._masters, self._contribution, shown, self._compare, self._commit)
 
     def __exit__(self, *exception: object) -> None:
         """Stop counting. Inner steps since the last round stay where they are: in the live parameters.
@@ -292,7 +299,7 @@ class LocalSteps:
             raise
         total = committing.result()
         timings.spent("outer")
-        self._members.settle(lambda: self._prove(total))
+        self._members.settle(lambda group: self._prove(group, total), total)
         timings.spent("exchange")
         self._state = State.IDLE if self._steps is None else State.STEPPING
         timings.stalled += time.perf_counter() - clock
@@ -348,7 +355,7 @@ class LocalSteps:
 
     def _collect(self, timings: Timings) -> Outcome:
         """Exchange the next round; changes nothing."""
-        return collect(self._members, self._masters, self._contribution, self.round + 1, timings)
+        return self._members.collect(self._trainer(), timings)
 
     def _commit(self, outcome: Outcome, inner_steps: int) -> int:
         """Take the outer step of a round of `inner_steps` steps; returns θ's digest."""
@@ -365,14 +372,12 @@ class LocalSteps:
         self.inner_steps -= inner_steps
         return total
 
-    def _prove(self, total: int) -> None:
+    def _prove(self, group: Group, total: int) -> None:
         """Make sure that all ranks hold the same θ, of this digest, after a round. A collective."""
         values = {"θ differs": digests.to_hex(total)}
-        agreement.compare(
-            self._members.group, values, f"after round {self.round}", "start again from the last checkpoint"
-        )
+        agreement.compare(group, values, f"after round {self.round}", "start again from the last checkpoint")
 
-    def _compare(self) -> None:
+    def _compare(self, group: Group) -> None:
         """Make sure that all ranks hold the same state before a round. A collective."""
         state: dict[str, int | str] = {
             "parameters differ": digests.to_hex(self._masters.digest()),
@@ -381,8 +386,8 @@ class LocalSteps:
             "inner steps since the last round differ": self.inner_steps,
         }
         when = f"before round {self.round + 1}"
-        agreement.compare(self._members.group, state, when, "load one checkpoint on all ranks")
+        agreement.compare(group, state, when, "load one checkpoint on all ranks")
 
-    def _options(self) -> tuple[object, ...]:
+    def _options(self) -> dict[str, object]:
         """All that must be the same on all ranks, apart from the state."""
-        return (self.outer_lr, self.outer_momentum, self.overlap)
+        return {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum, "overlap": self.overlap}
