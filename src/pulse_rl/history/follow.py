@@ -104,8 +104,11 @@ class Landing(Protocol):
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         """The weights as they will be when the next patch is written."""
 
-    def complete(self, fetched: Fetched) -> None:
-        """Make sure that every old bit is there which decoding the patch reads. A collective."""
+    def missing(self, fetched: Fetched) -> int:
+        """How many boxes of old bits this process lacks, which decoding the patch reads. Called for each patch."""
+
+    def complete(self) -> None:
+        """Fetch the boxes that are missing for the last patch. A collective, where one of the processes misses any."""
 
     def land(self, application: Application, to: State) -> None:
         """Write a proved patch that leads to a version, or keep it. A collective."""
@@ -128,7 +131,10 @@ class Written:
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
 
-    def complete(self, fetched: Fetched) -> None:
+    def missing(self, fetched: Fetched) -> int:
+        return 0
+
+    def complete(self) -> None:
         pass
 
     def land(self, application: Application, to: State) -> None:
@@ -255,10 +261,10 @@ class _Step:
                 fetched = wait()
             check_promised(fetched, self._link, held, target.tied)
             self._fetched = fetched
-            return 0
+            return self._landing.missing(fetched)
 
-        self._peers.add_up(f"fetch {self._link.ref.name}", receive)
-        self._landing.complete(self._fetched)
+        if self._peers.add_up(f"fetch {self._link.ref.name}", receive):
+            self._landing.complete()
 
     @property
     def conditional(self) -> bool:

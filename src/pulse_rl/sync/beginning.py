@@ -21,6 +21,7 @@ class Wish(msgspec.Struct, array_like=True):
     anchor: bool
     background: bool
     settings: str
+    print: bytes  # of what the rank holds (`print_of`); empty of one process alone
 
 
 class Beginning(msgspec.Struct, array_like=True):

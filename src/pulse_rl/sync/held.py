@@ -8,7 +8,7 @@ tile, it keeps the rest in memory of its own: its *halo*, pieces that nobody own
 they stay what the neighbours hold.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from pulse_rl.history.patches import Fetched
@@ -27,12 +27,20 @@ class Held:
     """The weights of one call.
 
     plan: of the last call, which stands if every rank still holds the same. halo: of the last call, if it is still up
-    to date.
+    to date. prints: every rank's `print_of` the live weights, where they were exchanged already.
     """
 
-    def __init__(self, live: LiveWeights, ranks: Ranks, plan: SharePlan | None, halo: Halo) -> None:
+    def __init__(
+        self,
+        live: LiveWeights,
+        ranks: Ranks,
+        plan: SharePlan | None,
+        halo: Halo,
+        prints: Sequence[bytes] | None = None,
+    ) -> None:
         self.live = live
         self.ranks = ranks
+        self._prints = prints
         self.halo: dict[str, list[Piece]] = dict(halo)
         self._known = plan
         self._tied: Mapping[str, str] = {}
@@ -49,7 +57,7 @@ class Held:
         """What this rank holds and owns. The first use is a collective, and raises as `share_of`."""
         if not self.shared:
             return Share(plan_of(self.live.layout, self.live.layout.tied), self.live.layout, self.live.layout)
-        found = share_of(self.ranks, self.live.layout, self._known)
+        found = share_of(self.ranks, self.live.layout, self._known, self._prints)
         if self._known is not None and found.plan.fingerprint != self._known.fingerprint:
             self.drop_halo()
         return found

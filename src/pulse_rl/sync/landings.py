@@ -21,6 +21,7 @@ from pulse_rl.sync.held import Halo, Held, add_pieces, missing_strips, nbytes_of
 from pulse_rl.sync.loading import Restored
 from pulse_rl.sync.peers import RankPeers
 from pulse_rl.sync.proof import Proof
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.pieces import Piece, Place
@@ -36,13 +37,23 @@ class Landings(Landing, Protocol):
         """Write a restored version, or keep it. A collective. files: closed as soon as they are not needed."""
 
 
-def _strips(peers: RankPeers, live: Held, fetched: Fetched, weights: Layout, before: Mapping[str, Copies]) -> Halo:
-    """What this rank lacks of the tiles of a patch, from the ranks that own it. A collective."""
-    if peers.ranks.size == 1:
-        return {}
-    needed = missing_strips(fetched, weights)
-    lacking = peers.add_up("find what is missing of tiles", lambda: len(needed))
-    return fetch_strips(peers.ranks, live.plan, needed, before) if lacking else {}
+class _Strips:
+    """What a rank lacks of the tiles of the patch that was fetched last."""
+
+    def __init__(self, live: Held, peers: RankPeers) -> None:
+        self._live, self._ranks = live, peers.ranks
+        self._needed: dict[str, list[Box]] = {}
+        self._tied: Mapping[str, str] = {}
+
+    def look(self, fetched: Fetched, weights: Layout) -> int:
+        """Find out what is lacking. weights: what this rank holds. Returns the number of boxes."""
+        self._tied = fetched.first.tied
+        self._needed = missing_strips(fetched, weights) if self._ranks.size > 1 else {}
+        return sum(map(len, self._needed.values()))
+
+    def fetch(self, weights: Layout, before: Callable[[Mapping[str, Copies]], Mapping[str, Copies]]) -> Halo:
+        """Bring it from the ranks that own it. A collective. before: the weights as the patch will find them."""
+        return fetch_strips(self._ranks, self._live.plan, self._needed, before(by_name(weights, self._tied)))
 
 
 class Writing:
@@ -52,6 +63,7 @@ class Writing:
 
     def __init__(self, live: Held, proof: Proof, peers: RankPeers, effort: Effort) -> None:
         self._live, self._proof, self._peers, self._effort = live, proof, peers, effort
+        self._strips = _Strips(live, peers)
 
     @property
     def weights(self) -> Layout:
@@ -68,9 +80,11 @@ class Writing:
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
 
-    def complete(self, fetched: Fetched) -> None:
-        before = by_name(self.weights, fetched.first.tied)
-        self._live.add(_strips(self._peers, self._live, fetched, self.weights, before))
+    def missing(self, fetched: Fetched) -> int:
+        return self._strips.look(fetched, self.weights)
+
+    def complete(self) -> None:
+        self._live.add(self._strips.fetch(self.weights, self.before))
 
     def land(self, application: Application, to: State) -> None:
         self._write(application.write)
@@ -108,6 +122,7 @@ class InFiles:
 
     def __init__(self, files: Layout, live: Held, peers: RankPeers, effort: Effort) -> None:
         self._files, self._live, self._peers, self._effort = files, live, peers, effort
+        self._strips = _Strips(live, peers)
         self._halo: dict[str, list[Piece]] = {}
         self.added = 0
 
@@ -122,9 +137,11 @@ class InFiles:
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
 
-    def complete(self, fetched: Fetched) -> None:
-        before = by_name(self.weights, fetched.first.tied)
-        add_pieces(self._halo, _strips(self._peers, self._live, fetched, self.weights, before))
+    def missing(self, fetched: Fetched) -> int:
+        return self._strips.look(fetched, self.weights)
+
+    def complete(self) -> None:
+        add_pieces(self._halo, self._strips.fetch(self.weights, self.before))
         self.added += 1
 
     def land(self, application: Application, to: State) -> None:
@@ -149,6 +166,7 @@ class Keeping:
 
     def __init__(self, live: Held, peers: RankPeers) -> None:
         self._live, self._peers = live, peers
+        self._strips = _Strips(live, peers)
         self.nbytes = 0  # of decoded changes or files
         self._patches: list[_Patch] = []
         self._halos: list[Halo] = []  # what was added to the halo before each patch
@@ -200,13 +218,17 @@ class Keeping:
         first = with_pieces(Layout({name: copies[0] for name, copies in live.items()}), halo)
         return {name: [first[name], *copies[1:]] for name, copies in live.items()}
 
-    def complete(self, fetched: Fetched) -> None:
+    def missing(self, fetched: Fetched) -> int:
         self._tied = fetched.first.tied
         if len(self._halos) > len(self._patches):  # those of a patch that was not kept
             self._halos.pop()
-        weights = self.weights
-        before = self.before(by_name(weights, self._tied))
-        self._halos.append(_strips(self._peers, self._live, fetched, weights, before))
+        found = self._strips.look(fetched, self.weights)
+        self._halos.append({})
+        return found
+
+    def complete(self) -> None:
+        self._halos.pop()
+        self._halos.append(self._strips.fetch(self.weights, self.before))
 
     def land(self, application: Application, to: State) -> None:
         self._peers.add_up("keep what is staged", lambda: self._keep(application))

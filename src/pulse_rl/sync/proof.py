@@ -16,7 +16,7 @@ from pulse_rl.history.trail import State
 from pulse_rl.sync.counting import check
 from pulse_rl.sync.held import Halo, Held
 from pulse_rl.sync.peers import RankPeers
-from pulse_rl.sync.shares import SharePlan
+from pulse_rl.sync.shares import SharePlan, print_of
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 
@@ -28,6 +28,7 @@ class _Standing(msgspec.Struct, array_like=True):
     still: bool  # whether its weights are in the memory that was proved
     known: bool  # whether this memory has held a version before, whatever it holds now
     due: bool  # whether they are to be recounted all the same
+    print: bytes  # of what it holds (`print_of`); empty of one process alone
 
 
 class Proof:
@@ -82,17 +83,20 @@ class Proof:
         """View the weights. A collective. Returns them, and what is wrong with the versions that the ranks hold."""
         found: list[LiveWeights] = []
 
+        together = self._peers.ranks.size > 1
+
         def stand() -> _Standing:
             live = make()
             still = self._memory is not None and self._memory.is_still(live.tensors)
-            if self._peers.ranks.size > 1 or not still:
+            if together or not still:
                 live.layout  # noqa: B018 - what is no tensor is refused here, before anything is forgotten
             found.append(live)
             if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
             known = self._known is not None and self._known.is_same(live.tensors)
-            return _Standing(version, self.held, self._memory is not None, known, bool(due))
+            mine = print_of(live.layout, self._plan) if together else b""
+            return _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
 
         standings = self._peers.ranks.share(call, stand, _Standing)
         self._require_same_wish(call, standings)
@@ -102,8 +106,9 @@ class Proof:
             self.held = None
             known = ", ".join(str(standing.held.version if standing.held else None) for standing in standings)
             altered = f"the ranks held different versions: {known}"
-        live = Held(found[0], self._peers.ranks, self._plan, self.halo if self.held is not None else {})
-        if self._peers.ranks.size > 1:
+        prints = [standing.print for standing in standings] if together else None
+        live = Held(found[0], self._peers.ranks, self._plan, self.halo if self.held is not None else {}, prints)
+        if together:
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
         self._recognised = all(standing.known for standing in standings)

@@ -59,7 +59,7 @@ from pulse_rl.sync.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.position import Position
 from pulse_rl.sync.ranks import collective, ranks_of
 from pulse_rl.sync.reports import Clock, PublishReport, publish_report
-from pulse_rl.sync.shares import Share, SharePlan, share_of
+from pulse_rl.sync.shares import Share, SharePlan, print_of, share_of
 from pulse_rl.sync.successor import (
     check_key,
     check_metadata,
@@ -292,12 +292,14 @@ class Publisher:
             for name, data in model_config(weights, kind).items():
                 files.setdefault(name, data)
             found.append(layout(weights, kind))
-            return Wish(
-                version, anchor, background, f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
-            )
+            settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
+            mine = print_of(found[0], self._plan) if self._ranks.size > 1 else b""
+            return Wish(version, anchor, background, settings, mine)
 
-        check_wishes(self._ranks.share("check the weights", check, Wish))
-        share = share_of(self._ranks, found[0], self._plan)
+        wishes = self._ranks.share("check the weights", check, Wish)
+        check_wishes(wishes)
+        prints = [wish.print for wish in wishes] if self._ranks.size > 1 else None
+        share = share_of(self._ranks, found[0], self._plan, prints)
         self._plan = share.plan
         looked = self._in_flight is None
         beginning, head, base = self._begin(anchor, share)

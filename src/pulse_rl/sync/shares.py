@@ -26,6 +26,7 @@ from pulse_rl.weights.layout import Layout, TensorSpec
 from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 
 MAX_NBYTES = 64 << 20  # of what one rank says that it holds, as JSON
+PRINT_NBYTES = 12  # of a fingerprint, which tells two of the same ranks apart
 
 _Boxes: TypeAlias = list[tuple[Shape, Shape]]  # offset and sizes of each
 
@@ -92,27 +93,42 @@ class Share:
         return found
 
 
-def share_of(ranks: Gathering, tensors: Layout, known: SharePlan | None = None) -> Share:
+def share_of(
+    ranks: Gathering, tensors: Layout, known: SharePlan | None = None, prints: Sequence[bytes] | None = None
+) -> Share:
     """Agree who owns what. A collective.
 
     tensors: what this rank holds. known: the plan of the last time, which stands if every rank still holds the same.
+    prints: every rank's `print_of`, where they were exchanged already.
     Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
     """
     if ranks.size == 1 and not tensors.sharded:
         return Share(plan_of(tensors, tensors.tied), tensors, tensors)
+    if prints is None:
+        prints = ranks.gather(print_of(tensors, known), 2 * PRINT_NBYTES)
+    fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
+    if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
+        packed = ranks.gather(zstandard.ZstdCompressor(3).compress(_describe(tensors)), MAX_NBYTES)
+        said = [decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
+        known = make_plan(said, fingerprint)
+    return _assign(ranks.rank, tensors, known)
+
+
+def print_of(tensors: Layout, known: SharePlan | None) -> bytes:
+    """The fingerprint of what this rank holds, and that of the plan that it knows.
+
+    A rank that was interrupted may know another plan than the others: then all make it anew.
+    """
+    return blake3(_describe(tensors)).digest(PRINT_NBYTES) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+
+
+def _describe(tensors: Layout) -> bytes:
+    """What this rank holds, as JSON."""
     rows: list[tuple[str, str, Shape, _Boxes]] = [
         (name, bits.dtype, tuple(bits.shape), [(box.offset, box.sizes) for box, _, _ in pieces_of(bits) if box.size])
         for name, bits in tensors.items()
     ]
-    mine = msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
-    # A rank that was interrupted may know another plan than the others: then all make it anew.
-    prints = ranks.gather(blake3(mine).digest(16) + (known.fingerprint if known else bytes(32)), 48)
-    fingerprint = blake3(b"".join(found[:16] for found in prints)).digest()
-    if known is None or any(found[16:] != fingerprint for found in prints):
-        packed = ranks.gather(zstandard.ZstdCompressor(3).compress(mine), MAX_NBYTES)
-        said = [decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
-        known = make_plan(said, fingerprint)
-    return _assign(ranks.rank, tensors, known)
+    return msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
 
 
 def plan_of(tensors: Layout, tied: Mapping[str, str]) -> SharePlan:
@@ -210,7 +226,7 @@ def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
             if rank in part.holders:
                 first = True  # of several pieces of this rank that hold the same elements, one counts
                 for box, bits, _ in pieces_of(tensor):
-                    if part.box.inside(box):
+                    if part.box == box or part.box.inside(box):
                         view = bits if part.box == box else bits.view(part.box.slices(box))
                         pieces.append(Piece(part.box, view, first and part.owner == rank))
                         first = False

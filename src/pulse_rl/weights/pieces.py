@@ -199,7 +199,8 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
             )
         bits = as_bits(shard.tensor, cast)  # of an empty shard too: its dtype counts
         kinds[(bits.dtype, bits.itemsize, shard.shape)] = None
-        pieces += [Piece(box, as_bits(view, cast)) for box, view in shard.boxes()]
+        for box, view in shard.boxes():
+            pieces.append(Piece(box, bits if view is shard.tensor else as_bits(view, cast)))
     if len(kinds) != 1:
         found = ", ".join(f"{dtype} of {list(shape)}" for dtype, _, shape in kinds) or "none"
         raise ValueError(f"expected shards of one tensor, found {found}")
