@@ -182,7 +182,7 @@ def apply_to_copy(old: dict[str, Any], patch: bytes) -> dict[str, bytes]:
 def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one block and in several: the naive decoder's changes and `apply` both lead to the target."""
     old, new = large()
-    for block_nbytes, blocks, spans in ((CODEC.block_nbytes, 1, 7), (10_000, 7, 11)):
+    for block_nbytes, blocks, spans in ((CODEC.block_nbytes, 1, 7), (10_000, 7, 12)):
         monkeypatch.setattr(ContextCodec, "block_nbytes", block_nbytes)
         patch = pulse.diff(old, new, codec="context")
         assert pulse.inspect(patch).codec == "context"

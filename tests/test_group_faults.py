@@ -29,7 +29,7 @@ def _share(group: PrivateGroup, rank: int, size: int) -> None:
 
 
 def _compare(group: PrivateGroup, rank: int, size: int) -> None:
-    agreement.compare_settings(group, "the publish", {"codec": "auto"}, "")
+    agreement.compare(group, {"codecs differ": 1}, "now", "")
 
 
 def _broadcast(group: PrivateGroup, rank: int, size: int) -> None:
@@ -79,7 +79,7 @@ def lose(rank: int, size: int, call: str, lost: int, after: int) -> tuple[BaseEx
     [
         ("share", 0, 0),
         ("share", 1, 2),  # of the first exchange it has told rank 0 alone
-        ("share", 2, 7),  # in the second
+        ("share", 2, 4),  # it has told all others but one
         ("compare", 2, 0),
         ("broadcast", 0, 11),
         ("broadcast", 1, 14),
@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_is_named_on_all_at_once(call: str, lost: int, aft
         assert error.ranks == (lost,), str(error)
         assert f"rank {lost} of 4 is lost; {ADVICE}" in str(error)
         assert seconds < 5
-    if call == "share" and after != 2:
+    if call == "share" and not after:  # later, some ranks may have heard from it
         assert all(str(error).startswith("the publish: ") for error, _ in results)
 
 
