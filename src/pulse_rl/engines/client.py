@@ -19,7 +19,17 @@ from urllib.request import Request, urlopen
 
 import msgspec
 
-from pulse_rl.engines.states import ROUTES, EngineReport, EngineState, Failure, Follow, PauseMode, Refusal
+from pulse_rl.engines.states import (
+    BUSY,
+    ROUTES,
+    During,
+    EngineReport,
+    EngineState,
+    Failure,
+    Follow,
+    PauseMode,
+    Refusal,
+)
 from pulse_rl.errors import EngineError, one_line, printable
 from pulse_rl.store.urls import as_path, is_url
 
@@ -123,11 +133,10 @@ class EngineClient:
             EngineError: It failed, or is out of reach, or was started again meanwhile. It goes on with its version.
             TimeoutError: It stages still.
         """
-        began = self._ask("stage", "POST", "stage", EngineState, {"version": version})
+        deadline, look = time.monotonic() + timeout, _LOOK_S
+        began = state = self._in_turn("stage", EngineState, {"version": version}, deadline)
         if not wait:
             return began
-        deadline, look = time.monotonic() + timeout, _LOOK_S
-        state = began
         while state.phase == "working":
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.url} has not staged a version within {timeout:g} s")
@@ -173,7 +182,7 @@ class EngineClient:
                 engine holds then: its old version, or it stays paused until an update succeeds.
         """
         body = {"version": version, "pause": pause, "reset_caches": reset_caches}
-        return self._ask("apply", "POST", "apply", EngineReport, body, timeout)
+        return self._in_turn("apply", EngineReport, body, time.monotonic() + timeout)
 
     def update(
         self, version: int | None = None, *, pause: PauseMode = "keep", reset_caches: bool = True
@@ -209,8 +218,8 @@ class EngineClient:
             EngineError: The weights no longer hold it, or there is none. The next update repairs them.
             TimeoutError: It counts still.
         """
-        state = self._ask("verify", "POST", "verify", EngineState)
         deadline = time.monotonic() + timeout
+        state = self._in_turn("verify", EngineState, {}, deadline)
         while state.phase == "working":
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.url} has not counted its weights within {timeout:g} s")
@@ -230,6 +239,17 @@ class EngineClient:
             EngineError: It was refused, or the engine is out of reach.
         """
         return self._ask("resume", "POST", "resume", EngineState)
+
+    def _in_turn(self, verb: During, kind: type[T], body: Mapping[str, Any], deadline: float) -> T:
+        """Ask for work, again while the engine is at work for another call. Raises EngineError."""
+        while True:
+            left = max(_LOOK_S, deadline - time.monotonic()) if verb == "apply" else None  # others return at once
+            try:
+                return self._ask(verb, "POST", verb, kind, body, left)
+            except EngineError as error:
+                if error.kind != BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_S)
 
     def _ask(
         self,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pulse_rl.engines.ranks import Applied, RankState
 from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared
-from pulse_rl.errors import BaseMismatchError, VersionNotFoundError
+from pulse_rl.errors import BaseMismatchError, VersionNotFoundError, one_line
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
 from pulse_rl.store.objects import open_store
@@ -54,7 +54,7 @@ class Views(Protocol):
 
     def weights(self) -> dict[str, Any]: ...
 
-    def prove(self, history: History, checkpoint: Path | None) -> int | None: ...
+    def prove(self, history: History, checkpoint: Path | None, ranks: Ranks | None) -> int | None: ...
 
     def refresh(self) -> None: ...
 
@@ -147,7 +147,7 @@ class Receiver:
         try:
             self._apply(version)
         except Exception as error:
-            log.exception("cannot apply version %s", version)
+            log.warning("cannot apply a version: %s", one_line(error))
             failure = Failure.of("apply", error)
         self._drop_staged()
         with self._lock:
@@ -167,7 +167,7 @@ class Receiver:
             try:
                 job()
             except Exception as error:
-                log.exception("cannot %s", during)
+                log.warning("cannot %s: %s", during, one_line(error))
                 failure = Failure.of(during, error)
             with self._lock:
                 self._failure = failure
@@ -197,7 +197,8 @@ class Receiver:
             )
             tensors = self._share("read which tensors the history has", subscriber.tensors)
             found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors)))
-            self._share("prove the map", lambda: found.prove(subscriber.history, self._checkpoint))
+            found.prove(subscriber.history, self._checkpoint, self._ranks)
+            subscriber.overwrite = True  # the memory is proved, whether by a version or by the engine's own files
         weights, ignored = found.weights(), found.ignored
         with self._lock:
             self._subscriber, self._views = subscriber, found

@@ -24,6 +24,7 @@ import msgspec
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.states import (
+    BUSY,
     ROUTES,
     During,
     EngineReport,
@@ -239,7 +240,7 @@ class Service:
         """The workers' states. Refuses while they work."""
         ranks = await self._call(during, "state", RankState)
         if any(rank.working for rank in ranks):
-            failure = Failure(during, "RuntimeError", "the engine is at work for another call: ask again", True)
+            failure = Failure(during, BUSY, "the engine is at work for another call: ask again", temporary=True)
             raise _RefusedError(CONFLICT, failure, await self._state(ranks))
         return ranks
 

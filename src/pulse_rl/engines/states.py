@@ -11,6 +11,7 @@ import msgspec
 
 from pulse_rl.errors import PulseError, StoreError, one_line
 
+BUSY = "Busy"  # the kind of failure of a call that came while the engine was at work for another one
 ROUTES = "/v1/pulse"  # below /v1, which an engine's API key guards
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 Phase: TypeAlias = Literal["idle", "working", "staged"]
