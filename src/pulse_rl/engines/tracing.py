@@ -37,17 +37,24 @@ class Written(NamedTuple):
     copied: Copied  # to the memory's storage
 
 
+class Overwritten(NamedTuple):
+    """Live memory that the loader writes something else to than a published tensor."""
+
+    memory: torch.Tensor
+    after: int  # how many copies it has made before
+    constant: bool  # whether that is a constant, as for the rows that pad a vocabulary
+
+
 class Trace(NamedTuple):
     """What a loader does with the published tensors.
 
-    copies: into live memory, in its order. refused: name → why a tensor cannot be followed. filled: live memory that it
-    fills with a constant, as the rows that pad a vocabulary. computed: live memory that it writes otherwise.
+    copies: into live memory, in its order. refused: name → why a tensor cannot be followed. others: what else it
+    writes.
     """
 
     copies: list[Written]
     refused: dict[str, str]
-    filled: list[torch.Tensor]
-    computed: list[torch.Tensor]
+    others: list[Overwritten]
 
 
 class _Known(NamedTuple):
@@ -57,6 +64,14 @@ class _Known(NamedTuple):
     copied: Copied | None  # of one tensor's elements; None if they are computed
     reason: str  # why they cannot be followed
     keep: torch.Tensor  # so that no other storage gets its address
+
+
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """The dtype of a published tensor. Raises UnmappedError for one that torch does not have."""
+    if spec.dtype not in _TORCH:
+        reason = f"torch has no dtype {spec.dtype}"
+        raise UnmappedError(f"tensor {spec.name!r} cannot be followed: {reason}", name=spec.name, reason=reason)
+    return _TORCH[spec.dtype]
 
 
 def trace(model: torch.nn.Module, load_weights: LoadWeights, tensors: Mapping[str, TensorSpec]) -> Trace:
@@ -128,10 +143,10 @@ class _unchanged:
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    return tensor.device == data.device and _storage(tensor) == _storage(data) and tensor.shape == data.shape
+    return tensor.device == data.device and storage_of(tensor) == storage_of(data) and tensor.shape == data.shape
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """What tells one storage from another, while both are alive."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -139,14 +154,14 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.trace = Trace([], {}, [], [])
+        self.trace = Trace([], {}, [])
         self._known: dict[int, _Known] = {}
         self._made: dict[int, torch.Tensor] = {}  # memory that the loader has made itself
 
     def stand_in(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """A tensor without data in place of a published one."""
-        tensor = torch.empty(spec.shape, dtype=_TORCH[spec.dtype], device="meta")
-        self._known[_storage(tensor)] = _Known((name,), identity(spec.shape), "", tensor)
+        tensor = torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
+        self._known[storage_of(tensor)] = _Known((name,), identity(spec.shape), "", tensor)
         return tensor
 
     def __torch_dispatch__(
@@ -154,7 +169,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
-        known = [found for tensor in tensors if (found := self._known.get(_storage(tensor)))]
+        known = [found for tensor in tensors if (found := self._known.get(storage_of(tensor)))]
         written = [
             value
             for argument, value in _arguments(func, args, kwargs)
@@ -169,11 +184,11 @@ class _Recorder(TorchDispatchMode):
             return self._copy(args[0], known[0], kwargs.get("dtype"))
         found = func(*_on_meta(args), **{**_on_meta(kwargs), **({"device": "meta"} if "device" in kwargs else {})})
         names = tuple(dict.fromkeys(name for one in known for name in one.names))
-        inputs = {_storage(tensor) for tensor in tensors}
+        inputs = {storage_of(tensor) for tensor in tensors}
         for tensor in _tensors(found):
-            if _storage(tensor) not in inputs:
+            if storage_of(tensor) not in inputs:
                 reason = next((one.reason for one in known if one.reason), f"it is computed by {packet.__name__}")
-                self._known[_storage(tensor)] = _Known(names, None, reason, tensor)
+                self._known[storage_of(tensor)] = _Known(names, None, reason, tensor)
         return found
 
     def _copy(self, source: torch.Tensor, known: _Known, dtype: torch.dtype | None) -> torch.Tensor:
@@ -186,15 +201,15 @@ class _Recorder(TorchDispatchMode):
             try:
                 copied = copied.view(Strided.of(source), Strided.of(found))
             except NotBoxes as error:
-                copied, reason = None, f"a copy on the way takes {error}"
-        self._known[_storage(found)] = _Known(known.names, copied, reason, found)
+                copied, reason = None, f"it is made of {error}, after a copy"
+        self._known[storage_of(found)] = _Known(known.names, copied, reason, found)
         return found
 
     def _write(
         self, func: Any, written: list[torch.Tensor], known: list[_Known], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         target = written[0]
-        storage = _storage(target)
+        storage = storage_of(target)
         packet = func.overloadpacket
         if target.device.type == "meta" or storage in self._made:
             names = tuple(dict.fromkeys(name for one in known for name in one.names))
@@ -203,16 +218,15 @@ class _Recorder(TorchDispatchMode):
             reason = next((one.reason for one in known if one.reason), f"it is computed by {packet.__name__}")
             self._known[storage] = _Known(names, None, reason, target)
             return func(*_on_meta(args), **_on_meta(kwargs)) if target.device.type == "meta" else target
-        source = self._known.get(_storage(args[1])) if packet is _aten.copy_ else None
+        source = self._known.get(storage_of(args[1])) if packet is _aten.copy_ else None
         if source is not None:
             self._record(target.detach(), args[1], source)
         elif known:
             for one in known:
                 self._refuse(one.names, one.reason or f"it is computed by {packet.__name__}")
-            self.trace.computed.append(target.detach())
+            self._note(target, False)
         else:
-            fills = packet in _FILLS or (packet is _aten.copy_ and args[1].numel() == 1)
-            (self.trace.filled if fills else self.trace.computed).append(target.detach())
+            self._note(target, packet in _FILLS)
         return target if len(written) == 1 else tuple(written)
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, known: _Known) -> None:
@@ -226,9 +240,12 @@ class _Recorder(TorchDispatchMode):
                 self.trace.copies.append(Written(known.names[0], target, copied))
                 return
             except NotBoxes as error:
-                reason = f"it is copied from {error}"
+                reason = f"it is made of {error}"
         self._refuse(known.names, reason)
-        self.trace.computed.append(target)
+        self._note(target, False)
+
+    def _note(self, target: torch.Tensor, constant: bool) -> None:
+        self.trace.others.append(Overwritten(target.detach(), len(self.trace.copies), constant))
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         for name in names:
@@ -236,10 +253,10 @@ class _Recorder(TorchDispatchMode):
 
     def _note_made(self, found: Any, inputs: list[torch.Tensor]) -> Any:
         """Note what memory an operation has made."""
-        given = {_storage(tensor) for tensor in inputs}
+        given = {storage_of(tensor) for tensor in inputs}
         for tensor in _tensors(found):
-            if _storage(tensor) not in given:
-                self._made[_storage(tensor)] = tensor
+            if storage_of(tensor) not in given:
+                self._made[storage_of(tensor)] = tensor
         return found
 
 

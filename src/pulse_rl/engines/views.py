@@ -5,60 +5,120 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pulse_rl.engines.adoption import prove
+from pulse_rl.engines.coverage import check_coverage
+from pulse_rl.engines.derived import Derived, Rebuilding
 from pulse_rl.engines.geometry import NotBoxes, cells
-from pulse_rl.engines.tracing import LoadWeights, Written, trace
+from pulse_rl.engines.tracing import LoadWeights, Written, torch_dtype, trace
 from pulse_rl.errors import UnmappedError
-from pulse_rl.weights.boxes import Box, whole
+from pulse_rl.history.log import History
+from pulse_rl.logs import logger
+from pulse_rl.sync.ranks import Ranks
+from pulse_rl.weights.boxes import Box, disjoint, whole
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.pieces import Shard
 
+log = logger(__name__)
+
 
 class LiveViews:
-    """Published name → the engine's live memory."""
+    """Published name → the engine's live memory.
 
-    def __init__(self, weights: Mapping[str, Any], ignored: tuple[str, ...]) -> None:
-        self._weights = dict(weights)
-        self.ignored = ignored
+    views: of live memory. kept: tensors that the engine does not hold, in host memory of their own. rebuilding: what is
+    derived from the weights.
+    """
+
+    def __init__(self, views: Mapping[str, Any], kept: Mapping[str, torch.Tensor], rebuilding: Rebuilding) -> None:
+        self._views, self._kept, self._rebuilding = dict(views), dict(kept), rebuilding
 
     @classmethod
-    def of(cls, model: torch.nn.Module, load_weights: LoadWeights, tensors: Mapping[str, TensorSpec]) -> LiveViews:
-        """Find them. Raises UnmappedError, which names the first tensor that cannot be followed in place, and why."""
-        found = trace(model, load_weights, tensors)
+    def of(
+        cls,
+        model: torch.nn.Module,
+        load_weights: LoadWeights,
+        tensors: Mapping[str, TensorSpec],
+        *,
+        tied: Mapping[str, str] | None = None,
+        derived: Iterable[Derived] = (),
+    ) -> LiveViews:
+        """Find where a history's tensors live. Nothing is written.
+
+        tensors: of the history, by name. tied: its further names of tensors → the name that stands for them; an engine
+        may hold them apart. derived: what the engine has computed from its weights. Raises UnmappedError, which names
+        what cannot be followed in place, and why.
+        """
+        rebuilding = Rebuilding(derived)
+        further = {alias: tensors[owner] for alias, owner in (tied or {}).items() if owner in tensors}
+        named = {**tensors, **further}
+        found = trace(model, load_weights, named)
         for name, reason in found.refused.items():
             raise UnmappedError(f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason)
+        check_coverage(model, found, rebuilding.results)
         copies: dict[str, list[Written]] = {}
         for copy in found.copies:
             copies.setdefault(copy.name, []).append(copy)
-        weights = {name: _view(tensors[name], copies[name]) for name in tensors if name in copies}
-        return cls(weights, tuple(name for name in tensors if name not in copies))
+        views = {name: _view(name, named[name], copies[name]) for name in named if name in copies}
+        unheld = {name: spec for name, spec in tensors.items() if name not in copies}
+        kept = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in unheld.items()}
+        return cls(views, kept, rebuilding)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Published tensors that the engine does not hold: its loader passes them over."""
+        return tuple(self._kept)
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Host memory of the tensors that the engine does not hold. They are kept since the digest counts them."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
 
     def weights(self) -> dict[str, Any]:
         """Published name → tensor, Shard or list of Shards; the same memory each time."""
-        return dict(self._weights)
+        return {**self._views, **self._kept}
+
+    def prove(self, history: History, checkpoint: Path | None = None, ranks: Ranks | None = None) -> int | None:
+        """Prove, before the first write, that this memory holds what the map says. A collective of the ranks.
+
+        checkpoint: the files that the engine has loaded. ranks: those that hold shares of the model together. Returns
+        the version of the history that it holds, by digest; None if it was proved bit by bit against the files. Raises
+        UnmappedError where neither holds.
+        """
+        version = prove(self._views, self._kept, history, checkpoint, ranks)
+        self._rebuilding.prove()
+        return version
+
+    def refresh(self) -> int:
+        """Compute again what the engine has derived from weights that have changed. Returns for how many modules."""
+        return self._rebuilding.refresh()
 
 
-def _view(spec: TensorSpec, copies: list[Written]) -> Any:
+def _view(name: str, spec: TensorSpec, copies: list[Written]) -> Any:
     """What a process holds of one tensor."""
     found: dict[Box, torch.Tensor] = {}
     try:
         for copy in copies:
-            for box, memory in cells(spec.shape, copy.copied):
-                found[box] = copy.memory.as_strided(memory.sizes, memory.strides, memory.offset)
+            for box, memory in cells(tuple(spec.shape), copy.copied):
+                view = copy.memory.as_strided(memory.sizes, memory.strides, memory.offset)
+                if box in found and _place(found[box]) != _place(view):
+                    raise NotBoxes("elements that the engine holds twice")
+                found[box] = view
+        if not disjoint(list(found)):
+            raise NotBoxes("elements that the engine holds twice")
     except NotBoxes as error:
+        reason = f"it is made of {error}"
         raise UnmappedError(
-            f"tensor {spec.name!r} cannot be followed in place: {error}", name=spec.name, reason=str(error)
+            f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason
         ) from None
     if list(found) == [whole(spec.shape)]:
         return next(iter(found.values()))
-    if sum(box.size for box in found) > math.prod(spec.shape):
-        reason = "the engine holds some of its elements twice"
-        raise UnmappedError(
-            f"tensor {spec.name!r} cannot be followed in place: {reason}", name=spec.name, reason=reason
-        )
     return [Shard(memory, shape=spec.shape, offset=box.offset) for box, memory in found.items()]
+
+
+def _place(view: torch.Tensor) -> object:
+    return view.data_ptr(), view.shape, view.stride()

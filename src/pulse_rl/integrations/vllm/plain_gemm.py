@@ -34,18 +34,80 @@ def enable() -> bool:
     if not current_platform.is_cpu():
         return False
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     if utils.dispatch_cpu_unquantized_gemm is not _plain_linear:
         utils.dispatch_cpu_unquantized_gemm = _plain_linear
-        log.warning("linear layers use plain matrix products: vLLM's packed CPU weights cannot follow a history")
+        _Plain.packing, CPUUnquantizedExperts.process_weights_after_loading = (
+            CPUUnquantizedExperts.process_weights_after_loading,
+            _keep_experts,
+        )
+        _Plain.packed, CPUUnquantizedExperts.apply = CPUUnquantizedExperts.apply, _multiply_experts
+        log.warning("linear layers and experts use plain products: what vLLM packs on a CPU cannot follow a history")
     return True
 
 
+class _Plain:
+    """vLLM's own functions, for the experts that stay packed."""
+
+    packing: Any
+    packed: Any
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a linear layer, or experts, multiply by the weights as its loader has put them."""
+    import torch
+
+    return getattr(layer, "cpu_linear", None) is torch.nn.functional.linear or getattr(layer, "pulse_rl_plain", False)
+
+
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    """In place of vLLM's: multiply by the layer's own weight, and keep it."""
+    """In place of `dispatch_cpu_unquantized_gemm`: multiply by the layer's own weight, and keep it."""
     import torch
 
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def _keep_experts(self: Any, layer: Any) -> None:
+    """In place of `process_weights_after_loading`: keep the weights of experts whose activation is known here."""
+    self.pulse_rl_plain = layer.pulse_rl_plain = self.moe_config.activation.value in ("silu", "gelu", "gelu_tanh")
+    if not self.pulse_rl_plain:
+        _Plain.packing(self, layer)
+
+
+def _multiply_experts(
+    self: Any,
+    output: Any,  # (tokens, hidden), to be filled
+    hidden_states: Any,  # (tokens, hidden)
+    w1: Any,  # (experts, 2 × intermediate, hidden): gate, then up
+    w2: Any,  # (experts, hidden, intermediate)
+    topk_weights: Any,  # (tokens, k)
+    topk_ids: Any,  # (tokens, k)
+    activation: Any,
+    *others: Any,
+    **options: Any,
+) -> None:
+    """In place of `apply`: one expert after the other, summed in FP32."""
+    if not self.pulse_rl_plain:
+        _Plain.packed(self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *others, **options)
+        return
+    import torch
+    from torch.nn import functional
+
+    activate = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
+    }[activation.value]
+    once = options.get("apply_router_weight_on_input", bool(others and others[-1]))
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        rows, places = torch.where(topk_ids == expert)
+        bias = [None if one is None else one[expert] for one in (self.w1_bias, self.w2_bias)]
+        gate, up = functional.linear(hidden_states[rows], w1[expert], bias[0]).chunk(2, dim=-1)
+        found = functional.linear(activate(gate) * up, w2[expert], bias[1]).float()
+        total.index_add_(0, rows, found if once else found * topk_weights[rows, places, None].float())
+    output.copy_(total)
 
 
 def hide_llvmlite() -> None:

@@ -1,0 +1,132 @@
+"""The proof, before the first write, that an engine's memory holds the published tensors where the map says.
+
+The map comes from the loader: it says where the loader puts each element, so geometry needs no data, and a tensor of
+ones everywhere is mapped as any other. It cannot say what the engine has done to that memory since. A kernel that packs
+experts permutes them at the same shape, and the same parameter then holds other elements at each place. So the bits are
+compared once: with the checkpoint's files that the engine has loaded, or, by digest, with the versions of the history.
+Memory that was permuted, padded or converted differs from both, unless all elements that it exchanged are equal.
+
+What remains unproved is what the engine computes elsewhere from its weights: see `derived`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pulse_rl.checkpoint.files import open_checkpoint
+from pulse_rl.errors import FormatError, UnmappedError, VersionNotFoundError, one_line
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.partial import read_headers, read_share
+from pulse_rl.history.restore import scratch
+from pulse_rl.history.search import FaultLog
+from pulse_rl.sync.counting import recognise
+from pulse_rl.sync.held import Held
+from pulse_rl.sync.peers import RankPeers
+from pulse_rl.sync.ranks import Alone, Ranks
+from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.layout import Layout, as_tensor
+from pulse_rl.weights.memory import LiveWeights
+from pulse_rl.weights.pieces import pieces_of, place_view
+from pulse_rl.weights.segments import segments
+
+
+class _Head(msgspec.Struct):
+    """The newest version of a history."""
+
+    manifest: Manifest
+
+
+def prove(
+    views: Mapping[str, Any], kept: Mapping[str, Any], history: History, checkpoint: Path | None, ranks: Ranks | None
+) -> int | None:
+    """Prove that views hold what their names say. A collective of the ranks.
+
+    views: of live memory. kept: tensors in host memory for what the engine does not hold; filled here. checkpoint: the
+    files that the engine has loaded. Returns the version of the history that they hold; None if they are proved by the
+    files. Raises UnmappedError where neither holds.
+    """
+    peers = RankPeers(ranks or Alone())
+    different = "the files that it was loaded from are not known"
+
+    def compare() -> int:
+        nonlocal different
+        if checkpoint is not None:
+            different = _difference(views, kept, checkpoint)
+        return bool(different)
+
+    def find_head() -> _Head:
+        head = history.head()
+        if head is None:
+            raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+        return _Head(head)
+
+    differing = peers.add_up("compare the weights with the files", compare)
+    head = peers.lead("find the newest version", find_head, _Head).manifest
+    peers.add_up("fill in what the engine does not hold", lambda: _fill(kept, history, head, checkpoint))
+    if not differing:
+        return None
+    live = Held(LiveWeights({**views, **kept}), peers.ranks, None, {})
+    state = recognise(history, peers, live, head, FaultLog())
+    if state is None:
+        files = different or "another rank's differ from the files"
+        reason = f"they hold no version of {history.store.url} that patches lead from, and {files}"
+        raise UnmappedError(f"the engine's weights are not those that the map says: {reason}", reason=reason)
+    return state.version
+
+
+def _difference(views: Mapping[str, Any], kept: Mapping[str, Any], checkpoint: Path) -> str:
+    """How views differ from the files; "" if they are the same."""
+    try:
+        files = open_checkpoint(checkpoint)
+    except (FileNotFoundError, FormatError) as error:
+        return f"the files that it was loaded from cannot be read: {one_line(error, 200)}"
+    compared: set[object] = set()
+    for name, view in views.items():
+        bits = as_tensor(view)
+        if name not in files:
+            if bits.storage not in compared:  # a tied name has the memory of one that was compared
+                return f"{checkpoint} has no tensor {name!r}"
+        elif (files[name].dtype, tuple(files[name].shape)) != (bits.dtype, tuple(bits.shape)):
+            found = f"{files[name].dtype} {list(files[name].shape)}"
+            return f"tensor {name!r} is {found} in {checkpoint}, not {bits.dtype} {list(bits.shape)}"
+        elif not _equal(bits, files[name]):
+            return f"tensor {name!r} differs from that in {checkpoint}"
+        compared.add(bits.storage)
+    return ""
+
+
+def _equal(bits: Bits, file: Bits) -> bool:
+    for piece in pieces_of(bits):
+        other = place_view(file, piece.box)
+        if any((piece.bits.read(*at) != other.read(*at)).any() for at in segments(piece.bits.size)):
+            return False
+    return True
+
+
+def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> int:
+    """Fill in what the engine does not hold: from its files, or from the newest anchor. Returns how many."""
+    targets = {name: as_bits(tensor) for name, tensor in kept.items()}
+    if checkpoint is not None and targets:
+        files = open_checkpoint(checkpoint)
+        for name in [name for name in targets if name in files]:
+            found = files[name]
+            if (found.dtype, tuple(found.shape)) == (targets[name].dtype, tuple(targets[name].shape)):
+                _copy(found, targets.pop(name))
+    if targets:
+        stored, _ = read_headers(history.store, history.read(head.anchor_sequence))
+        with scratch() as directory:
+            read, _ = read_share(history.store, stored, Layout(targets), directory)
+            for name, target in targets.items():
+                for piece in pieces_of(read[name]):
+                    _copy(piece.bits, target)
+    return len(kept)
+
+
+def _copy(source: Bits, target: Bits) -> None:
+    for start, stop in segments(source.size):
+        target.write(start, source.read(start, stop))
