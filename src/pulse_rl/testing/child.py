@@ -1,0 +1,121 @@
+"""A receiver in a child process, so that it can be killed. Its weights are shared memory, which outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+import torch.multiprocessing
+
+from pulse_rl.testing.protocol import Adapter, Held, Receiver
+from pulse_rl.testing.source import Source
+
+START_S = 120.0  # until a child counts as one that hangs
+
+
+class Killed(Exception):
+    """The receiver's process is gone."""
+
+
+def _serve(pipe: Connection, adapter: Adapter, weights: Mapping[str, torch.Tensor], source: Source) -> None:
+    """Make a receiver, say which version it reports, and do what arrives."""
+    torch.set_num_threads(1)
+    receiver = adapter.make(weights, source)
+    pipe.send(receiver.held()[0].version)
+    while True:
+        try:
+            version, protected = pipe.recv()
+        except EOFError:  # the parent has ended
+            return
+        if protected is not None:
+            _protect(weights[protected])
+        try:
+            found: Any = receiver.sync(version)
+        except Exception as error:  # noqa: BLE001 - raised by the parent
+            found = RuntimeError(f"{type(error).__name__}: {error}")
+        pipe.send((found, receiver.held()[0].version))
+
+
+def _protect(tensor: torch.Tensor) -> None:
+    """Let the next write to the memory of a tensor kill this process."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = storage.data_ptr() + storage.nbytes() - start
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.PROT_READ):
+        raise OSError(ctypes.get_errno(), "cannot protect memory")
+
+
+class Children:
+    """Makes the receivers of another adapter, each in a process."""
+
+    reads: Literal["store", "url", "weights"] = "store"
+    remote = False
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.name, self._adapter = adapter.name, adapter
+
+    def make(self, weights: Mapping[str, torch.Tensor], source: Source) -> Receiver:
+        return Child(self._adapter, weights, source)
+
+
+class Child:
+    """A receiver in a process."""
+
+    def __init__(self, adapter: Adapter, weights: Mapping[str, torch.Tensor], source: Source) -> None:
+        self._adapter, self._weights, self._source = adapter, weights, source
+        for tensor in weights.values():
+            tensor.share_memory_()
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.sync.subscriber", "pulse_rl.testing.source"])
+        self._pipe, there = context.Pipe()
+        arguments = (there, self._adapter, self._weights, self._source)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        there.close()
+        self._version: int | None = self._receive()
+
+    def _receive(self) -> Any:
+        if not self._pipe.poll(START_S):
+            raise Killed(f"the receiver's process gave no answer in {START_S:.0f} s")
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise Killed(f"the receiver's process is gone, with exit code {self._process.exitcode}") from None
+
+    def sync(self, version: int | None = None) -> int:
+        return self._sync(version, None)
+
+    def _sync(self, version: int | None, protected: str | None) -> int:
+        self._pipe.send((version, protected))
+        found, self._version = self._receive()
+        if isinstance(found, Exception):
+            raise found
+        return int(found)
+
+    def sync_until_written(self, name: str) -> None:
+        """A sync that kills the process when it writes to a tensor. Raises Killed, or what `sync` does."""
+        self._sync(None, name)
+
+    def held(self) -> Sequence[Held]:
+        return [Held(self._version, self._weights)]
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        with suppress(OSError):
+            self._pipe.close()
