@@ -5,13 +5,13 @@ overlap in part, as slices of a fused weight do: `shared_memory` and `overlappin
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
+from pulse_rl.weights.overlap import pairs
 from pulse_rl.weights.pieces import pieces_of
 
 Copies = Sequence[Bits]  # the live tensors behind one name: the first stands for it, the others are tied copies
@@ -85,20 +85,19 @@ def _memories(copies: Copies) -> Iterator[Bits]:
 def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
     """Pairs of tensors (by position) that are the same memory in the live weights; empty in the ordinary case."""
     owners: dict[object, int] = {}
-    pairs = []
+    found = []
     for tensor, copies in enumerate(live):
         for bits in copies:
             owner = owners.setdefault(bits.storage, tensor) if any(_memories([bits])) else tensor
             if owner != tensor:
-                pairs.append((owner, tensor))
-    return pairs
+                found.append((owner, tensor))
+    return found
 
 
 def overlapping(live: Iterable[Copies]) -> bool:
     """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
-    distinct = {bits.storage: bits.extent for copies in live for bits in _memories(copies)}
-    extents = sorted(distinct.values(), key=lambda extent: (str(extent[0]), extent[1]))
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in pairwise(extents))
+    distinct = {bits.storage: bits for copies in live for bits in _memories(copies)}
+    return any(pairs(list(distinct.values())))
 
 
 def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Box, Bits]]]:
@@ -113,15 +112,12 @@ def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Box, Bits]]
         for box, bits, _ in pieces_of(copy)
         if bits.size
     }
-    group: list[tuple[str, Box, Bits]] = []
-    device, end = None, 0
-    for name, box, bits in sorted(distinct.values(), key=lambda item: (str(item[2].extent[0]), item[2].extent[1])):
-        on, first, last = bits.extent
-        if on != device or first >= end:
-            if len(group) > 1:
-                yield group
-            group, device, end = [], on, last
-        group.append((name, box, bits))
-        end = max(end, last)
-    if len(group) > 1:
-        yield group
+    found = list(distinct.values())
+    groups: dict[int, list[int]] = {}  # by each of their members
+    for one, other in pairs([bits for _, _, bits in found]):
+        first, second = groups.setdefault(one, [one]), groups.setdefault(other, [other])
+        if first is not second:
+            first += second
+            groups |= dict.fromkeys(second, first)
+    for group in {id(group): group for group in groups.values()}.values():
+        yield [found[number] for number in group]
