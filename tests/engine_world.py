@@ -101,7 +101,7 @@ class SmallEngine:
     def port(self) -> int:
         return self._server.server_port
 
-    def _views(self, tensors: dict[str, TensorSpec]) -> HeldViews:
+    def _views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> HeldViews:
         assert tensors.keys() == self.weights.keys()
         assert threading.current_thread().name != "pulse-rl"  # in the engine's thread
         return HeldViews(self)

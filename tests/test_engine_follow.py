@@ -437,7 +437,7 @@ def test_heartbeats_show_engines_in_status(run: Run, engine: SmallEngine) -> Non
         until(lambda: driver.newest == 1)
         assert driver.wait_until_current(20)
         name = heartbeat_id(engine.url)
-        until(lambda: [(seen.id, seen.version) for seen in pulse.status(run.store).subscribers] == [(name, 1)])
+        until(lambda: [(seen.id, seen.version) for seen in pulse.status(run.store).subscribers or ()] == [(name, 1)])
 
 
 def test_two_engines_of_one_address_are_refused(run: Run) -> None:

@@ -56,10 +56,11 @@ class Views(Protocol):
 
     def prove(self, history: History, checkpoint: Path | None, ranks: Ranks | None) -> int | None: ...
 
-    def refresh(self) -> None: ...
+    def refresh(self) -> object: ...
 
 
-FindViews = Callable[[dict[str, TensorSpec]], Views]
+# The tensors of a history, and the further names of tied ones → the name that stands for them.
+FindViews = Callable[[dict[str, TensorSpec], dict[str, str]], Views]
 
 
 class Receiver:
@@ -146,7 +147,7 @@ class Receiver:
         failure = None
         try:
             self._apply(version)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the engine lives on, and the answer says it
             log.warning("cannot apply a version: %s", one_line(error))
             failure = Failure.of("apply", error)
         self._drop_staged()
@@ -166,7 +167,7 @@ class Receiver:
             failure = None
             try:
                 job()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the state says it
                 log.warning("cannot %s: %s", during, one_line(error))
                 failure = Failure.of(during, error)
             with self._lock:
@@ -196,7 +197,9 @@ class Receiver:
                 overwrite=False,
             )
             tensors = self._share("read which tensors the history has", subscriber.tensors)
-            found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors)))
+            head = self._share("read the newest version", subscriber.history.head)
+            tied = head.tied if head else {}
+            found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors, tied)))
             found.prove(subscriber.history, self._checkpoint, self._ranks)
             subscriber.overwrite = True  # the memory is proved, whether by a version or by the engine's own files
         weights, ignored = found.weights(), found.ignored

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -45,6 +45,7 @@ OK, BAD, CONFLICT, FAILED, UNREADY = 200, 400, 409, 500, 503
 
 T = TypeVar("T")
 Answer = tuple[int, bytes]  # an HTTP status, and JSON
+Handler = Callable[[bytes], Coroutine[Any, Any, Answer]]  # of a request's body
 
 
 class Engine(Protocol):
@@ -112,8 +113,8 @@ class Service:
         self._engine = engine
         self._updating = asyncio.Lock()  # one of follow, stage, apply, verify, resume at a time
 
-    def routes(self) -> dict[tuple[str, str], Callable[[bytes], Awaitable[Answer]]]:
-        """What answers a method and a path; it is given the request's body."""
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """What answers a method and a path."""
         posts = {
             "follow": self._follow,
             "stage": self._stage,
@@ -126,7 +127,7 @@ class Service:
         found["GET", READY] = self._ready
         return found
 
-    def _answering(self, route: Callable[[bytes], Awaitable[msgspec.Struct]]) -> Callable[[bytes], Awaitable[Answer]]:
+    def _answering(self, route: Callable[[bytes], Awaitable[msgspec.Struct]]) -> Handler:
         """What a route returns as JSON, and what it refuses with the state after it."""
 
         async def handle(body: bytes) -> Answer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
-from pulse_rl.engines.service import READY, Answer, Service
+from pulse_rl.engines.service import READY, Handler, Service
 from pulse_rl.engines.states import ROUTES, PauseMode
 from pulse_rl.integrations.vllm.names import METHOD
 
@@ -59,7 +59,7 @@ class PulseRoutes:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._answers: dict[tuple[str, str], Callable[[bytes], Awaitable[Answer]]] = {}
+        self._answers: dict[tuple[str, str], Handler] = {}
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes. vLLM calls it once."""

@@ -30,6 +30,7 @@ from pulse_rl.engines.service import serve
 from pulse_rl.engines.states import Follow
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import EngineError
+from pulse_rl.integrations.vllm.modules import live_views
 from pulse_rl.integrations.vllm.names import METHOD
 from pulse_rl.logs import logger
 from pulse_rl.weights.layout import TensorSpec
@@ -90,8 +91,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             compiles=workers.local_rank == 0,
         )
 
-    def _find_views(self, tensors: dict[str, TensorSpec]) -> LiveViews:
-        return LiveViews.of(self.model, self.model.load_weights, tensors)
+    def _find_views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
+        return live_views(self.model, self.model_config.dtype, tensors, tied)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Follow a history. Returns when its tensors are found in the weights."""
