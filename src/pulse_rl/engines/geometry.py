@@ -50,8 +50,11 @@ class Copied(NamedTuple):
     def view(self, part: Strided, target: Strided) -> "Copied":
         """Copy a part of this storage on to another one.
 
-        part: what is read of this storage. target: where it is written, of the same sizes. Raises NotBoxes.
+        part: what is read of this storage; nothing, if a size is 0. target: where it is written, of the same sizes.
+        Raises NotBoxes.
         """
+        if 0 in part.sizes:
+            return Copied(0, 0, ())
         digits = sorted(self.axes, key=lambda axis: -axis.target)
         used, source, left = [], self.source, part.offset - self.target
         if left < 0:

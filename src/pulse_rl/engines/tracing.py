@@ -132,8 +132,9 @@ class _unchanged:
     def __exit__(self, *error: object) -> None:
         for prefix, module, parameters, buffers in self._modules:
             for found, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                if found.keys() != before.keys() or any(found[name] is not before[name] for name in before):
-                    self._changed.append(prefix)
+                names = [name for name in before.keys() | found.keys() if found.get(name) is not before.get(name)]
+                if names:
+                    self._changed += [f"{prefix}.{name}" if prefix else name for name in sorted(names)]
                     found.clear()
                     found.update(before)
         for name, tensor, data in self._data:
@@ -231,6 +232,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, known: _Known) -> None:
         """A copy into live memory."""
+        if not target.numel():
+            return
         reason, copied = known.reason, known.copied
         if copied is not None and target.dtype != source.dtype:
             reason = f"the engine holds it as {target.dtype}, the history as {source.dtype}"
