@@ -57,6 +57,15 @@ class Trainee:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread, so that bits do not depend on how many a thread of the test may use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MiB."""
     place = tmp_path / "disk"

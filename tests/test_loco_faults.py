@@ -170,7 +170,7 @@ def lose(rank: int, at: int, pipe: Connection, lost: int, overlap: int) -> None:
                 if rank == lost and not overlap:  # before the exchange
                     os.kill(os.getpid(), signal.SIGKILL)
                 if rank == lost:  # during the exchange
-                    loco._members.group.gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+                    loco._members.group.gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
             try:
                 inner_step(model, optimizer, rank, step)
             except pulse.ExchangeError as error:

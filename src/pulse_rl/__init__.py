@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pulse_rl.history.operate.copying import CopyReport, copy_history
     from pulse_rl.history.operate.status import Status, status
     from pulse_rl.history.operate.verify import VerifyReport, verify
+    from pulse_rl.loco.meeting.group import StoreGroup
     from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
     from pulse_rl.loco.report import LocoReport
@@ -100,6 +101,7 @@ _HOME = {
     "Status": "history.operate.status",
     "Store": "store.base",
     "StoreError": "errors",
+    "StoreGroup": "loco.meeting.group",
     "Subscriber": "sync.subscriber",
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
@@ -153,6 +155,7 @@ __all__ = [
     "Status",
     "Store",
     "StoreError",
+    "StoreGroup",
     "Subscriber",
     "SyncReport",
     "TensorInfo",

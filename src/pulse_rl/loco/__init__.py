@@ -3,9 +3,10 @@
     gate, payload           what one trainer sends of a segment, and its bytes
     exchange                the mean of what all send
     masters, checkpoint     what a trainer holds, and its state as a dict
-    contributions, verdicts, collect
+    contributions, verdicts, collect, outcome
                             what a trainer adds to a round, whether it can, and the exchange of the round
-    members, membership     who takes part: a fixed group, or trainers that come and go (elastic, lighthouse)
+    members, membership     who takes part: a fixed group, trainers that come and go (elastic, lighthouse), or trainers
+                            that reach each other only through a store (meeting)
     rounds, optimizer       the states of a trainer, and PulseLoCo and DiLoCo themselves
 
 Inner steps and their data are the caller's. How weights reach rollout workers is another room's (`sync`), and so are

@@ -7,8 +7,10 @@ import torch
 from pulse_rl.weights.names import named_parameters
 
 
-def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, elastic: bool) -> None:
-    """Raises ValueError for a number out of range. elastic: whether trainers come and go."""
+def check_numbers(
+    *, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, no_overlap: str | None
+) -> None:
+    """Raises ValueError for a number out of range. no_overlap: why there can be none; None if there can."""
     if sync_every < 1:
         raise ValueError(f"sync_every: expected at least 1 inner step, found {sync_every}")
     if not 0 <= overlap < sync_every:
@@ -16,8 +18,8 @@ def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momen
             f"overlap: expected 0 to {sync_every - 1} inner steps, so that a round ends before the next begins, "
             f"found {overlap}"
         )
-    if overlap and elastic:
-        raise ValueError(f"overlap: expected 0 with a Membership, which may exchange a round again, found {overlap}")
+    if overlap and no_overlap:
+        raise ValueError(f"overlap: expected 0 {no_overlap}, found {overlap}")
     if not outer_lr > 0 or not 0 <= outer_momentum < 1:
         raise ValueError(
             f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "

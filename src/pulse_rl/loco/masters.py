@@ -7,7 +7,7 @@ here and in a payload; fragments are runs of segments that are exchanged togethe
 bounded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -125,6 +125,29 @@ class Masters:
         """The live parameters of a segment, or frozen ones; not to be written to."""
         return self._frozen_part(segment) if self._frozen else self._read(segment)
 
+    def fold(self) -> None:
+        """Move the inner steps since the last round into the residual, if there is one, and take them back.
+
+        So nothing of them is lost if the others have gone on. Raises FloatingPointError for parameters that are not
+        finite; nothing is changed then.
+        """
+        for segment in self.segments:
+            if not np.isfinite(self.live(segment)).all():
+                raise FloatingPointError(f"expected finite parameters, found an infinity or NaN in {segment.name!r}")
+        nothing = np.empty(0, np.uint32), np.empty(0, np.float32)
+        for segment in self.segments:
+            if segment.residual is not None:
+                loco.keep(segment.shared, self.live(segment), segment.residual, *nothing)
+            self._write(segment)
+
+    def take_over(self, theta: Sequence[F32], momentum: Sequence[F32]) -> None:
+        """Set θ, the live parameters and the momentum to another trainer's, of each segment; residuals become empty."""
+        for segment, its_theta, its_momentum in zip(self.segments, theta, momentum, strict=True):
+            segment.shared[:], segment.momentum[:] = its_theta, its_momentum
+            if segment.residual is not None:
+                segment.residual.fill(0)
+        self.copy_to_live()
+
     def commit(self, segment: MasterSegment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
         """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.
 
@@ -140,6 +163,11 @@ class Masters:
     def digest(self) -> int:
         """The digest of θ: as `pulse.digest` of the trainable parameters."""
         total = sum(self._digest(segment, segment.shared) for segment in self.segments)
+        return (self.empty_digest + total) & digests.MASK
+
+    def digest_of(self, values: Sequence[F32]) -> int:
+        """The digest of these values of each segment, as if they were θ."""
+        total = sum(self._digest(segment, each) for segment, each in zip(self.segments, values, strict=True))
         return (self.empty_digest + total) & digests.MASK
 
     def momentum_digest(self) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco.elastic import ElasticMembers
+from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.members import FixedMembers, Members
 from pulse_rl.loco.wording import TRAINERS
 
@@ -57,8 +58,17 @@ class Membership:
         self._members.close()
 
 
-def members_of(process_group: dist.ProcessGroup | Membership | None) -> Members:
+def members_of(process_group: dist.ProcessGroup | Membership | StoreGroup | None) -> Members:
     """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`."""
-    if isinstance(process_group, Membership):
+    if isinstance(process_group, Membership | StoreGroup):
         return process_group._members
     return FixedMembers(Group.of(process_group, TRAINERS))
+
+
+def refuse_overlap(process_group: object) -> str | None:
+    """Why a round cannot be exchanged in the background by these trainers; None if it can."""
+    if isinstance(process_group, Membership):
+        return "with a Membership, which may exchange a round again"
+    if isinstance(process_group, StoreGroup) and process_group.late_after is not None:
+        return "with late_after, as what came too late counts in a round that follows at once"
+    return None

@@ -7,6 +7,7 @@ from pulse_rl.loco.arguments import check_choices
 from pulse_rl.loco.contributions import DenseContribution, SparseContribution
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
 from pulse_rl.loco.gate import GATES, Gate
+from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.membership import Membership
 from pulse_rl.loco.payload import VALUE_DTYPES, ValueDtype
 from pulse_rl.loco.rounds import LocalSteps
@@ -33,8 +34,8 @@ class PulseLoCo(LocalSteps):
         outer_lr: The outer optimizer's learning rate, above 0.
         outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
         overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
-        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, or None for the
-            default group.
+        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
+            they meet in an object store, or None for the default group.
         gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". What rounds to the
             same bits there is not sent yet.
         value_dtype: "float32" sends values whole; "bfloat16" rounds them, and the rounding error stays in the residual.
@@ -64,7 +65,7 @@ class PulseLoCo(LocalSteps):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | None = None,
+        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
         gate: Gate = "bfloat16",
         value_dtype: ValueDtype = "float32",
         exchange: Exchange = "auto",
@@ -72,6 +73,10 @@ class PulseLoCo(LocalSteps):
         check_choices(
             ("gate", gate, GATES), ("value_dtype", value_dtype, VALUE_DTYPES), ("exchange", exchange, EXCHANGES)
         )
+        if exchange == "split" and isinstance(process_group, StoreGroup):
+            raise ValueError(
+                "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"
+            )
         super().__init__(
             model,
             inner_optimizer,
@@ -104,8 +109,8 @@ class DiLoCo(LocalSteps):
         outer_lr: The outer optimizer's learning rate, above 0.
         outer_momentum: Its Nesterov momentum, from 0 up to, not including, 1.
         overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
-        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, or None for the
-            default group.
+        process_group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
+            they meet in an object store, or None for the default group.
 
     Attributes:
         round: Rounds done.
@@ -128,7 +133,7 @@ class DiLoCo(LocalSteps):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | None = None,
+        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -139,4 +144,9 @@ class DiLoCo(LocalSteps):
             overlap=overlap,
             process_group=process_group,
         )
+        if isinstance(process_group, StoreGroup) and process_group.late_after is not None:
+            raise ValueError(
+                "late_after: expected None with DiLoCo, which keeps no residual for what comes too late, found "
+                f"{process_group.late_after}: wait for all, or use PulseLoCo"
+            )
         self._contribution = DenseContribution(self._masters)

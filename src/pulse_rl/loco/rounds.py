@@ -60,8 +60,9 @@ from pulse_rl.loco import arguments, checkpoint
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
+from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.members import Trainer
-from pulse_rl.loco.membership import Membership, members_of
+from pulse_rl.loco.membership import Membership, members_of, refuse_overlap
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.loco.steps import InnerSteps
@@ -112,14 +113,14 @@ class LocalSteps:
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | None = None,
+        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
         arguments.check_numbers(
             sync_every=sync_every,
             overlap=overlap,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
-            elastic=isinstance(process_group, Membership),
+            no_overlap=refuse_overlap(process_group),
         )
         parameters = arguments.trainable(model, inner_optimizer)
         self.sync_every = sync_every
@@ -274,8 +275,11 @@ class LocalSteps:
             FloatingPointError: An element of a pseudo-gradient, or of the mean, is infinite or NaN.
             IntegrityError: The ranks' θ differ after the round.
         """
-        with _round_named(self.round + 1):
-            return self._sync()
+        while True:
+            with _round_named(self.round + 1):
+                report = self._sync()
+            if report.counted or self.overlap:
+                return report  # else it came too late, and counts in the next round, without further steps
 
     def _sync(self) -> LocoReport:
         clock = time.perf_counter()

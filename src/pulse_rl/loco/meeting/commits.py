@@ -1,0 +1,210 @@
+"""The end of a round: who is waited for, and which offers count.
+
+Every trainer that has made its offer looks again and again until the round is committed. The first that finds it
+complete adds up what is offered and commits it, by one put-if-absent; then the commit alone decides, for all.
+
+    complete    every rank has offered; or, with `late_after`, that many seconds have passed since this trainer's offer
+
+So an offer that came too late does not count: all of it stays in that trainer's residual, exactly, and counts in the
+next round. What nobody could read never counts: who commits has read it all, and says in the commit whom it refused.
+If θ differs between trainers the majority is right, of equally many the one with the lowest rank.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pulse_rl.errors import ExchangeError, IntegrityError, one_line
+from pulse_rl.group.collectives import name_ranks
+from pulse_rl.history.manifest import new_token
+from pulse_rl.loco.exchange import FAILURE_CHARACTERS, Mean, Timings
+from pulse_rl.loco.gate import Sends
+from pulse_rl.loco.meeting import names, parcels
+from pulse_rl.loco.meeting.board import Board, Look
+from pulse_rl.loco.meeting.documents import Commit, Offer, Refusal, Stop
+from pulse_rl.loco.members import Trainer
+from pulse_rl.logs import logger
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+
+log = logger(__name__)
+
+
+class Ended(NamedTuple):
+    """A round that is committed."""
+
+    commit: Commit
+    means: list[Mean]  # of each segment
+
+
+class Meeting:
+    """This trainer's place at the board, and how long it waits.
+
+    late_after: seconds after which a round is committed without those that are late; None to wait for all. timeout:
+    seconds after which this trainer gives up.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int, *, late_after: float | None, timeout: float) -> None:
+        self.board = board
+        self.rank = rank
+        self.size = size
+        self.life = new_token()
+        self.base = ""  # θ's digest
+        self.began = 0  # the round after which the run began
+        self._late_after = late_after
+        self._timeout = timeout
+        self._read: set[str] = set()  # names of stops that are dealt with
+
+    def end_round(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> Ended:
+        """Wait until the trainer's next round is committed, or commit it.
+
+        sends: what this trainer has offered; ignored where a former life's offer is there.
+        Raises IntegrityError if θ differs from the others', ExchangeError if this trainer's payload was refused, others
+        do not come within the timeout, or went on long ago, FloatingPointError if the mean overflows, and StoreError.
+        """
+        round = trainer.counters.round + 1
+        offers: dict[int, Offer] = {}
+        ready: Ended | None = None  # what this trainer has added up, and would have committed
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            look = self.board.look(round)
+            if look.committed:
+                commit = self.board.commit(round)
+                self._check(commit)
+                if ready is not None and ready.commit.offers == commit.offers:
+                    return Ended(commit, ready.means)
+                return Ended(commit, self._receive(trainer, commit.offers, sends, timings))
+            if look.later:
+                raise self.left_behind(round)
+            for rank in sorted(look.offering - offers.keys()):
+                if rank < self.size:
+                    offers[rank] = self.board.offer(round, rank)
+            self._heed_stops(look, round)
+            waited = time.monotonic() - began
+            late = self._late_after is not None and waited >= self._late_after and self.rank in offers
+            if late or len(offers) == self.size:
+                ready = self._add_up(trainer, [offers[rank] for rank in sorted(offers)], sends, timings)
+                if self._commit(ready.commit):
+                    return ready
+            elif waited > self._timeout:
+                raise self._silent(round, offers)
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE_S)
+
+    def left_behind(self, round: int) -> ExchangeError:
+        """The error of a trainer whose round was pruned before it ended it."""
+        return ExchangeError(
+            f"the other trainers went on without rank {self.rank}, and pruned round {round}: start it again, and it "
+            "joins them",
+            ranks=(self.rank,),
+        )
+
+    def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
+        """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
+        assert self.board.run_id is not None
+        document = Stop(
+            run=self.board.run_id,
+            round=round,
+            rank=self.rank if rank is None else rank,
+            refused=refused,
+            reason=reason[:FAILURE_CHARACTERS],
+        )
+        self.board.post(names.stop_name(round, self.rank, self.life), document)
+
+    def ignore_stops(self, look: Look) -> None:
+        """Take stops that were there before this trainer for old ones."""
+        self._read |= look.stops
+
+    def _add_up(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> Ended:
+        """Add up these offers, less those that must be refused; returns the commit to be made."""
+        round = offers[0].round
+        bases = Counter(offer.base for offer in offers)
+        base = bases.most_common(1)[0][0]  # of equally common ones the lowest rank's
+        refused = [
+            Refusal(rank=offer.rank, life=offer.life, reason="θ differs", found=offer.base)
+            for offer in offers
+            if offer.base != base
+        ]
+        if base != self.base:
+            raise self._differs(base, self.base, round)
+        good = [offer for offer in offers if offer.base == base]
+        while True:
+            try:
+                means = self._receive(trainer, good, sends, timings)
+                break
+            except ExchangeError as error:
+                broken = [offer for offer in good if offer.rank in error.ranks]
+                good = [offer for offer in good if offer.rank not in error.ranks]
+                if not broken or not good:
+                    raise
+                reason = one_line(error, FAILURE_CHARACTERS)
+                refused += [Refusal(rank=offer.rank, life=offer.life, reason=reason) for offer in broken]
+        for each in refused:
+            log.warning("round %d: rank %d does not count: %s", round, each.rank, each.reason)
+        commit = Commit(
+            run=good[0].run,
+            round=round,
+            base=base,
+            offers=tuple(good),
+            refused=tuple(refused),
+            committer=self.rank,
+        )
+        return Ended(commit, means)
+
+    def _commit(self, commit: Commit) -> bool:
+        """Commit a round; returns whether this was the first to do so."""
+        name = names.commit_name(commit.round)
+        if not self.board.post(name, commit):
+            return False
+        if self.board.first() > commit.round:  # the others have ended this round long ago, and pruned it
+            self.board.store.delete(name)
+            raise self.left_behind(commit.round)
+        self._check(commit)
+        return True
+
+    def _receive(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> list[Mean]:
+        own = any((offer.rank, offer.life) == (self.rank, self.life) for offer in offers)
+        return parcels.receive(self.board.store, trainer, offers, sends, self.rank if own else None, timings)
+
+    def _check(self, commit: Commit) -> None:
+        """Raise if this trainer cannot go on from a commit."""
+        refusal = commit.refusal(self.rank, self.life)
+        if refusal is not None and refusal.found is None:
+            raise ExchangeError(
+                f"round {commit.round} was committed without rank {self.rank}: {refusal.reason}; start it again",
+                ranks=(self.rank,),
+            )
+        if commit.base != self.base:
+            raise self._differs(commit.base, self.base, commit.round)
+
+    def _differs(self, expected: str, found: str, round: int) -> IntegrityError:
+        return IntegrityError(
+            f"θ of rank {self.rank} differs from the others' before round {round}: expected the digest {expected}, "
+            f"found {found}: start this trainer again without its checkpoint, and it takes over the others' state",
+            expected=expected,
+            found=found,
+            ranks=(self.rank,),
+        )
+
+    def _heed_stops(self, look: Look, round: int) -> None:
+        """Report trainers that cannot take part; raise if one is refused before the run's first round."""
+        for name in sorted(look.stops - self._read):
+            self._read.add(name)
+            stop = self.board.stop(name)
+            if stop.refused and round == self.began + 1:
+                self.stop(round, stop.reason, refused=True, rank=stop.rank)  # those who join later hear of it too
+                raise IntegrityError(stop.reason, ranks=(stop.rank,))
+            log.warning("rank %d stopped in round %d: %s; waiting for it to be started again", *self._told(stop))
+
+    def _told(self, stop: Stop) -> tuple[int, int, str]:
+        return stop.rank, stop.round, stop.reason
+
+    def _silent(self, round: int, offers: dict[int, Offer]) -> ExchangeError:
+        lacking = [rank for rank in range(self.size) if rank not in offers]
+        return ExchangeError(
+            f"round {round}: {name_ranks(lacking, self.size)} did not make an offer in {self.board.store.url} within "
+            f"{self._timeout:g} s: start the trainers again; each goes on from the last committed round",
+            ranks=lacking,
+        )

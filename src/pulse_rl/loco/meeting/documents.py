@@ -1,0 +1,144 @@
+"""The small objects of a meeting: sealed JSON, signed where there is a key, as the manifests of a history are.
+
+Each says what it is (`kind`), of which run and round, so none can stand in for another.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
+from pulse_rl.errors import FormatError, IntegrityError, skew, translate
+from pulse_rl.history.manifest import ObjectRef, check_seal
+from pulse_rl.history.signing import Keys
+
+FORMAT = "pulse-rl/trainers"
+FORMAT_VERSION = 1
+MAX_NBYTES = 16 << 20  # a commit of 10,000 trainers with 10 fragments each
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The object of one fragment."""
+
+    nbytes: Count
+    blake3: Hash
+
+    def ref(self, name: str) -> ObjectRef:
+        """A reference to it under its name."""
+        return ObjectRef(name, self.nbytes, self.blake3)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What all of them say."""
+
+    format: str = FORMAT
+    format_version: Count = FORMAT_VERSION
+    run: Token  # random, made with the run
+
+
+class Anchor(Document, frozen=True, kw_only=True, tag="anchor"):
+    """A state that newcomers start from."""
+
+    round: Count  # rounds done
+    theta: Digest
+    momentum: Digest
+    life: Token  # of the trainer that wrote it
+    parts: tuple[Part, ...]  # by fragment
+
+
+class Run(Document, frozen=True, kw_only=True, tag="run"):
+    """Who may take part, and the state that the run began with."""
+
+    world_size: Count
+    options: dict[str, str]  # what must be the same on all trainers
+    anchor: Anchor
+
+
+class Offer(Document, frozen=True, kw_only=True, tag="offer"):
+    """What one trainer wants to count in a round."""
+
+    round: Count
+    rank: Count
+    life: Token
+    base: Digest  # of its θ before the round
+    sent: Count  # elements
+    parts: tuple[Part, ...]  # by fragment
+
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an offer does not count."""
+
+    rank: Count
+    life: Token
+    reason: str
+    found: Digest | None = None  # its base, if that is why
+
+
+class Commit(Document, frozen=True, kw_only=True, tag="commit"):
+    """A round: which offers count in it. The only object that decides."""
+
+    round: Count
+    base: Digest  # of θ before the round
+    offers: tuple[Offer, ...]  # by ascending rank
+    refused: tuple[Refusal, ...] = ()
+    committer: Count  # rank
+
+    def offer(self, rank: int) -> Offer | None:
+        """The offer of a rank that counts."""
+        return next((offer for offer in self.offers if offer.rank == rank), None)
+
+    def refusal(self, rank: int, life: str) -> Refusal | None:
+        """Why that of a trainer does not, if it was refused."""
+        return next((one for one in self.refused if (one.rank, one.life) == (rank, life)), None)
+
+
+class Stop(Document, frozen=True, kw_only=True, tag="stop"):
+    """Why a trainer cannot take part."""
+
+    round: Count
+    rank: Count  # whose fault it is
+    refused: bool  # whether another model, world size or option is why, so that no run of all can begin
+    reason: str
+
+
+class Beginning(Document, frozen=True, kw_only=True, tag="beginning"):
+    """Where the rounds begin that are kept."""
+
+    first: Count
+
+
+D = TypeVar("D", bound=Document)
+
+
+class _Kind(msgspec.Struct):
+    """What every version of the format has."""
+
+    format: str
+    format_version: int
+
+
+def decode(data: bytes, kind: type[D], keys: Keys, name: str, where: str) -> D:
+    """Check and decode a document.
+
+    where: what messages call it. Raises IntegrityError if it is damaged, not signed by the key or of another kind, and
+    VersionSkewError for one of a newer format.
+    """
+
+    def wrong(message: str) -> IntegrityError:
+        return IntegrityError(f"{where}{message.replace('manifest', 'sealed document')}", name=name)
+
+    if len(data) > MAX_NBYTES:
+        raise wrong(f": expected at most {MAX_NBYTES} bytes, found more")
+    check_seal(data, keys.public, wrong)
+    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
+        found = decode_json(data, _Kind, where)
+        if found.format == FORMAT and found.format_version > FORMAT_VERSION:
+            raise skew("the meeting of trainers", found.format_version, FORMAT_VERSION, source=where)
+        if (found.format, found.format_version) != (FORMAT, FORMAT_VERSION):
+            raise wrong(f": expected {FORMAT} version {FORMAT_VERSION}, found {found.format} {found.format_version}")
+        return decode_json(data, kind, where)

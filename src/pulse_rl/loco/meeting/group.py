@@ -1,0 +1,87 @@
+"""The public side of trainers that reach each other only through an object store.
+
+group = pulse.StoreGroup("s3://bucket/run-a", rank=0, world_size=4)
+with pulse.PulseLoCo(model, inner_optimizer, sync_every=8, process_group=group): ...
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pulse_rl.group.collectives import Place
+from pulse_rl.history.signing import Keys
+from pulse_rl.loco.meeting.members import StoreMembers
+from pulse_rl.store.base import Store
+from pulse_rl.store.objects import open_store
+from pulse_rl.store.patient import PATIENCE_S, patient
+
+if TYPE_CHECKING:
+    from pulse_rl.history.signing import PrivateKey, PublicKey
+
+TIMEOUT_S = 1800.0  # torch's own default for a group
+
+
+class StoreGroup:
+    """A trainer's place among trainers that meet in an object store: the `process_group` of one PulseLoCo or DiLoCo.
+
+    No trainer needs to reach another one, only the store. Entering PulseLoCo or DiLoCo begins the run in an empty
+    store, and joins it in one that holds it: a trainer that is new or was killed goes on from the last committed round.
+    A history may be in the same store.
+
+    Args:
+        store: A Store, or the URL or path of one, with put-if-absent: a bucket, or a directory that all reach.
+        rank: This trainer's number, from 0: unlike that of every other one that runs.
+        world_size: How many trainers there are at most.
+        late_after: Seconds after its own offer after which a trainer commits a round without those that have made none.
+            What they have not sent counts in the next round. None waits for all.
+        timeout: Seconds that a trainer waits at the end of a round for the others.
+        anchor_every: Rounds between the states that newcomers start from, of up to 8 bytes a parameter.
+        retain: Rounds that are kept at least, so that a trainer can go on from a checkpoint that is so old.
+        sign_with: The Ed25519 private key that signs what this trainer puts: a PEM file or the key itself; the same for
+            all trainers. By default nothing is signed.
+        public_key: The Ed25519 public key that everything must be signed by. By default the one of `sign_with`.
+        patience: Seconds for which failures of the store that may pass are tried again; 0 for none.
+
+    Attributes:
+        store: The Store, with that patience.
+        late_after: As given.
+
+    Raises:
+        ValueError: A number is out of range, or the URL names no store.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | Path,
+        *,
+        rank: int,
+        world_size: int,
+        late_after: float | None = None,
+        timeout: float = TIMEOUT_S,
+        anchor_every: int = 64,
+        retain: int = 64,
+        sign_with: PrivateKey | None = None,
+        public_key: PublicKey | None = None,
+        patience: float = PATIENCE_S,
+    ) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"rank: expected 0 to world_size − 1, found {rank} of {world_size}")
+        if anchor_every < 1 or retain < 1:
+            raise ValueError(f"anchor_every, retain: expected at least 1 round, found {anchor_every} and {retain}")
+        if not timeout > 0 or (late_after is not None and not 0 <= late_after <= timeout):
+            raise ValueError(
+                f"late_after: expected seconds from 0 up to timeout, or None, found {late_after} and timeout={timeout}"
+            )
+        opened = open_store(store) if isinstance(store, str | Path | None) else store
+        self.store = patient(opened, patience)
+        self.late_after = late_after
+        self._members = StoreMembers(
+            self.store,
+            Place(rank, world_size),
+            Keys(sign_with, public_key),
+            late_after=late_after,
+            timeout=timeout,
+            anchor_every=anchor_every,
+            retain=retain,
+        )

@@ -1,0 +1,167 @@
+"""How a trainer takes part: it begins the run, goes on from its own state, or starts from an anchor.
+
+Whatever state a trainer brings, it ends with the θ and momentum of the last committed round:
+
+    no run in the store                    it begins one, from its state: an anchor, then `run.json`
+    its state is of the last round         it goes on as it is, its inner steps too
+    older, and all rounds since are there  it takes their outer steps
+    a new trainer, or rounds were pruned   it takes over the newest anchor, then the rounds since
+
+What it had not sent is kept: its inner steps go into the residual, exactly, and each element that a former life has
+sent in one of those rounds is taken out of it, as it has counted. If a former life's offer is in a round that is not
+committed, the trainer waits for that: then this is known too. Only a trainer that takes over an anchor starts with an
+empty residual.
+"""
+
+from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
+from pulse_rl.history.manifest import new_token
+from pulse_rl.loco.exchange import Timings
+from pulse_rl.loco.meeting import anchors, names, parcels
+from pulse_rl.loco.meeting.commits import Ended, Meeting
+from pulse_rl.loco.meeting.documents import Anchor, Run
+from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.outcome import Outcome
+from pulse_rl.logs import logger
+from pulse_rl.weights import digests
+
+ATTEMPTS = 5  # a pruning can delete what a newcomer is about to read
+
+log = logger(__name__)
+
+
+def join(meeting: Meeting, trainer: Trainer) -> None:
+    """Take part in the run of a store from now on, beginning one in a store without.
+
+    Raises IntegrityError if the run is of another model, world size or options, or the trainer's state of another run,
+    and StoreError: also where the store's put-if-absent cannot be relied on.
+    """
+    board = meeting.board
+    board.store.check_create()
+    meeting.base = digests.to_hex(trainer.masters.digest())
+    run = board.run() or _begin(meeting, trainer)
+    board.run_id, meeting.began = run.run, run.anchor.round
+    _check_options(meeting, trainer, run)
+    for attempt in range(ATTEMPTS):
+        try:
+            _catch_up(meeting, trainer, run)
+            break
+        except (ObjectNotFoundError, ExchangeError) as error:
+            gone = isinstance(error, ObjectNotFoundError) or isinstance(error.__cause__, ObjectNotFoundError)
+            if not gone or attempt == ATTEMPTS - 1:
+                raise
+
+
+def _begin(meeting: Meeting, trainer: Trainer) -> Run:
+    """Begin a run from this trainer's state. Of several that try, one does, and all use its run."""
+    board = meeting.board
+    run = new_token()
+    anchor = anchors.write(board.store, trainer.masters, run, trainer.counters.round, meeting.life)
+    mine = Run(run=run, world_size=meeting.size, options=dict(trainer.options), anchor=anchor)
+    if not board.post(names.RUN, mine):
+        anchors.delete(board.store, anchor)
+    found = board.run()
+    assert found is not None  # nothing deletes it
+    return found
+
+
+def _check_options(meeting: Meeting, trainer: Trainer, run: Run) -> None:
+    expected = {"world_size": str(run.world_size)} | run.options
+    found = {"world_size": str(meeting.size)} | dict(trainer.options)
+    differing = [name for name in expected | found if expected.get(name) != found.get(name)]
+    if not differing:
+        return
+    name = differing[0]
+    reason = (
+        f"rank {meeting.rank}: expected {name}={expected.get(name)}, as the trainers of the run in "
+        f"{meeting.board.store.url} have, found {found.get(name)}: start it again with theirs, or use another store"
+    )
+    meeting.stop(_newest(meeting, run) + 1, reason, refused=True)
+    raise IntegrityError(reason, expected=expected.get(name), found=found.get(name), ranks=(meeting.rank,))
+
+
+def _newest(meeting: Meeting, run: Run) -> int:
+    """The last committed round."""
+    return max([run.anchor.round, *meeting.board.committed(), *meeting.board.anchors()])
+
+
+def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
+    """Bring the trainer's state to the last committed round."""
+    board, counters, masters = meeting.board, trainer.counters, trainer.masters
+    newest, round = _newest(meeting, run), counters.round
+    if round > newest:
+        raise IntegrityError(
+            f"rank {meeting.rank}: expected a state of the run in {board.store.url}, whose last round is {newest}, "
+            f"found one of round {round}: it is of another run, or the store of another",
+            expected=newest,
+            found=round,
+            ranks=(meeting.rank,),
+        )
+    if not _leads_on(meeting, trainer, run, newest):
+        anchor = _newest_anchor(meeting, run)
+        if round:
+            log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, anchor.round)
+        values = anchors.read(board.store, masters, anchor)
+        masters.take_over(*values)
+        counters.round, counters.inner_steps = anchor.round, 0
+        meeting.base = anchor.theta
+    elif counters.round < newest or meeting.rank in board.look(round + 1).offering:
+        masters.fold()
+        counters.inner_steps = 0
+    while True:
+        look = board.look(counters.round + 1)
+        if not look.committed and meeting.rank not in look.offering:
+            break
+        _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
+    if look.later:
+        raise ObjectNotFoundError(f"round {counters.round + 1} was pruned meanwhile", url=board.store.url)
+    meeting.ignore_stops(look)
+
+
+def _leads_on(meeting: Meeting, trainer: Trainer, run: Run, newest: int) -> bool:
+    """Whether the trainer can go on from its own state; if not, it takes over an anchor.
+
+    Raises IntegrityError if that state is of another run.
+    """
+    board, round = meeting.board, trainer.counters.round
+    committed, anchored = set(board.committed()), board.anchors()
+    known = meeting.base
+    if round < newest:
+        if not committed.issuperset(range(round + 1, newest + 1)) or (not round and anchored):
+            return False
+        known = board.commit(round + 1).base
+    elif round == run.anchor.round:
+        known = run.anchor.theta
+    elif round in anchored:
+        known = board.anchor(round).theta
+    if known == meeting.base:
+        return True
+    if not round:  # what a newcomer holds does not matter
+        return False
+    raise IntegrityError(
+        f"rank {meeting.rank}: the θ that was loaded is not that of round {round} of the run in {board.store.url}: "
+        f"expected the digest {known}, found {meeting.base}: it is of another run",
+        expected=known,
+        found=meeting.base,
+        ranks=(meeting.rank,),
+    )
+
+
+def _newest_anchor(meeting: Meeting, run: Run) -> Anchor:
+    rounds = meeting.board.anchors()
+    return meeting.board.anchor(rounds[-1]) if rounds else run.anchor
+
+
+def _replay(meeting: Meeting, trainer: Trainer, ended: Ended) -> None:
+    """Take the outer step of a committed round in which this life took no part."""
+    masters = trainer.masters
+    mine = ended.commit.offer(meeting.rank)
+    counted = (
+        parcels.sent_indices(meeting.board.store, masters, trainer.contribution, mine)
+        if mine is not None and masters.residual
+        else [None] * len(masters.segments)
+    )
+    for segment, indices in zip(masters.segments, counted, strict=True):
+        if segment.residual is not None and indices is not None:
+            segment.residual[indices] = 0
+    outcome = Outcome(len(ended.commit.offers), [], 0, ["store"], ended.means, Timings(), counted=False)
+    meeting.base = digests.to_hex(trainer.commit(outcome, 0))

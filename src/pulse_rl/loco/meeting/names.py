@@ -1,0 +1,72 @@
+"""The names of the objects through which trainers meet, all below one folder.
+
+    trainers/run.json                                who may take part, and the state that the run began with
+    trainers/first.json                              the round from which on everything stays; only after a pruning
+    trainers/rounds/000000000007/00002.json          the offer of rank 2 in round 7
+    trainers/rounds/000000000007/commit.json         the round's commit: which offers count
+    trainers/rounds/000000000007/stop-00002-<life>.json
+                                                     why rank 2 cannot take part
+    trainers/payloads/000000000007/00002-<life>/00000
+                                                     what it sends of fragment 0
+    trainers/anchors/000000000050.json               a state that newcomers start from: θ and momentum after round 50
+    trainers/anchors/000000000050-<life>/00000       its fragment 0
+
+A life is a process: 16 random hex digits. So a trainer that is started again overwrites nothing of its former life's.
+"""
+
+import re
+
+FOLDER = "trainers"
+RUN, FIRST = f"{FOLDER}/run.json", f"{FOLDER}/first.json"
+ROUNDS, PAYLOADS, ANCHORS = f"{FOLDER}/rounds", f"{FOLDER}/payloads", f"{FOLDER}/anchors"
+
+_NUMBERED = re.compile(rf"{FOLDER}/(?:rounds|payloads|anchors)/(\d{{12}})[./-].+")
+_OFFER = re.compile(rf"{ROUNDS}/\d{{12}}/(\d{{5}})\.json")
+_STOP = re.compile(rf"{ROUNDS}/\d{{12}}/stop-(\d{{5}})-[0-9a-f]{{16}}\.json")
+
+
+def round_folder(round: int) -> str:
+    """The folder of a round; names of this and later rounds sort after it."""
+    return f"{ROUNDS}/{round:012d}"
+
+
+def commit_name(round: int) -> str:
+    return f"{round_folder(round)}/commit.json"
+
+
+def offer_name(round: int, rank: int) -> str:
+    return f"{round_folder(round)}/{rank:05d}.json"
+
+
+def stop_name(round: int, rank: int, life: str) -> str:
+    return f"{round_folder(round)}/stop-{rank:05d}-{life}.json"
+
+
+def payload_name(round: int, rank: int, life: str, fragment: int) -> str:
+    return f"{PAYLOADS}/{round:012d}/{rank:05d}-{life}/{fragment:05d}"
+
+
+def anchor_name(round: int) -> str:
+    return f"{ANCHORS}/{round:012d}.json"
+
+
+def anchor_part_name(round: int, life: str, fragment: int) -> str:
+    return f"{ANCHORS}/{round:012d}-{life}/{fragment:05d}"
+
+
+def round_of(name: str) -> int | None:
+    """The round in the name of an object; None for any other name."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def offering_rank(name: str) -> int | None:
+    """The rank in the name of an offer; None for any other name."""
+    match = _OFFER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stopped_rank(name: str) -> int | None:
+    """The rank in the name of a stop; None for any other name."""
+    match = _STOP.fullmatch(name)
+    return int(match[1]) if match else None
