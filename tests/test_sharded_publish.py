@@ -1,12 +1,14 @@
 """Several ranks publish one model together: what they commit is compared, bit for bit, with the whole weights."""
 
+import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loco_ranks import Ranks
+from loco_ranks import Ranks, good
 from safetensors.torch import load_file
 from shares import model, shares
 
@@ -99,6 +101,72 @@ def test_other_ranks_go_on_from_there(ranks: Ranks, tmp_path: Path) -> None:
     assert [restored(store, version) for version in range(8)] == [digest_of(version) for version in range(8)]
     patches = [manifest.patch for manifest in History(store).manifests()]
     assert [patch.parts if patch else None for patch in patches] == [None, 4, 4, 3, 3, 0, 0, 2]
+
+
+class Counting:
+    """A store that counts the bytes which are read."""
+
+    def __init__(self, store: str) -> None:
+        self._store: Any = pulse.open_store(store)
+        self.nbytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "read_ranges":
+            raise AttributeError  # then ranges are read one by one
+        return getattr(self._store, name)
+
+    def stream(self, name: str) -> Iterator[memoryview]:
+        for part in self._store.stream(name):
+            self.nbytes += len(part)
+            yield part
+
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        self.nbytes += stop - start
+        found: memoryview = self._store.read_range(name, start, stop)
+        return found
+
+
+def resume(group: Any, rank: int, size: int, store: str, version: int) -> tuple[int, str]:
+    """Publish a version after those of other ranks. Returns the bytes that were read for it, and its digest."""
+    counting: Any = Counting(store)
+    with pulse.Publisher(counting, group=group) as publisher:
+        report = publisher.publish(shares(model(version), rank, size), version=version)
+        assert report.base == version - 1
+    return counting.nbytes, report.digest
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_a_rank_that_resumes_reads_its_share(ranks: Ranks, tmp_path: Path, codec: str) -> None:
+    """Three ranks after four: of `context` patches they need tiles that others own."""
+    store = str(tmp_path / "store")
+    ranks(publish, 4, store, [0, 1, 2], {"codec": codec})
+    anchor = newest(store)
+    assert anchor is not None
+    full = anchor.full_nbytes
+    for nbytes, digest_found in good(ranks(resume, 3, store, 3)):
+        assert nbytes < full / 3 + 150_000  # headers are read with the 64 KB that they are in
+        assert digest_found == digest_of(3)
+    assert restored(store, 3) == digest_of(3)
+
+
+def tie(group: Any, rank: int, size: int, store: str, tied: bool) -> str:
+    weights = {"a": torch.ones(8, 4), "b": torch.ones(8, 4)}
+    if tied:
+        weights["b"] = weights["a"]
+    try:
+        report = pulse.Publisher(store, group=group).publish(weights)
+    except pulse.PulseError as error:
+        return f"{type(error).__name__}: {error}"
+    return str(report.version)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ranks_that_resume_with_other_ties_are_refused(ranks: Ranks, tmp_path: Path, tied: bool) -> None:
+    store = str(tmp_path / "store")
+    assert ranks(tie, 2, store, tied) == ["0", "0"]
+    for found in ranks(tie, 2, store, not tied):
+        assert found.startswith("BaseMismatchError")
+        assert re.search(r"\bb\b", found)
 
 
 def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str) -> list[Any]:

@@ -21,6 +21,7 @@ from pulse_rl.sync.held import Halo, Held, add_pieces, missing_strips, nbytes_of
 from pulse_rl.sync.loading import Restored
 from pulse_rl.sync.peers import RankPeers
 from pulse_rl.sync.proof import Proof
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout
@@ -37,10 +38,18 @@ class Landings(Landing, Protocol):
         """Write a restored version, or keep it. A collective. files: closed as soon as they are not needed."""
 
 
+class HasPlan(Protocol):
+    """What a rank holds of some weights."""
+
+    @property
+    def plan(self) -> SharePlan:
+        """Who owns what."""
+
+
 class _Strips:
     """What a rank lacks of the tiles of the patch that was fetched last."""
 
-    def __init__(self, live: Held, peers: RankPeers) -> None:
+    def __init__(self, live: HasPlan, peers: RankPeers) -> None:
         self._live, self._ranks = live, peers.ranks
         self._needed: dict[str, list[Box]] = {}
         self._tied: Mapping[str, str] = {}
@@ -120,7 +129,7 @@ class InFiles:
 
     keep_nbytes: float = KEEP_NBYTES
 
-    def __init__(self, files: Layout, live: Held, peers: RankPeers, effort: Effort) -> None:
+    def __init__(self, files: Layout, live: HasPlan, peers: RankPeers, effort: Effort) -> None:
         self._files, self._live, self._peers, self._effort = files, live, peers, effort
         self._strips = _Strips(live, peers)
         self._halo: dict[str, list[Piece]] = {}
@@ -132,7 +141,7 @@ class InFiles:
 
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
-        return self._live.tensors
+        return self._live.plan.all_names()
 
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live

@@ -5,22 +5,25 @@ rebuilds its own share of it.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
-from pulse_rl.errors import StoreError
+from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
-from pulse_rl.history.restore import add_recovery_hint, restore, scratch
+from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.sync.baseline import Baseline, Move
 from pulse_rl.sync.beginning import Beginning
+from pulse_rl.sync.landings import InFiles
+from pulse_rl.sync.peers import RankPeers
 from pulse_rl.sync.ranks import Ranks
 from pulse_rl.sync.shares import Share, plan_of, taken
 from pulse_rl.sync.successor import check_key, check_place
-from pulse_rl.weights.layout import compare_layouts
 
 log = logger(__name__)
 
@@ -66,8 +69,11 @@ class Position:
             self._ranks.share("read the newest version", partial(self._read, first.before), int)
         blind = first.blind or (anchor and not all(one.ready for one in found))
         ready = all(one.ready and one.known == first.before for one in found)
-        if not ready and not blind and (share is not None or self._ranks.size == 1):
-            self._ranks.share("rebuild the newest version", partial(self._rebuild, share, resumed), int)
+        if not ready and not blind:
+            if self._ranks.size == 1:
+                self._ranks.share("rebuild the newest version", partial(self._rebuild, share, resumed), int)
+            elif share is not None:
+                self._rebuild_share(share, resumed)
         return first, self._head, None if blind else self.baseline
 
     def _look(self, anchor: bool, bandwidth: float | None) -> Beginning:
@@ -101,26 +107,55 @@ class Position:
         return sequence
 
     def _rebuild(self, share: Share | None, resumed: Callable[[Manifest], None]) -> int:
-        """Rebuild the newest version, of what this rank owns, as the baseline."""
+        """Rebuild the newest version as the baseline of one process alone."""
         head = self._head
         assert head is not None  # the caller has looked
-        faults, nbytes = FaultLog(), share.plan.nbytes if share else None
+        faults = FaultLog()
         with add_recovery_hint(), scratch() as directory:
-            whole = restore(self._history, head, directory, Effort(), faults, nbytes)
-            plan = share.plan if share is not None and self._ranks.size > 1 else plan_of(whole, head.tied)
-            if share is not None and self._ranks.size > 1:
-                what = f"version {head.version} and these weights"
-                compare_layouts(whole, {**plan.tensors}, what)
-                own = taken(whole, share.own).clone()
-            else:
-                own = whole.clone()
-                own.tied = dict(head.tied)
+            nbytes = share.plan.nbytes if share else None
+            own = restore(self._history, head, directory, Effort(), faults, nbytes).clone()
+            own.tied = dict(head.tied)
+            self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
+        return head.sequence
+
+    def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:
+        """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
+        head = self._head
+        assert head is not None  # the caller has looked
+        faults, effort, peers = FaultLog(), Effort(), RankPeers(self._ranks)
+        with add_recovery_hint(), ExitStack() as files:
+            places: list[Path] = []
+
+            def make_room() -> int:
+                if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):
+                    raise BaseMismatchError(
+                        f"version {head.version} ties {apart[0]!r} to {head.tied[apart[0]]!r}, and these weights hold "
+                        "them apart",
+                        unexpected=apart,
+                    )
+                places.append(files.enter_context(scratch()))
+                return 0
+
+            peers.add_up("make room for the newest version", make_room)
+            first = self._ranks.rank == 0
+            wanted = Wanted(
+                share.own, share.plan.tensors, peers, first, lambda found: InFiles(found, share, peers, effort)
+            )
+            found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
+
+            def take_up() -> int:
+                self._take_up(Baseline(taken(found, share.own).clone(), head, share.plan), faults, resumed)
+                return head.sequence
+
+            self._ranks.share("take up the newest version", take_up, int)
+
+    def _take_up(self, baseline: Baseline, faults: FaultLog, resumed: Callable[[Manifest], None]) -> None:
+        """Continue after a version that was rebuilt."""
+        head = baseline.manifest
         for fault in faults.messages:
             log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
         resumed(head)
-        self.committed = head
-        self.baseline = Baseline(own, head, plan)
-        return head.sequence
+        self.committed, self.baseline = head, baseline
 
     def _check_room(self, sequence: int) -> None:
         """Raise StoreError if no sequence number is left."""

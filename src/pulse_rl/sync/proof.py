@@ -94,7 +94,7 @@ class Proof:
             if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
-            known = self._known is not None and self._known.is_same(live.tensors)
+            known = self.overwrite or (self._known is not None and self._known.is_same(live.tensors))
             mine = print_of(live.layout, self._plan) if together else b""
             return _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
 
@@ -156,7 +156,8 @@ class Proof:
 
     def remember(self, live: Held, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
-        if self._recognised and (self._known is None or not self._known.is_same(live.live.tensors)):
+        known = self.overwrite or (self._known is not None and self._known.is_same(live.live.tensors))
+        if self._recognised and not known:
             self._known = Memory(live.live.tensors)
         if self.held is None:
             self._memory, self.halo = None, {}
