@@ -37,21 +37,17 @@ def lose_beside_a_commit(rank: int, size: int, store: str) -> Any:
     made = pulse.Publisher(store, group=dist.group.WORLD, group_timeout=20, codec="gap")
     made.publish(shares(model(0), rank, size))
     ranks: Any = made._ranks
-    step, start, messages = ranks.share, ranks.group._start, 0
+    step, start, puts = ranks.share, ranks.group._start, False
 
     def share(what: str, *arguments: Any) -> Any:
-        nonlocal messages
-        if what == "put a patch":
-            messages = 1
+        nonlocal puts
+        puts = what == "put a patch"
         return step(what, *arguments)
 
     def starts(kind: str, to: int, *arguments: Any) -> Any:
-        nonlocal messages
-        if messages and kind == "send" and to == 1:
-            messages += 1
-            if messages == 3:  # of the first exchange it has told both how long its message is
-                time.sleep(0.2)  # so that rank 0 has the message
-                os.kill(os.getpid(), 9)
+        if puts and kind == "send" and to == 1:
+            time.sleep(0.2)  # so that rank 0 has the message
+            os.kill(os.getpid(), 9)
         return start(kind, to, *arguments)
 
     if rank == 2:
