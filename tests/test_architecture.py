@@ -25,7 +25,8 @@ ROOMS = [
     {"html", "planner"},
     {"study"},
     {"engines"},
-    {"rl", "integrations"},
+    {"integrations"},
+    {"rl"},
     {"bench", "testing"},
     {"cli"},
 ]

@@ -17,6 +17,7 @@ from pulse_rl.rl import directory, grpo, metrics, model, model_name, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.rollout import RolloutWorker
+from pulse_rl.rl.sampler import BuiltinSampler
 from pulse_rl.rl.tasks import LISTING, Task
 from pulse_rl.store.base import ObjectInfo
 
@@ -328,7 +329,8 @@ def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loa
     threads = torch.get_num_threads()
     worker = RolloutWorker("worker-0", config, buffer)
     torch.set_num_threads(threads)
-    store, listings = worker._subscriber.history.store, []
+    assert isinstance(worker._sampler, BuiltinSampler)
+    store, listings = worker._sampler.subscriber.history.store, []
     listed = store.list
 
     def counted(prefix: str, after: str = "") -> list[ObjectInfo]:

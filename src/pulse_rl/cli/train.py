@@ -113,10 +113,22 @@ def train(
             _TRAINERS,
         ),
     ] = _D.trainer_sync,
+    trainer_store: Annotated[
+        str | None,
+        _option(
+            "URL or path of a store through which trainers exchange, instead of over the network. A trainer that is "
+            "killed is then started again.",
+            _TRAINERS,
+        ),
+    ] = _D.trainer_store,
     sync_every: Annotated[
         int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)
     ] = _D.sync_every,
     workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = _D.workers,
+    engine: Annotated[
+        str,
+        _option("What workers sample with: builtin, or vllm (on a CPU; make setup-vllm sets it up).", _ENGINE),
+    ] = _D.engine,
     threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = _D.threads,
     address: Annotated[
         str | None,
@@ -157,6 +169,8 @@ def train(
 
     for module in ("torch", "ray", "reasoning_gym"):
         require(module, "run")
+    if config.engine == "vllm":
+        require("vllm", "vllm")
     from pulse_rl.rl import run
     from pulse_rl.rl.display import Display
 

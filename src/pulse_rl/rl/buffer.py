@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+KEPT = 64  # things of which trainers share values
+
 
 class Assignment(NamedTuple):
     """A chunk of prompts for one worker to sample."""
@@ -68,6 +70,8 @@ class DataBuffer:
         self._stopping = False
         self._board: dict[str, dict[str, Any]] = {}
         self._records: list[dict[str, Any]] = []
+        self._shared: dict[str, dict[int, Any]] = {}
+        self._repeated = 0  # chunks that a trainer pulls again, as its first life is lost
         self._assets: dict[str, bytes] | None = None
         self.dropped = 0
 
@@ -89,7 +93,7 @@ class DataBuffer:
         if self._version is None or (self._stopping and not self._lacking()):
             return None
         # A chunk of step b that is sampled during step s will be b − s versions old when it is pulled.
-        limit = (self._step + 1 + self._staleness) * self._chunks * self._batches + self.dropped
+        limit = (self._step + 1 + self._staleness) * self._chunks * self._batches + self.dropped + self._repeated
         if self._returned:
             number = self._returned.pop(0)
         elif self._next < limit:
@@ -127,6 +131,11 @@ class DataBuffer:
         self._pulled += 1
         return [self._ready.pop(number) for number in numbers[: self._chunks]]
 
+    def repeat(self, batches: int) -> None:
+        """A trainer was lost, and pulls up to so many batches of this step again."""
+        self._repeated += batches * self._chunks
+        self._pulled = max(min(self._pulled, 1), self._pulled - batches)
+
     def _lacking(self) -> bool:
         """Whether the current step needs more chunks than are ready or assigned."""
         needed = (self._batches - self._pulled) * self._chunks if self._pulled else 0
@@ -150,6 +159,18 @@ class DataBuffer:
 
     def board(self) -> dict[str, dict[str, Any]]:
         return {who: dict(facts) for who, facts in self._board.items()}
+
+    def share(self, what: str, rank: int, value: Any) -> dict[int, Any]:
+        """Put a trainer's value of something; returns the values of all trainers so far, by rank."""
+        values = self._shared.pop(what, {})
+        self._shared[what] = values | {rank: value}  # the newest last
+        while len(self._shared) > KEPT:
+            del self._shared[next(name for name in self._shared if name != "joined")]
+        return self._shared[what]
+
+    def shared(self, what: str) -> dict[int, Any]:
+        """The values of something that trainers have put, by rank."""
+        return self._shared.get(what, {})
 
     def offer_assets(self, files: dict[str, bytes]) -> None:
         """Give workers the files from which they build the model: its configuration and tokenizer, not its weights."""

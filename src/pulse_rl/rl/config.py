@@ -24,8 +24,10 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     task: str = "chain_sum"  # a reasoning-gym dataset, with settings: "chain_sum:max_terms=3"
     steps: int = 40  # optimizer steps of each trainer
     workers: int = 2  # rollout workers
+    engine: Literal["builtin", "vllm"] = "builtin"  # what they sample with
     trainers: int = 1
     trainer_sync: Literal["pulse", "diloco", "ddp"] = "pulse"  # what several trainers exchange
+    trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     sync_every: int = 8  # steps per round, and so per version, with several trainers
     prompts: int = 8  # per step and trainer
     group_size: int = 8  # completions per prompt
@@ -56,8 +58,12 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def store_url(self) -> str:
         if self.store is None:
             return (self.directory / "store").as_uri()
-        # Processes elsewhere have other working directories.
-        return self.store if "://" in self.store else str(Path(self.store).absolute())
+        return str(absolute_store(self.store))
+
+    def with_absolute_paths(self) -> "RunConfig":
+        """The same settings for processes elsewhere, which have other working directories."""
+        stores = {"store": self.store and self.store_url, "trainer_store": absolute_store(self.trainer_store)}
+        return msgspec.structs.replace(self, out=str(self.directory), **stores)
 
     @property
     def chunks(self) -> int:
@@ -68,6 +74,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def round_steps(self) -> int:
         """Steps from one version to the next."""
         return 1 if self.trainers == 1 else self.sync_every
+
+
+def absolute_store(store: str | None) -> str | None:
+    """A store's URL as it is, a path as an absolute one: processes elsewhere have other working directories."""
+    return store if store is None or "://" in store else str(Path(store).absolute())
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -95,9 +106,18 @@ def check(config: RunConfig) -> RunConfig:
         raise ValueError(f"max_staleness: expected at least 0, found {config.max_staleness}")
     if config.sync not in ("patch", "full"):
         raise ValueError(f"sync: expected patch or full, found {config.sync!r}")
-    if config.store is not None and config.store.startswith("memory:"):
-        raise ValueError("store: expected a directory that every process reaches; memory:// lives in one process only")
+    for name in ("store", "trainer_store"):
+        if (getattr(config, name) or "").startswith("memory:"):
+            raise ValueError(
+                f"{name}: expected a directory that every process reaches; memory:// lives in one process only"
+            )
     model_name.check(config.model, dither=config.dither)
+    if config.engine not in ("builtin", "vllm"):
+        raise ValueError(f"engine: expected builtin or vllm, found {config.engine!r}")
+    if config.engine == "vllm" and config.deterministic:
+        raise ValueError("--deterministic needs --engine builtin: vLLM's results depend on what it has cached")
+    if config.engine == "vllm" and config.sync == "full":
+        raise ValueError("--sync full needs --engine builtin: vLLM follows by patches")
     _check_trainers(config)
     return config
 
@@ -106,9 +126,11 @@ def _check_trainers(config: RunConfig) -> None:
     if config.trainer_sync not in ("pulse", "diloco", "ddp"):
         raise ValueError(f"trainer_sync: expected pulse, diloco or ddp, found {config.trainer_sync!r}")
     if config.trainers == 1:
-        for name in ("trainer_sync", "sync_every"):
+        for name in ("trainer_sync", "trainer_store", "sync_every"):
             if getattr(config, name) != getattr(RunConfig(), name):
                 raise ValueError(f"--{name.replace('_', '-')} needs --trainers 2 or more, found 1")
+    if config.trainer_store is not None and config.trainer_sync == "ddp":
+        raise ValueError("--trainer-store needs --trainer-sync pulse or diloco, found ddp, which exchanges every step")
     if config.steps % config.round_steps:
         raise ValueError(
             f"steps: expected whole rounds with several trainers, a multiple of sync_every ({config.sync_every}), "

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from pulse_rl.rl import model, policy
+from pulse_rl.rl import policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.sampler import BuiltinSampler, Sampler
 from pulse_rl.rl.tasks import Task
-from pulse_rl.sync.reports import SyncReport
-from pulse_rl.sync.subscriber import Subscriber
 
 IDLE_S = 0.02  # between polls for an assignment
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million chunks
@@ -32,10 +31,8 @@ class RolloutWorker:
         self._buffer = buffer
         while (assets := buffer.assets()) is None:
             time.sleep(IDLE_S)
-        self._loaded = model.build(assets)
-        self._stops = policy.stop_tokens(self._loaded.tokenizer)
+        self._sampler = _sampler(name, config, assets)
         self._task = Task(config.task, config.seed)
-        self._subscriber = Subscriber(config.store_url, heartbeat=name)
         self._totals = {"syncs": 0, "fetched_nbytes": 0, "sync_s": 0.0}
         self._bandwidth: float | None = None  # bits per second, measured on the last full checkpoint
 
@@ -58,7 +55,7 @@ class RolloutWorker:
         while (final := self._reported("final_version")) is None:
             time.sleep(IDLE_S)
         self._follow(final)
-        digest = self._subscriber.verify(self._loaded.model)
+        digest = self._sampler.verify()
         return {"id": self._name, "version": final, "digest": digest, "verified": True, **self._totals}
 
     def _reported(self, name: str) -> Any:
@@ -67,28 +64,19 @@ class RolloutWorker:
 
     def _follow(self, version: int) -> None:
         """Bring the live weights to a version, prove all of them, and report it."""
-        if version == self._subscriber.version:
+        if version == self._sampler.version:
             return
-        if self._config.sync == "full":
-            # A new subscriber reads the version's full checkpoint.
-            self._subscriber = Subscriber(self._config.store_url, heartbeat=self._name)
-        report = self._subscriber.sync(self._loaded.model, version=version)
-        # After an anchor, sync itself has just computed this digest from the live bits.
-        digest = report.digest if report.route == "anchor" else self._subscriber.verify(self._loaded.model)
-        self._account(report, digest)
-
-    def _account(self, report: SyncReport, digest: str) -> None:
+        reached = self._sampler.follow(version)
         self._totals["syncs"] += 1
-        self._totals["fetched_nbytes"] += report.fetched_nbytes
-        self._totals["sync_s"] += report.total_s
-        if report.route == "anchor" and report.fetch_s:  # large enough that latency does not count
-            self._bandwidth = 8 * report.fetched_nbytes / report.fetch_s
+        self._totals["fetched_nbytes"] += reached.fetched_nbytes
+        self._totals["sync_s"] += reached.seconds
+        self._bandwidth = reached.bandwidth or self._bandwidth
         facts = {
-            "version": report.version,
-            "digest": digest,
-            "verified": digest == report.digest,
-            "route": report.route,
-            "recovered": report.recovered,
+            "version": reached.version,
+            "digest": reached.digest,
+            "verified": reached.verified,
+            "route": reached.route,
+            "recovered": reached.recovered,
             "bandwidth": self._bandwidth,
             **self._totals,
         }
@@ -96,19 +84,10 @@ class RolloutWorker:
 
     def _sample(self, number: int) -> Chunk:
         """Sample and score the chunk of that number."""
-        config, tokenizer = self._config, self._loaded.tokenizer
+        config, tokenizer = self._config, self._sampler.tokenizer
         problems = [self._task.problem(number * config.chunk + i) for i in range(config.chunk)]
         ids, mask = policy.encode(tokenizer, [problem.prompt for problem in problems])
-        done = policy.sample(
-            self._loaded.model,
-            ids,
-            mask,
-            group=config.group_size,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            stops=self._stops,
-            generator=torch.Generator().manual_seed(config.seed * SEED_STRIDE + number),
-        )
+        done = self._sampler.sample(ids, mask, config.seed * SEED_STRIDE + number)
         lengths = done.mask.sum(1).tolist()
         texts = tokenizer.batch_decode(
             [row[:n] for row, n in zip(done.tokens.tolist(), lengths, strict=True)], skip_special_tokens=True
@@ -122,6 +101,14 @@ class RolloutWorker:
             tokens=done.tokens.numpy(),
             mask=done.mask.numpy(),
             logprobs=done.logprobs.numpy(),
-            versions=torch.full_like(done.tokens, self._subscriber.version or 0).numpy(),
+            versions=torch.full_like(done.tokens, self._sampler.version or 0).numpy(),
             rewards=torch.tensor(rewards).view(config.chunk, config.group_size).numpy(),
         )
+
+
+def _sampler(name: str, config: RunConfig, assets: dict[str, bytes]) -> Sampler:
+    if config.engine == "builtin":
+        return BuiltinSampler(name, config, assets)
+    from pulse_rl.rl.vllm_sampler import VllmSampler
+
+    return VllmSampler(name, config, assets)

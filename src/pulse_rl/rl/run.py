@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
 from pulse_rl.rl import config as settings
@@ -82,8 +80,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     otherwise what the trainer or a worker raised.
     """
     require("ray", "run")
-    # Processes on other nodes, or of a cluster started elsewhere, have other working directories.
-    absolute = msgspec.structs.replace(config, out=str(config.directory), store=config.store and config.store_url)
+    absolute = config.with_absolute_paths()
     try:
         with run_directory.lock(config.directory), _stop_requests() as stop_requested:
             if resume:
@@ -91,7 +88,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
             trainers = f"{config.trainers} trainers ({config.trainer_sync}), " * (config.trainers > 1)
             display.log(f"starting {config.model}, {trainers}{config.workers} rollout workers, in {config.out} …")
             with _nothing_left(config), engine(absolute), data_buffer(absolute) as buffer:
-                trainer_pool = TrainerPool(absolute, buffer, resume)
+                trainer_pool = TrainerPool(absolute, buffer, resume, display.log)
                 workers = WorkerPool(absolute, buffer, display.log)
                 for _ in range(config.workers):
                     workers.add()
@@ -181,6 +178,7 @@ def _watch(
     seen, ended, stopping, note = 0, False, False, ""
     while not ended:
         wait(trainers.running(), POLL_S)
+        trainers.restart()
         ended = trainers.ended()
         stop = stop_requested() and not stopping
         if stop:

@@ -16,7 +16,8 @@ from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.checkpoints import Checkpoints
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.lead import Lead
-from pulse_rl.rl.trainer_group import join
+from pulse_rl.rl.trainer_group import TrainerGroup, join
+from pulse_rl.rl.trainer_meeting import StoreExchange
 
 IDLE_S = 0.02  # between polls for a batch
 
@@ -39,7 +40,8 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self._group = join(config, rank, buffer, self._model, self._optimizer)
+        meet = join if config.trainer_store is None else StoreExchange
+        self._group: TrainerGroup = meet(config, rank, buffer, self._model, self._optimizer)
         self._step = 0
         self._saved: int | None = None  # step of the last checkpoint
         self._version = 0  # with which the round starts
@@ -50,6 +52,8 @@ class Trainer:
         """Train until the last step, or until the run is stopped. Rank 0 returns the final version and digest."""
         config, lead = self._config, self._lead
         with self._group:
+            if self._group.rounds is not None:  # the others may have gone on since the checkpoint
+                self._step = self._group.rounds * config.round_steps
             if lead:
                 lead.begin(self._step)
             while self._step < config.steps:
@@ -148,7 +152,12 @@ class Trainer:
 
     def _load(self) -> None:
         """Take up the run's checkpoint. A run that was stopped before its first one starts over, as new versions."""
-        state = self._checkpoints.read()
+        try:
+            state = self._checkpoints.read()
+        except FileNotFoundError:
+            if self._config.trainer_store is None:
+                raise
+            state = None  # it was being started again when the others wrote theirs: a newcomer
         if state is None:
             return
         self._model.load_state_dict(state["model"])

@@ -43,6 +43,10 @@ RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
 class TrainerGroup(Protocol):
     """All trainers of a run, as one of them sees them. Every method but the two of the state is collective."""
 
+    @property
+    def rounds(self) -> int | None:
+        """Rounds done, where the group knows better than a checkpoint; otherwise None."""
+
     def __enter__(self) -> Self:
         """Join the others."""
 
@@ -74,6 +78,8 @@ class TrainerGroup(Protocol):
 class SoloTrainer:
     """A trainer without others: nothing to exchange, nobody to wait for."""
 
+    rounds: int | None = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -103,11 +109,10 @@ class _SeveralTrainers(SoloTrainer):
     """Trainers in a process group; what they exchange is up to the subclasses."""
 
     def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
-        self._mode = config.trainer_sync
+        self._config = config
         self._group = Group.of(wording=TRAINERS)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._elements = sum(parameter.numel() for parameter in self._parameters.values())
-        self._round_steps = config.round_steps
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] is None:  # after an error the others may be gone
@@ -117,24 +122,7 @@ class _SeveralTrainers(SoloTrainer):
         mine = json.dumps({"record": record, "exchange": self._exchanged()}).encode()
         received = [json.loads(bytes(data)) for data in self._group.gather(mine, RECORD_LIMIT)]
         exchanges = [each["exchange"] for each in received]
-        digests = [each["digest"] for each in exchanges]
-        if len(set(digests)) > 1:
-            raise IntegrityError(
-                f"expected the same weights on all trainers, found the digests {', '.join(digests)}, by rank: resume "
-                "from the last checkpoint",
-                expected=digests[0],
-                found=next(digest for digest in digests if digest != digests[0]),
-            )
-        sync = {
-            "mode": self._mode,
-            "sent_nbytes": [each["sent_nbytes"] for each in exchanges],  # of each trainer
-            "dense_nbytes": 4 * self._elements,  # what one trainer would send by DiLoCo
-            "ddp_nbytes": 4 * self._elements * self._round_steps,  # likewise by DDP
-            "density": sum(each["density"] for each in exchanges) / len(exchanges),
-            "exchange_s": max(each["seconds"] for each in exchanges),
-            "digests": digests,  # of each trainer's float32 weights
-        }
-        return [each["record"] for each in received], {"trainer_sync": sync}
+        return [each["record"] for each in received], merge_exchanges(self._config, self._elements, exchanges)
 
     def agree(self, number: int) -> int:
         return int(self._group.gather_numbers([number])[0, 0])
@@ -201,6 +189,31 @@ class GradientAverage(_SeveralTrainers):
         sent, self._sent_nbytes = self._sent_nbytes, 0
         seconds, self._seconds = self._seconds, 0.0
         return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "digest": digest(layout(self._parameters))}
+
+
+def merge_exchanges(config: RunConfig, elements: int, exchanges: list[dict[str, Any]]) -> dict[str, Any]:
+    """Facts about a round's exchange from those of each trainer.
+
+    Raises IntegrityError if the trainers do not hold the same weights.
+    """
+    digests = [each["digest"] for each in exchanges]
+    if len(set(digests)) > 1:
+        raise IntegrityError(
+            f"expected the same weights on all trainers, found the digests {', '.join(digests)}, by rank: resume "
+            "from the last checkpoint",
+            expected=digests[0],
+            found=next(digest for digest in digests if digest != digests[0]),
+        )
+    sync = {
+        "mode": config.trainer_sync,
+        "sent_nbytes": [each["sent_nbytes"] for each in exchanges],  # of each trainer
+        "dense_nbytes": 4 * elements,  # what one trainer would send by DiLoCo
+        "ddp_nbytes": 4 * elements * config.round_steps,  # likewise by DDP
+        "density": sum(each["density"] for each in exchanges) / len(exchanges),
+        "exchange_s": max(each["seconds"] for each in exchanges),
+        "digests": digests,  # of each trainer's float32 weights
+    }
+    return {"trainer_sync": sync}
 
 
 def join(

@@ -1,0 +1,81 @@
+"""The reference run's rollout workers with real vLLM engines. Needs vLLM: make test-vllm."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.rl import model, policy
+from pulse_rl.rl.config import RunConfig, check
+
+pytest.importorskip("vllm")
+
+from pulse_rl.rl.vllm_sampler import VllmSampler
+
+
+@pytest.fixture(scope="module")
+def loaded() -> model.Loaded:
+    """A small Llama, whose attention heads vLLM has kernels for on a CPU."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = model.load("tiny", seed=0).tokenizer
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return model.Loaded(transformers.LlamaForCausalLM(config).bfloat16().eval(), tokenizer)
+
+
+def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Loaded, tmp_path: Path) -> None:
+    """The engine's log-probabilities against the trainer's own scoring, at each version; and its digest."""
+    config = RunConfig(out=str(tmp_path), engine="vllm", group_size=3, max_new_tokens=6, temperature=1.2)
+    publisher = pulse.Publisher(config.store_url)
+    publisher.publish(loaded.model, version=0)
+    sampler = VllmSampler("worker-0", config, model.assets(loaded))
+    ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
+    routes, tokens = [], []
+    for version in range(3):
+        if version:
+            _step(loaded.model)
+            publisher.publish(loaded.model, version=version)
+        reached = sampler.follow(version)
+        assert (reached.version, reached.digest, reached.verified) == (version, publisher.digest, True)
+        routes.append(reached.route)
+        done = sampler.sample(ids, mask, seed=7)
+        again = sampler.sample(ids, mask, seed=7)
+        assert torch.equal(done.tokens, again.tokens)
+        assert not torch.equal(done.tokens, sampler.sample(ids, mask, seed=8).tokens)
+        assert done.tokens.shape == done.mask.shape == done.logprobs.shape
+        assert done.tokens.shape[0] == 6
+        with torch.no_grad():
+            scored = policy.score(loaded.model, done, config.temperature)
+        assert torch.allclose(scored, done.logprobs * done.mask, atol=0.1)
+        tokens.append(done.tokens)
+    assert routes == ["none", "patches", "patches"]
+    assert sampler.verify() == publisher.digest
+    assert not torch.equal(tokens[0], tokens[2])
+
+
+def _step(module: Any) -> None:
+    """A change of a few weights that is large enough to be seen in every log-probability."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += torch.randn_like(parameter) * (torch.rand(parameter.shape) < 0.05)
+
+
+def test_settings_that_need_the_builtin_sampler() -> None:
+    with pytest.raises(ValueError, match="--engine builtin"):
+        check(RunConfig(engine="vllm", deterministic=True))
+    with pytest.raises(ValueError, match="--engine builtin"):
+        check(RunConfig(engine="vllm", sync="full"))
