@@ -29,7 +29,7 @@ def check_coverage(model: torch.nn.Module, trace: Trace, derived: Iterable[torch
     for name, parameter in model.named_parameters():
         if not parameter.numel() or storage_of(parameter) in rebuilt:
             continue
-        parts = written.get(storage_of(parameter), [])
+        parts = [part for part in written.get(storage_of(parameter), []) if part.numel()]
         boxes = list(dict.fromkeys(box for part in parts for box in _boxes(name, parameter, part)))
         missing = parameter.numel() - sum(box.size for box in boxes)
         if missing > 0:
