@@ -1,0 +1,236 @@
+"""Real vLLM servers follow a history in place: their outputs are those of fresh engines, through kills and outages.
+
+Run in an environment with vLLM: `make test-vllm`. A server takes half a minute to start, so each test uses one or two.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_world import ENVIRONMENT, PROMPTS, Server, step, tiny_model
+
+import pulse_rl as pulse
+from pulse_rl.engines.client import EngineClient
+from pulse_rl.engines.follow import Driver, Manner
+from pulse_rl.engines.service import READY
+from pulse_rl.engines.states import Follow
+from pulse_rl.errors import EngineError
+from pulse_rl.history.log import History
+
+
+class Trainer:
+    """Publishes versions, and keeps a checkpoint of those that engines are started on."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model, self.tokenizer = tiny_model()
+        self._directory = directory
+        self.store = directory / "store"
+        self.publisher = pulse.Publisher(self.store, anchor_every=3)
+        self.version = 0
+        self.publisher.publish(self.model, version=0)
+
+    def publish(self, count: int = 1) -> int:
+        for _ in range(count):
+            self.version += 1
+            step(self.model, self.version)
+            self.publisher.publish(self.model, version=self.version)
+        return self.version
+
+    def checkpoint(self) -> Path:
+        """The files of the newest version."""
+        path = self._directory / f"checkpoint-{self.version}"
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        return path
+
+    @property
+    def digest(self) -> str:
+        return pulse.digest(dict(self.model.named_parameters()))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    found: list[Server] = []
+    yield found
+    for server in found:
+        server.kill()
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def driver_of(trainer: Trainer, server: Server) -> Driver:
+    driver = Driver(
+        History(trainer.store, patience=0),
+        Follow(store=str(trainer.store), patience=1.0),
+        [EngineClient(server.url)],
+        manner=Manner(poll=0.1),
+    )
+    driver.start()
+    return driver
+
+
+def readiness(server: Server) -> tuple[int, Any]:
+    try:
+        return 200, server.ask(READY)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_a_server_follows_in_place_is_killed_and_catches_up_before_it_is_ready(
+    trainer: Trainer, servers: list[Server], tmp_path: Path
+) -> None:
+    server = Server(trainer.checkpoint(), tmp_path / "log")
+    servers.append(server)
+    server.wait()
+    first = server.outputs()
+    assert readiness(server)[0] == 503
+    driver = driver_of(trainer, server)
+    outputs = [first]
+    for _ in range(3):
+        trainer.publish(2)
+        until(lambda: driver.newest == trainer.version)
+        assert driver.wait_until_current(120), driver.engines()
+        outputs.append(server.outputs())
+        assert server.ask("/weight_info") == {"weight_version": str(trainer.version)}
+        assert outputs[-1] != outputs[-2]
+    client = EngineClient(server.url)
+    state = client.state()
+    assert (state.version, state.digest, state.ready) == (6, trainer.digest, True)
+    assert client.verify() == trainer.digest
+    assert state.mapping is not None
+    assert state.mapping.tensors == len(list(trainer.model.named_parameters()))
+    checksums, checkpoint = server.checksums(), trainer.checkpoint()
+    server.kill()  # with its driver at work
+    driver.stop()
+    trainer.publish(1)
+    again = Server(checkpoint, tmp_path / "log", port=server.port)
+    servers[:] = [again]
+    again.wait()
+    assert again.outputs() == outputs[-1]  # a fresh engine of that version
+    assert again.checksums() == checksums
+    assert readiness(again) == (503, {"ready": False, "version": None})
+    driver = driver_of(trainer, again)
+    until(lambda: driver.newest == trainer.version)
+    assert driver.wait_until_current(120), driver.engines()
+    driver.stop()
+    assert readiness(again) == (200, {"ready": True, "version": 7})
+    assert again.outputs() != outputs[-1]
+
+
+def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
+    trainer: Trainer, servers: list[Server], tmp_path: Path
+) -> None:
+    server = Server(trainer.checkpoint(), tmp_path / "log")
+    servers.append(server)
+    server.wait()
+    client = EngineClient(server.url)
+    client.follow(trainer.store, patience=1.0)
+    client.update()
+    old = server.outputs()
+    trainer.publish(2)
+    found: list[tuple[str, list[float]]] = []
+    long = threading.Thread(target=lambda: found.append(server.complete(PROMPTS[0], 400, ignore_eos=True)))
+    long.start()
+    state = client.stage()
+    assert long.is_alive()  # it was staged while that ran
+    assert state.prepared is not None
+    assert (state.prepared.version, state.version) == (2, 0)
+    assert server.outputs() == old  # with what is staged, and beside that request
+    report = client.apply(pause="keep")
+    assert (report.version, report.previous) == (2, 0)
+    long.join(120)
+    assert len(found[0][1]) == 400  # it went on, with the new weights and keys and values made anew
+    new = server.outputs()
+    assert new != old
+    # The store is away: what was held goes on.
+    trainer.publish()
+    hidden = trainer.store.rename(tmp_path / "hidden")
+    trainer.store.write_text("no directory")
+    with pytest.raises(EngineError) as caught:
+        client.stage(3)
+    assert (caught.value.during, caught.value.version, caught.value.paused) == ("stage", 2, False)
+    assert server.outputs() == new
+    assert readiness(server) == (200, {"ready": True, "version": 2})
+    trainer.store.unlink()
+    hidden.rename(trainer.store)
+    # Another hand writes to the weights: found, reported, and repaired by the next update.
+    server.ask("/weight_checker", {"action": "reset"})
+    with pytest.raises(EngineError) as caught:
+        client.verify()
+    assert (caught.value.kind, caught.value.version) == ("IntegrityError", None)
+    assert readiness(server)[0] == 503
+    assert client.update(pause="abort").version == 3
+    assert client.verify() == trainer.digest
+
+
+def test_two_ranks_of_tensor_parallelism_all_or_none(trainer: Trainer, servers: list[Server], tmp_path: Path) -> None:
+    server = Server(trainer.checkpoint(), tmp_path / "log", arguments=("--tensor-parallel-size", "2"))
+    servers.append(server)
+    server.wait()
+    client = EngineClient(server.url)
+    client.follow(trainer.store)
+    assert client.update().version == 0
+    old = server.outputs()
+    trainer.publish(3)
+    report = client.update()
+    state = client.state()
+    assert (report.version, state.version, state.digest, state.ranks) == (3, 3, trainer.digest, 2)
+    assert client.verify() == trainer.digest
+    assert server.outputs() != old
+
+
+def test_an_engine_in_process_stages_while_it_generates(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    from vllm import LLM, SamplingParams
+
+    from pulse_rl.integrations.vllm import InProcess
+
+    llm = LLM(
+        str(trainer.checkpoint()),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=512,
+        weight_transfer_config={"backend": "pulse"},
+    )
+    settings = SamplingParams(temperature=0, max_tokens=16)
+
+    def outputs() -> list[tuple[int, ...]]:
+        return [tuple(found.outputs[0].token_ids) for found in llm.generate(list(PROMPTS), settings, use_tqdm=False)]
+
+    engine = InProcess(llm)
+    engine.follow(trainer.store)
+    assert engine.update().route == "none"
+    old = outputs()
+    trainer.publish(2)
+    engine.stage(wait=False)
+    assert outputs() == old
+    report = engine.apply(2)
+    assert (report.version, report.previous, report.digest) == (2, 0, trainer.digest)
+    assert outputs() != old
+    assert engine.verify() == trainer.digest
+    spans = llm.generate([PROMPTS[0]], settings, use_tqdm=False)[0].outputs[0].weight_versions
+    assert [span.version for span in spans] == ["2"]

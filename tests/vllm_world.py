@@ -1,0 +1,122 @@
+"""Real servers of vLLM for the tests, on small random models. Needs vLLM; a server takes half a minute to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import torch
+
+PROMPTS = ("abc def", "hello world 123", "0 1 2 3")
+ENVIRONMENT = {
+    "VLLM_PLUGINS": "pulse",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /weight_info and /weight_checker; the plug-in does without
+    "PULSE_RL_PLAIN_GEMM": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+START_S = 300
+
+
+def tiny_model() -> tuple[Any, Any]:
+    """A random Llama with fused layers, and a tokenizer of characters."""
+    import transformers
+
+    from pulse_rl.rl.model import load
+
+    tokenizer = load("tiny", seed=0).tokenizer
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16), tokenizer
+
+
+def step(model: Any, seed: int) -> None:
+    """Move 2 % of the elements, far enough to change what is generated."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            flat = weight.view(-1)
+            where = torch.randint(0, len(flat), (max(1, len(flat) // 50),), generator=generator)
+            flat[where] += (torch.randn(len(where), generator=generator) * 0.1).bfloat16()
+
+
+class Server:
+    """One server, started on a directory of a checkpoint."""
+
+    def __init__(self, model: Path, log: Path, *, port: int | None = None, arguments: tuple[str, ...] = ()) -> None:
+        self.port = port or _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._model, self._log = str(model), log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
+        command += ["--port", str(self.port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
+        command += ["--max-model-len", "1024", "--weight-transfer-config", '{"backend":"pulse"}', *arguments]
+        with log.open("a") as out:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **ENVIRONMENT}, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait(self) -> Server:
+        """Until it answers."""
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                with urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except (URLError, OSError):
+                text = self._log.read_text()[-3000:]
+                assert self._process.poll() is None, text
+                assert time.monotonic() < deadline, text
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        """End it and all its processes, as the kernel would when memory is short."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, timeout: float = 120) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        with urlopen(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=timeout) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+    def complete(self, prompt: str, tokens: int = 16, **options: Any) -> tuple[str, list[float]]:
+        """The text that follows greedily, and the log-probabilities of its tokens."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
+        choice = self.ask("/v1/completions", {**body, **options})["choices"][0]
+        return choice["text"], choice["logprobs"]["token_logprobs"]
+
+    def outputs(self) -> list[tuple[str, list[float]]]:
+        return [self.complete(prompt) for prompt in PROMPTS]
+
+    def checksums(self) -> dict[str, str]:
+        found: dict[str, str] = self.ask("/weight_checker", {"action": "checksum"})["checksums"]
+        return found
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
