@@ -104,9 +104,13 @@ def test_another_model_world_size_or_option_is_refused_on_all(store: Store) -> N
     for other in (Trainer(store, 1, 4), Trainer(store, 1, 3, kind="DiLoCo"), Trainer(store, 1, 3, sync_every=1)):
         with pytest.raises(pulse.IntegrityError, match="expected (world_size|method|sync_every)="):
             other.loco.__enter__()
-    # Started again with the run's options it takes part, whatever was said before.
+    # Started again with the run's options it takes part, whatever was said before; the others have made their offers.
     trainers = [Trainer(store, rank, 3) for rank in range(3)]
-    enter(*trainers)
+    fine(
+        together(
+            trainers[0].loco.__enter__, lambda: (enter(trainers[1]), trainers[1].rounds()), trainers[2].loco.__enter__
+        )
+    )
     run_rounds(trainers)
     # Later a wrong one is refused alone: the others wait for a right one.
     with pytest.raises(pulse.IntegrityError):

@@ -162,7 +162,7 @@ def train(
     # What can be said at once is said before seconds of imports.
     with output.checking():
         if resume is not None:
-            resumed(resume, given)
+            config = resumed(resume, given)
         else:
             config = check(RunConfig(**{"out": _free(_D.out)} | given))
     from pulse_rl.errors import require

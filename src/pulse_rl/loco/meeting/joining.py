@@ -111,6 +111,7 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
         look = board.look(counters.round + 1)
         if not look.committed and meeting.rank not in look.offering:
             break
+        meeting.ignore_stops(look)
         _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
     if look.later:
         raise ObjectNotFoundError(f"round {counters.round + 1} was pruned meanwhile", url=board.store.url)

@@ -1,0 +1,97 @@
+"""Trainers of a run that exchange their rounds through an object store (`--trainer-store`), and may be started again.
+
+What a round sends goes through the store (`pulse.StoreGroup`). What is left to agree on within a run (the version of a
+round, the metrics, who has written its checkpoint) goes through the data buffer, which every process of a run reaches.
+A trainer that was killed is started again, and takes part from the round that is open then: so the others wait, in a
+round, only for what those do who were there when it began.
+"""
+
+import time
+from typing import Any, Self
+
+import torch
+
+from pulse_rl.loco.meeting.group import StoreGroup
+from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
+from pulse_rl.rl.buffer import DataBuffer
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.trainer_group import IDLE_S, TIMEOUT_S, merge_exchanges
+
+
+class StoreExchange:
+    """A TrainerGroup whose rounds go through a store."""
+
+    def __init__(
+        self, config: RunConfig, rank: int, buffer: DataBuffer, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        assert config.trainer_store is not None
+        self._config, self._rank, self._buffer = config, rank, buffer
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        kind = PulseLoCo if config.trainer_sync == "pulse" else DiLoCo
+        group = StoreGroup(config.trainer_store, rank=rank, world_size=config.trainers, timeout=TIMEOUT_S)
+        self._loco = kind(model, optimizer, sync_every=config.round_steps, process_group=group)
+        self._barriers = 0  # in this round
+
+    def __enter__(self) -> Self:
+        self._loco.__enter__()
+        self._buffer.share("joined", self._rank, self._loco.round)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loco.__exit__(*exception)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds done."""
+        return self._loco.round
+
+    def average_gradients(self) -> None:
+        pass
+
+    def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        report = self._loco.report
+        assert report is not None
+        self._loco.reports.clear()
+        exchanged = {
+            "sent_nbytes": report.sent_nbytes,
+            "density": report.density,
+            "seconds": report.total_s,
+            "digest": report.digest,
+        }
+        self._barriers = 0
+        found = self._gather("record", {"record": record, "exchange": exchanged})
+        merged = merge_exchanges(self._config, report.elements, [each["exchange"] for each in found.values()])
+        return [each["record"] for each in found.values()], merged
+
+    def agree(self, number: int) -> int:
+        what = f"version {self.rounds}"
+        found = self._buffer.share(what, self._rank, number)
+        while 0 not in found:
+            time.sleep(IDLE_S)
+            found = self._buffer.shared(what)
+        return int(found[0])
+
+    def barrier(self) -> None:
+        self._barriers += 1
+        self._gather(f"barrier {self._barriers}", True)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Between rounds θ equals the parameters. Sharing their memory keeps it from being written twice.
+        return self._loco.state_dict() | {"theta": {name: p.detach() for name, p in self._parameters.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loco.load_state_dict(state)
+
+    def _gather(self, what: str, value: Any) -> dict[int, Any]:
+        """The values, by rank, of all trainers that were there when the last round began."""
+        what = f"{what} {self.rounds}"
+        found = self._buffer.share(what, self._rank, value)
+        while not _there(self._buffer.shared("joined"), self.rounds) <= found.keys():
+            time.sleep(IDLE_S)
+            found = self._buffer.shared(what)
+        return dict(sorted(found.items()))
+
+
+def _there(joined: dict[int, int], round: int) -> set[int]:
+    """The ranks that have joined before a round. joined: rank → the rounds that were done when it did."""
+    return {rank for rank, rounds in joined.items() if rounds < round}

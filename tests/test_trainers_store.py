@@ -1,0 +1,74 @@
+"""Runs whose trainers exchange through a store: one is killed, started again, and the run is stopped and resumed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulse_rl.rl import config as settings
+from pulse_rl.rl import metrics
+from pulse_rl.rl.buffer import DataBuffer
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.trainer_meeting import _there
+from runs import children, resume, start, wait_for
+
+
+def test_a_killed_trainer_is_started_again(tmp_path: Path) -> None:
+    """The run goes on, and all hold the same weights after every round; Ctrl-C and --resume work as ever."""
+    out, meeting = tmp_path / "run", str(tmp_path / "meeting")
+    several = ("--trainers", "2", "--sync-every", "2", "--trainer-store", meeting)
+    process = start(out, "--steps", "99998", "--workers", "1", "--checkpoint-every", "4", *several)
+    try:
+        wait_for(lambda: process.poll() is not None or len(metrics.read(out)) >= 3)
+        before = len(metrics.read(out))
+        trainers = children("ray::TrainerProcess", process.pid)
+        os.kill(max(trainers), signal.SIGKILL)
+        wait_for(lambda: process.poll() is not None or len(metrics.read(out)) >= before + 3)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    assert "trainer-1 was killed: starting it again" in stderr
+    summary: dict[str, Any] = json.loads(stdout)
+    assert summary["trainer_sync"]["digests_equal"]
+    assert all(worker["verified"] for worker in summary["workers"])
+    rounds = [record["step"] for record in metrics.read(out)]
+    assert rounds == list(range(2, rounds[-1] + 2, 2))
+    again = resume(out, "--steps", str(summary["steps"] + 4))
+    assert again["steps"] == summary["steps"] + 4
+    assert again["trainer_sync"]["digests_equal"]
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    for wrong in ({"trainers": 1}, {"trainer_sync": "ddp"}, {"trainer_store": "memory://"}):
+        with pytest.raises(ValueError, match="trainer.store"):
+            settings.check(RunConfig(**{"trainers": 2, "trainer_store": "/a"} | wrong))
+    assert RunConfig(trainer_store="s3://a/b").with_absolute_paths().trainer_store == "s3://a/b"
+    assert RunConfig(trainer_store="a").with_absolute_paths().trainer_store == str(Path("a").absolute())
+
+
+def test_a_round_waits_for_those_who_were_there_when_it_began() -> None:
+    assert _there({0: 0, 1: 4, 2: 3}, 4) == {0, 2}
+
+
+def test_trainers_share_values_and_old_ones_go() -> None:
+    buffer = DataBuffer(chunks=1, max_staleness=0, deterministic=False, batches=2)
+    assert buffer.share("joined", 1, 0) == {1: 0}
+    assert buffer.share("joined", 0, 5) == buffer.shared("joined") == {0: 5, 1: 0}
+    for number in range(100):
+        buffer.share(f"version {number}", 0, number)
+    assert buffer.shared("version 0") == {}
+    assert buffer.shared("version 99") == {0: 99}
+    assert buffer.shared("joined") == {0: 5, 1: 0}
+
+
+def test_what_a_killed_trainer_has_pulled_is_handed_out_again() -> None:
+    buffer = DataBuffer(chunks=1, max_staleness=0, deterministic=False, batches=2)
+    buffer.begin_step(0, 0)
+    assert [buffer.take("a") is not None for _ in range(3)] == [True, True, False]
+    buffer.repeat(1)
+    assert [buffer.take("a") is not None for _ in range(2)] == [True, False]
