@@ -21,7 +21,7 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
-_INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang")
+_INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang", "vllm")
 MODULES = ("pulse_rl", "pulse_rl.study", *(f"pulse_rl.integrations.{name}" for name in _INTEGRATIONS))
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):$")

@@ -27,7 +27,7 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.fleet import Engines
 from pulse_rl.engines.follow import Driver, Manner, heartbeat_id
 from pulse_rl.engines.service import READY
-from pulse_rl.engines.states import Failure, Follow
+from pulse_rl.engines.states import Follow, failure_of
 from pulse_rl.errors import EngineError
 from pulse_rl.history.log import History
 from pulse_rl.sync import landings
@@ -338,10 +338,10 @@ def test_several_engines_at_once(run: Run) -> None:
 
 
 def test_failures_carry_what_json_can_hold() -> None:
-    failure = Failure.of("stage", pulse.BaseMismatchError("no", missing=["a"], expected="00"))
+    failure = failure_of("stage", pulse.BaseMismatchError("no", missing=["a"], expected="00"))
     assert failure.fields["missing"] == ("a",)
     assert (failure.kind, failure.temporary, failure.message) == ("BaseMismatchError", False, "no")
-    assert Failure.of("stage", pulse.StoreError("away", temporary=True)).temporary
+    assert failure_of("stage", pulse.StoreError("away", temporary=True)).temporary
 
 
 # The driver

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pulse_rl.engines.ranks import Applied, RankState
-from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared
+from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
 from pulse_rl.errors import BaseMismatchError, VersionNotFoundError, one_line
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
@@ -149,7 +149,7 @@ class Receiver:
             self._apply(version)
         except Exception as error:  # noqa: BLE001 - the engine lives on, and the answer says it
             log.warning("cannot apply a version: %s", one_line(error))
-            failure = Failure.of("apply", error)
+            failure = failure_of("apply", error)
         self._drop_staged()
         with self._lock:
             self._failure = failure
@@ -169,7 +169,7 @@ class Receiver:
                 job()
             except Exception as error:  # noqa: BLE001 - the state says it
                 log.warning("cannot %s: %s", during, one_line(error))
-                failure = Failure.of(during, error)
+                failure = failure_of(during, error)
             with self._lock:
                 self._failure = failure
                 self._pending -= 1

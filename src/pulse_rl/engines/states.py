@@ -55,13 +55,13 @@ class Failure(msgspec.Struct, frozen=True):
     temporary: bool = False
     fields: dict[str, Any] = {}
 
-    @classmethod
-    def of(cls, during: During, error: BaseException) -> Failure:
-        """The failure that an error is."""
-        found = vars(error) if isinstance(error, PulseError) else {}
-        plain = {name: value for name, value in found.items() if _is_plain(value)}
-        temporary = isinstance(error, StoreError) and error.temporary
-        return cls(during, type(error).__name__, one_line(error, _LONGEST), temporary, plain)
+
+def failure_of(during: During, error: BaseException) -> Failure:
+    """The failure that an error is."""
+    found = vars(error) if isinstance(error, PulseError) else {}
+    plain = {name: value for name, value in found.items() if _is_plain(value)}
+    temporary = isinstance(error, StoreError) and error.temporary
+    return Failure(during, type(error).__name__, one_line(error, _LONGEST), temporary, plain)
 
 
 class Prepared(msgspec.Struct, frozen=True):
