@@ -12,9 +12,7 @@ digests of both ranks are compared after each version, outside the times.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,9 +21,10 @@ from typing import Any
 
 import msgspec
 from network import Network
+from processes import Process
 
 from pulse_rl.bench.report import Progress, Table, ms
-from pulse_rl.errors import IntegrityError, ProcessDiedError
+from pulse_rl.errors import IntegrityError
 from pulse_rl.units import bandwidth, nbytes
 
 METHODS = ("dense", "gap", "context", "auto")
@@ -108,7 +107,7 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
         progress(0, 1, "starting")
         ranks = []
         for place in range(2):
-            ranks.append(_Rank(network, place, layers))
+            ranks.append(_rank(network, place, layers))
             stack.callback(ranks[-1].end)
         first, _ = (rank.answer() for rank in ranks)
         elements = int(first["elements"])
@@ -161,36 +160,8 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
     )
 
 
-class _Rank:
-    """A process of `ranks` in a namespace; it takes orders."""
-
-    def __init__(self, network: Network, place: int, layers: int) -> None:
-        settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
-        kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-        self._process = subprocess.Popen(
-            network.inside(place, [sys.executable, str(Path(__file__).with_name("ranks.py")), json.dumps(settings)]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=kept | {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"},
-            text=True,
-            process_group=0,  # Ctrl-C is for the benchmark, which ends every process
-        )
-
-    def order(self, order: Order) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the last order. Raises ProcessDiedError if the process has ended instead."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            raise ProcessDiedError(f"a rank of the benchmark ended with exit code {code}: its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+def _rank(network: Network, place: int, layers: int) -> Process:
+    """A process of `ranks` in a namespace."""
+    settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
+    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), json.dumps(settings)]
+    return Process(f"rank {place}", network, place, command, {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"})

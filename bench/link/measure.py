@@ -13,21 +13,20 @@ All processes read one clock, CLOCK_MONOTONIC, which namespaces share. Links add
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 from network import Network
+from processes import Process
 
 from pulse_rl.bench.report import Progress, Table, ms
-from pulse_rl.errors import IntegrityError, ProcessDiedError, require
+from pulse_rl.errors import IntegrityError, require
 from pulse_rl.units import nbytes
 
 Method: TypeAlias = Literal["full", "gap", "context"]
@@ -113,14 +112,14 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
     ):
         where = Path(directory)
         progress(0, 1, "starting")
-        store = _Process("store", network, 0, where, {})
+        store = _process("store", network, 0, where, {})
         stack.callback(store.end)
         store.answer()
-        publisher = _Process("publisher", network, 0, where, {"layers": layers})
+        publisher = _process("publisher", network, 0, where, {"layers": layers})
         stack.callback(publisher.end)
         subscribers = []
         for worker in range(1, WORKERS + 1):
-            subscribers.append(_Process("subscriber", network, worker, where, {"layers": layers}))
+            subscribers.append(_process("subscriber", network, worker, where, {"layers": layers}))
             stack.callback(subscribers[-1].end)
         elements = publisher.answer()["elements"]
         for subscriber in subscribers:
@@ -137,7 +136,7 @@ def run(*, rates: Sequence[float], versions: int, layers: int, progress: Progres
 
 
 def _measure(
-    rate: float, method: Method, versions: int, publisher: "_Process", subscribers: Sequence["_Process"]
+    rate: float, method: Method, versions: int, publisher: Process, subscribers: Sequence[Process]
 ) -> MethodResult:
     published, synced, seconds = [], [], []
     for version in range(versions + 1):
@@ -185,53 +184,17 @@ def _measure(
     )
 
 
-class _Process:
-    """A process of `roles` in a namespace; it takes orders."""
-
-    def __init__(self, role: str, network: Network, place: int, directory: Path, settings: dict[str, object]) -> None:
-        place_directory = directory / f"{role}-{place}"
-        place_directory.mkdir()
-        self._role, self._errors = role, place_directory / "stderr"
-        command = [sys.executable, str(ROLES), role]
-        host = network.hub(place) if place else "127.0.0.1"
-        # A proxy that this environment names cannot be reached from the namespace.
-        kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("AWS_")}
-        access = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{PORT}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
-        }
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                network.inside(place, [*command, json.dumps(settings | {"directory": str(place_directory)})]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=kept | access,
-                text=True,
-                process_group=0,  # Ctrl-C is for the benchmark, which ends every process
-            )
-
-    def order(self, order: Order) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(order).decode() + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Wait for the answer to the last order. Raises ProcessDiedError if the process has ended instead."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            last = self._errors.read_text().strip().splitlines()[-1:] or ["no message"]
-            raise ProcessDiedError(
-                f"the {self._role} of the benchmark ended with exit code {code}: {last[0]}", process=self._role
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+def _process(role: str, network: Network, place: int, directory: Path, settings: dict[str, object]) -> Process:
+    """A process of `roles` in a namespace."""
+    place_directory = directory / f"{role}-{place}"
+    place_directory.mkdir()
+    own = json.dumps(settings | {"directory": str(place_directory)})
+    access = {
+        "AWS_ENDPOINT_URL": f"http://{network.hub(place) if place else '127.0.0.1'}:{PORT}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    command = [sys.executable, str(ROLES), role, own]
+    return Process(role, network, place, command, access, hidden="AWS_", errors=place_directory / "stderr")

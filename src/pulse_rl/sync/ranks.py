@@ -40,14 +40,8 @@ class Gathering(Protocol):
         """The bytes of every rank. limit: of one rank's."""
 
 
-class Ranks(Protocol):
+class Ranks(Gathering, Protocol):
     """The processes that work together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
     @property
     def sent_nbytes(self) -> int:
@@ -59,9 +53,6 @@ class Ranks(Protocol):
         what: the name of the work, for errors. kind: the type of what it returns, as msgspec reads it. A rank whose
         work fails raises its own error, all others an ExchangeError that has its text.
         """
-
-    def gather(self, data: bytes, limit: int) -> list[bytes]:
-        """The bytes of every rank. limit: of one rank's."""
 
     def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
         """Send data[r] to rank r. Returns what each rank sent here. limit: bytes of one message."""
