@@ -1,0 +1,114 @@
+"""Tensor-parallel ranks of an engine: each traces its own loader, and together they are proved and follow."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import group_world
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from loco_ranks import good
+from safetensors.torch import save_file
+
+import pulse_rl as pulse
+from pulse_rl.engines.views import LiveViews
+from pulse_rl.sync.peers import WORDING
+from pulse_rl.sync.ranks import ranks_of
+
+HIDDEN, ROWS, WORDS = 8, 12, 9
+
+
+class Rank(torch.nn.Module):
+    """One rank's half: rows of query, key and value fused, columns of the output, and a replica of the norm."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        for name, shape in (
+            ("qkv", (3 * ROWS // size, HIDDEN)),
+            ("out", (HIDDEN, ROWS // size)),
+            ("norm", (HIDDEN,)),
+            ("embed", (-(-WORDS // size), HIDDEN)),
+        ):
+            parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        rows = ROWS // self.size
+        for name, weight in weights:
+            if name in ("q", "k", "v"):
+                self.qkv.data.narrow(0, rows * "qkv".index(name), rows).copy_(weight.narrow(0, rows * self.rank, rows))
+            elif name == "out":
+                self.out.data.copy_(weight.narrow(1, rows * self.rank, rows))
+            elif name == "embed":
+                words = len(self.embed)
+                part = weight[words * self.rank : words * (self.rank + 1)]
+                self.embed.data[: len(part)].copy_(part)
+                self.embed.data[len(part) :].fill_(0)
+            else:
+                self.norm.data.copy_(weight)
+
+
+def _published(version: int) -> dict[str, torch.Tensor]:
+    random = np.random.default_rng(3)
+    shapes = {
+        **dict.fromkeys("qkv", (ROWS, HIDDEN)),
+        "out": (HIDDEN, ROWS),
+        "norm": (HIDDEN,),
+        "embed": (WORDS, HIDDEN),
+    }
+    bits = {name: random.integers(0, 1 << 15, shape, np.int16) for name, shape in shapes.items()}
+    for step in range(version):
+        for tensor in bits.values():
+            tensor[step] += 1
+    return {name: torch.from_numpy(tensor).view(torch.bfloat16) for name, tensor in bits.items()}
+
+
+def _follow(rank: int, size: int, directory: Path, loaded: int, altered: int | None) -> Any:
+    engine = Rank(rank, size)
+    engine.load_weights(_published(loaded).items())
+    if rank == altered:
+        engine.qkv.data.copy_(engine.qkv.data.flip(0))
+    group = dist.group.WORLD
+    subscriber = pulse.Subscriber(directory / "history", group=group, overwrite=False)
+    views = LiveViews.of(engine, engine.load_weights, subscriber.tensors())
+    ranks = ranks_of(group, WORDING)
+    proved = views.prove(subscriber.history, directory / "model", ranks)
+    subscriber.overwrite = proved is None
+    report = subscriber.sync(views.weights())
+    fresh = Rank(rank, size)
+    fresh.load_weights(_published(3).items())
+    same = all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(*map(_all, (engine, fresh)), strict=True)
+    )
+    return proved, report.route, same
+
+
+def _all(engine: Rank) -> Iterable[torch.nn.Parameter]:
+    return engine.parameters()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine")
+    (path / "model").mkdir()
+    save_file(_published(0), path / "model" / "model.safetensors")
+    publisher = pulse.Publisher(path / "history")
+    for version in range(1, 4):
+        publisher.publish(_published(version), version=version)
+    return path
+
+
+@pytest.mark.parametrize(("loaded", "proved"), [(0, None), (1, 1)], ids=["files", "digest"])
+def test_ranks_are_proved_together_and_follow(directory: Path, loaded: int, proved: int | None) -> None:
+    for found, _, same in good(group_world.run(_follow, 2, directory, loaded, None)):
+        assert found == proved
+        assert same
+
+
+@pytest.mark.parametrize("loaded", [0, 1], ids=["files", "digest"])
+def test_a_rank_whose_memory_was_permuted_stops_all(directory: Path, loaded: int) -> None:
+    results = group_world.run(_follow, 2, directory, loaded, 1)
+    assert all(isinstance(result, pulse.UnmappedError) for result in results), results
