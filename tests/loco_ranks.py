@@ -85,7 +85,7 @@ def running() -> Iterator[Ranks]:
         for pipe in pipes[:size]:
             pipe.send((function, size, arguments))
         for pipe in pipes[:size]:
-            assert pipe.poll(60), "a rank hangs"
+            assert pipe.poll(180), "a rank hangs"
         return [pipe.recv() for pipe in pipes[:size]]
 
     try:

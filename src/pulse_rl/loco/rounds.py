@@ -283,7 +283,7 @@ class LocalSteps:
 
     def _sync(self) -> LocoReport:
         clock = time.perf_counter()
-        if self._members.elastic and self._steps is None:
+        if self._members.elastic and self._steps is None and self._background is None:
             raise RuntimeError("sync: call it within the context, where the other trainers are known")
         if self._background is None:
             self._rebind()

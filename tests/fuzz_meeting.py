@@ -1,0 +1,143 @@
+"""Trainers that meet in a store, killed with SIGKILL at random points and started again, until all rounds are done.
+
+    python tests/fuzz_meeting.py --seeds 200
+
+Of each world, drawn by seed: two or three trainers in a directory, with either straggler rule, anchors and pruning. A
+trainer writes a checkpoint after some rounds. It kills itself at its k-th request of the store, before or after that
+takes effect, and is started again, with its last checkpoint or without. At the end all hold the same θ, which every
+commit names, and a newcomer that takes the rounds that are left gets it too.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from loco_ranks import bits, forking
+from store_trainers import Trainer
+
+import pulse_rl as pulse
+from pulse_rl.loco.meeting import names
+from pulse_rl.loco.meeting.documents import Commit, decode
+
+CALLS = ("put", "get", "stream", "list", "delete")
+ROUNDS = 6
+
+
+class Doomed:
+    """A store whose process kills itself at the k-th request, before or after it takes effect; None: never."""
+
+    def __init__(self, inner: Any, k: int | None, *, done: bool) -> None:
+        self._inner, self._left, self._done = inner, k, done
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._inner, name)
+        if name not in CALLS or self._left is None:
+            return real
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and not self._done:
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = real(*arguments, **options)
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return call
+
+
+def live(folder: str, rank: int, size: int, options: dict[str, Any], doom: tuple[int | None, bool], save: int) -> None:
+    """One life of a trainer."""
+    os.environ["PULSE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    store = Doomed(pulse.open_store(Path(folder, "store")), doom[0], done=doom[1])
+    trainer = Trainer(store, rank, size, timeout=120, **options)
+    file = Path(folder, f"{rank}.pt")
+    if file.exists():
+        trainer.load(torch.load(file, weights_only=True))
+    with trainer.loco:
+        while trainer.loco.round < ROUNDS:
+            trainer.rounds()
+            if trainer.loco.round % save == 0:
+                torch.save(trainer.save(), file.with_suffix(".part"))
+                file.with_suffix(".part").replace(file)
+    if trainer.loco.round == ROUNDS:
+        torch.save(trainer.loco.state_dict()["theta"], Path(folder, f"theta-{rank}"))
+
+
+def world(seed: int) -> int:
+    """Run one world; returns how many trainers were killed in it. Raises AssertionError."""
+    draw = random.Random(seed)
+    size = draw.choice([2, 2, 3])
+    options = {
+        "late_after": draw.choice([None, None, 0.0, 0.1]),
+        "anchor_every": draw.choice([1, 2, 100]),
+        "retain": draw.choice([1, 2, 10]),
+    }
+    save, context, killed = draw.choice([1, 2, 100]), forking(), 0
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(rank: int, deaths: int) -> Any:
+            doom = (draw.randint(1, 60) if deaths < 3 else None, draw.random() < 0.5)
+            if doom[0] is not None and draw.random() < 0.1:
+                Path(folder, f"{rank}.pt").unlink(missing_ok=True)  # its disk is lost too
+            process = context.Process(target=live, args=(folder, rank, size, options, doom, save), daemon=True)
+            process.start()
+            return process
+
+        deaths = [0] * size
+        processes = {rank: start(rank, 0) for rank in range(size)}
+        while processes:
+            for rank, process in list(processes.items()):
+                process.join(0.02)
+                if process.exitcode == -signal.SIGKILL:
+                    deaths[rank], killed = deaths[rank] + 1, killed + 1
+                    processes[rank] = start(rank, deaths[rank])
+                elif process.exitcode is not None:
+                    assert process.exitcode == 0, (seed, rank, options)
+                    del processes[rank]
+        check(Path(folder), size, seed)
+    return killed
+
+
+def check(folder: Path, size: int, seed: int) -> None:
+    """All θ are the same, and so is a newcomer's; each commit names the θ that the one before led to."""
+    found = {
+        rank: bits(torch.load(folder / f"theta-{rank}")) for rank in range(size) if (folder / f"theta-{rank}").exists()
+    }
+    assert found, seed
+    assert len({repr(theta) for theta in found.values()}) == 1, seed
+    store = pulse.open_store(folder / "store")
+    newcomer = Trainer(store, 0, size)
+    newcomer.loco.__enter__()
+    newcomer.loco.__exit__(None, None, None)
+    last = newcomer.loco.round
+    assert last >= ROUNDS, seed
+    if last == ROUNDS:
+        assert newcomer.theta == next(iter(found.values())), seed
+    for info in store.list(names.ROUNDS):
+        if info.name.endswith("commit.json"):
+            data = bytes(store.get(info.name))
+            commit = decode(data, Commit, newcomer.group._members._meeting.board._keys, info.name, info.name)
+            assert not commit.refused, (seed, commit.refused)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    killed = 0
+    for seed in range(options.first, options.first + options.seeds):
+        killed += world(seed)
+        print(f"seed {seed}: {killed} trainers killed so far", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
