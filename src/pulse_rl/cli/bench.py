@@ -129,6 +129,39 @@ def shards(
 
 
 @bench.command()
+def engine(
+    model: Annotated[str, typer.Option(help="smollm2, or a directory or hub id.")] = "smollm2",
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Take the versions of a run's history, from its first on; otherwise train."),
+    ] = None,
+    versions: Annotated[int, typer.Option(min=1, help="Versions that the engine follows one after the other.")] = 20,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between versions, while requests are counted.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of a stretch in which requests are counted.")] = 30.0,
+    stretches: Annotated[int, typer.Option(min=1, help="Such stretches with versions, and without.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Have a real vLLM server on a CPU follow versions in place, next to its own reload and its sparse patches.
+
+    Compares outputs and checksums with a fresh engine. Needs vLLM (make setup-vllm),
+    6 GB of memory, 2 GB of disk, and a quarter of an hour on two cores.
+    """
+    from pulse_rl.bench.engine import run
+
+    with output.progress("engine") as update:
+        report = run(
+            model=model,
+            store=store,
+            versions=versions,
+            every=every,
+            seconds=seconds,
+            stretches=stretches,
+            progress=update,
+        )
+    output.report(report, as_json)
+
+
+@bench.command()
 def fanout(
     subscribers: Annotated[int, typer.Option(min=1, help="Subscribers of one history; each is a process.")] = 64,
     versions: Annotated[int, typer.Option(min=1, help="Versions to publish after the first.")] = 10,
