@@ -68,6 +68,15 @@ class HeldViews:
             raise UnmappedError("the cache of 'norm' cannot be rebuilt", name="norm", reason="planted")
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that went away."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 class SmallEngine:
     """What a service needs of an engine, and the HTTP server before it."""
 
@@ -84,8 +93,7 @@ class SmallEngine:
         self._ended = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._routes = Service(self).routes()
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         for work in (self._step, self._loop.run_forever, self._server.serve_forever):
             threading.Thread(target=work, daemon=True).start()

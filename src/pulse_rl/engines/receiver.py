@@ -182,6 +182,8 @@ class Receiver:
     def _open(self) -> None:
         """Open the history and find the weights. Raises what went wrong, on all ranks."""
         wanted, start = self._wanted, time.perf_counter()
+        if self._views is not None:
+            return
         if wanted is None:
             raise VersionNotFoundError("the engine was not told yet which history to follow")
         if self._ranks is None:
