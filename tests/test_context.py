@@ -27,7 +27,6 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import rangecoder
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
-from pulse_rl.weights.bits import HostBits
 
 NAMES = sorted(ITEMSIZES)
 SEEDS = st.integers(0, 2**32)
@@ -273,24 +272,25 @@ def test_another_base_is_refused_and_left_alone() -> None:
 
 @pytest.mark.parametrize("keep", [0, 32 << 20])
 def test_an_interrupted_write_ends_in_the_target(keep: int, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scatter that writes half of a segment and raises: decoding again would read new bits instead of old ones."""
+    """A write of half a segment that raises: decoding again would read new bits instead of old ones."""
     threads(1)
     monkeypatch.setattr("pulse_rl.patch.apply.KEEP_NBYTES", keep)
     old, new, patch = drifted_patch()
-    genuine, calls = cpu.scatter, 0
+    genuine, calls = cpu.write_spots, 0
 
-    def half(target: Any, indices: Any, values: Any) -> None:
+    def half(spots: Any, counts: Any, indices: Any, values: Any) -> Any:
         nonlocal calls
         calls += 1
-        part = len(indices) // 2 if calls == 2 else len(indices)
-        genuine(target, indices[:part], values[:part])
         if calls == 2:
+            part = counts[0] // 2
+            genuine(spots, np.array([part]), indices[:part], values[:part])
             raise KeyboardInterrupt
+        return genuine(spots, counts, indices, values)
 
-    monkeypatch.setattr(cpu, "scatter", half)
+    monkeypatch.setattr(cpu, "write_spots", half)
     with pytest.raises(KeyboardInterrupt):
         pulse.apply(old, patch)
-    assert calls > len(old)
+    assert calls > 2
     assert snapshot(old) == snapshot(new)
 
 
@@ -298,20 +298,20 @@ def test_an_interruption_while_other_threads_write(threads: Any, monkeypatch: py
     """The repeated write waits for every thread of the first one, whichever of them ends first."""
     threads(3)
     old, new, patch = drifted_patch()
-    genuine, begun = HostBits.scatter, threading.Event()
-    calls: list[Any] = []
+    genuine, begun = cpu.write_spots, threading.Event()
+    calls: list[int] = []
 
-    def scatter(self: Any, start: int, indices: Any, values: Any) -> None:
-        calls.append(self)
+    def write(spots: Any, *changes: Any) -> Any:
+        calls.append(id(spots))
         if len(calls) == 1:
             begun.wait(5)
             raise KeyboardInterrupt
-        if calls[1] is self:  # the second segment: slow, and slower when it is written again
+        if calls[1] == id(spots):  # the second span: slow, and slower when it is written again
             begun.set()
-            time.sleep(0.15 * calls.count(self) ** 2)
-        genuine(self, start, indices, values)
+            time.sleep(0.15 * calls.count(id(spots)) ** 2)
+        return genuine(spots, *changes)
 
-    monkeypatch.setattr(HostBits, "scatter", scatter)
+    monkeypatch.setattr(cpu, "write_spots", write)
     with pytest.raises(KeyboardInterrupt):
         pulse.apply(old, patch)
     assert snapshot(old) == snapshot(new)
@@ -337,11 +337,11 @@ def test_an_interruption_of_the_thread_that_waits_for_the_others(
     threads(2)
     old, new, _ = drifted_patch()
     patch = pulse.diff(old, new, codec=codec)
-    genuine, main = HostBits.scatter, threading.get_ident()
+    genuine, main = cpu.write_spots, threading.get_ident()
 
-    def slow(self: Any, start: int, indices: Any, values: Any) -> None:
+    def slow(*args: Any) -> Any:
         time.sleep(0.05)
-        genuine(self, start, indices, values)
+        return genuine(*args)
 
     waits = 0
 
@@ -360,7 +360,7 @@ def test_an_interruption_of_the_thread_that_waits_for_the_others(
         writing, waits = True, 0
         write(self)
 
-    monkeypatch.setattr(HostBits, "scatter", slow)
+    monkeypatch.setattr(cpu, "write_spots", slow)
     monkeypatch.setattr(Future, "result", interrupted)
     monkeypatch.setattr(Application, "write", begin)
     with pytest.raises(KeyboardInterrupt):

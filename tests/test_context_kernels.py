@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_context import segments
 
 from pulse_rl.codecs import model
-from pulse_rl.dtypes import field_of
+from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.kernels.cpu import moves, rangecoder
 from pulse_rl.kernels.reference import context as reference
 
@@ -155,6 +155,28 @@ def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: floa
     counted = [e for i, e in enumerate(exponents) if i // 64 % every == 0]
     expected = np.bincount(counted, minlength=kind.exponents) * every
     assert moves.count_exponents(segment.old, kind, every).tolist() == expected.tolist()
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["F8_E4M3", "BF16", "F32", "F64", "I16"]), st.integers(1, 5), st.integers(64, 200), st.floats(0, 1)
+)
+def test_hot_elements_and_counts_in_rows_are_those_of_a_copy(dtype: str, rows: int, run: int, share: float) -> None:
+    """Rows that lie apart, as those of a tile do."""
+    kind, itemsize = field_of(dtype), ITEMSIZES[dtype]
+    data = np.random.default_rng(run).integers(0, 256, rows * (run + 5) * itemsize, np.uint8)
+    old = data.view(UINTS[itemsize]).reshape(rows, run + 5)[:, 3 : 3 + run]
+    flat = old.flatten()
+    for threshold in (0, round(share * kind.exponents), kind.exponents):
+        expected = [column.tolist() for column in moves.find_hot(flat, kind, threshold)]
+        assert [column.tolist() for column in moves.find_hot(old, kind, threshold)] == expected
+    for every in (1, 2):
+        counted = moves.count_exponents(flat, kind, every)
+        assert moves.count_exponents(old, kind, every).tolist() == counted.tolist()
+    where = np.arange(0, flat.size, 3, dtype=np.uint32)
+    ups, sizes = np.ones(len(where), np.bool_), np.ones(len(where), np.uint64)
+    moved = moves.apply_moves(flat, where, ups, sizes, kind)
+    assert moves.apply_moves(old, where, ups, sizes, kind).tolist() == moved.tolist()
 
 
 @settings(max_examples=150)

@@ -275,7 +275,7 @@ def test_gap_words(indices: list[int], words: str) -> None:
     used = cpu.gap_encode(np.array(indices, np.uint32), found)
     assert found[:used].tobytes().hex() == words
     decoded = np.zeros(len(indices), np.uint32)
-    assert cpu.gap_decode(found[:used], 1 << 20, decoded) == used
+    assert cpu.gap_decode(found[:used], np.array([1 << 20]), np.array([len(indices)]), decoded) == used
     assert decoded.tolist() == indices
 
 

@@ -1,5 +1,6 @@
 """Every compiled kernel against its naive twin, over widths, densities and sizes that do not divide evenly."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -213,30 +214,103 @@ def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
     assert words[:used].tolist() == naive[:used].tolist()
     n = int(indices[-1]) + 1 if len(indices) else 0
     decoded = np.empty_like(indices)
-    assert cpu.gap_decode(words[:used], n, decoded) == used
+    size, count = np.array([n]), np.array([len(indices)])
+    assert cpu.gap_decode(words[:used], size, count, decoded) == used
     assert decoded.tolist() == indices.tolist()
     if n:
-        assert cpu.gap_decode(words[:used], n - 1, decoded) == -1  # the last index is out of range
-        assert cpu.gap_decode(words[: used - 1], n, decoded) == -1  # the words run out
+        assert cpu.gap_decode(words[:used], size - 1, count, decoded) == -1  # the last index is out of range
+        assert cpu.gap_decode(words[: used - 1], size, count, decoded) == -1  # the words run out
 
 
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.sampled_from([0, 1, 5, 15, 16, 0xFFFE, 0xFFFF]), max_size=24),
-    st.integers(0, 12),
-    st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20]),
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20])), max_size=4),
 )
-def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], k: int, n: int) -> None:
+def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: list[tuple[int, int]]) -> None:
     """Hostile words: the same result as the twin, the same indices, and none of them out of range."""
     words = np.array(stream, np.uint16)
-    indices, naive = np.zeros(k, np.uint32), np.zeros(k, np.uint32)
-    used = cpu.gap_decode(words, n, indices)
-    assert used == reference.gap_decode(words, n, naive)
+    counts, sizes = (np.array([segment[i] for segment in segments], np.int64) for i in (0, 1))
+    indices, naive = np.zeros(counts.sum(), np.uint32), np.zeros(counts.sum(), np.uint32)
+    used = cpu.gap_decode(words, sizes, counts, indices)
+    assert used == reference.gap_decode(words, sizes, counts, naive)
     assert indices.tolist() == naive.tolist()
     if used >= 0:
-        assert all(index < n for index in indices)
-        again = np.zeros(3 * k, np.uint16)
-        assert again[: cpu.gap_encode(indices, again)].tolist() == stream[:used]  # a gap has one form
+        assert (indices < np.repeat(sizes, counts)).all()
+        parts = np.split(indices, np.cumsum(counts)[:-1]) if segments else []
+        again = np.zeros((len(parts), 3 * len(indices)), np.uint16)
+        coded = [words_[: cpu.gap_encode(part, words_)] for part, words_ in zip(parts, again, strict=True)]
+        assert [word for part in coded for word in part.tolist()] == stream[:used]  # a gap has one form
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    WIDTHS,
+    st.sets(st.integers(1, 39), max_size=5),
+    st.lists(st.sets(st.integers(1, 11), max_size=3), min_size=6, max_size=6),
+    st.sets(st.integers(1, 479), max_size=4),
+    DENSITIES,
+    SEEDS,
+)
+def test_changes_are_sorted_into_tiles_as_by_the_twin(
+    width: int, columns: set[int], rows: list[set[int]], cuts: set[int], density: float, seed: int
+) -> None:
+    """12 rows of 40 elements, cut into ranges of columns and these into ranges of rows, and found in some runs."""
+    edges = [0, *sorted(columns), 40]
+    tiles = [list(pairwise([0, *sorted(rows[i]), 12])) for i in range(len(edges) - 1)]
+    starts, stops = (np.array([tile[i] for part in tiles for tile in part], np.int64) for i in (0, 1))
+    firsts = np.cumsum([0, *map(len, tiles[:-1])])
+    grid = cpu.Grid(40, np.array(edges, np.int64), firsts, starts, stops)
+    begins = np.array([0, *sorted(cuts)], np.int64)
+    flat = np.flatnonzero(np.random.default_rng(seed).random(480) < density)
+    run = np.searchsorted(begins, flat, "right") - 1
+    counts = np.bincount(run, minlength=len(begins))
+    indices, (values, old) = (
+        (flat - begins[run]).astype(np.uint32),
+        random_bits(width, 2 * len(flat), seed).reshape(2, -1),
+    )
+    found = cpu.split(indices, begins, counts, values, old, grid)
+    columns_ = list(zip(found.indices.tolist(), found.values.tolist(), found.replaced.tolist(), strict=True))
+    by_tile = [columns_[a:b] for a, b in pairwise(found.at.tolist())]
+    assert by_tile == reference.split(indices, begins, counts, values, old, grid)
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.integers(0, 5), DENSITIES, SEEDS)
+def test_changes_of_several_segments_are_digested_and_written_as_one_by_one(
+    width: int, segments: int, rows: int, run: int, gap: int, density: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    live = [strided(width, rows, run, seed + number, "rows") for number in range(segments)]
+    starts, roots = rng.integers(0, 1 << 41, segments), rng.integers(0, 1 << 64, segments, np.uint64)
+    indices = [np.flatnonzero(rng.random(rows * run) < density).astype(np.uint32) for _ in live]
+    values = [random_bits(width, len(some), seed + 9) for some in indices]
+    stride, every = run + gap, np.ones(segments, np.int64)
+    addresses = np.array([one.ctypes.data for one in live], np.uint64)
+    spots = cpu.Spots(addresses, (run + 3) * every, starts, stride * every, run * every, roots)
+    counts = np.array([len(some) for some in indices])
+    joined = np.concatenate(indices), np.concatenate(values)
+    expected = 0
+    for root, start, one, some, new in zip(roots.tolist(), starts.tolist(), live, indices, values, strict=True):
+        old = np.empty_like(new)
+        reference.gather_rows(one, some, old)
+        places = some // run * stride + some % run
+        expected += reference.digest_delta(root, start, places, old, new)
+    assert cpu.spots_delta(spots, counts, *joined) == expected % 2**64
+    assert cpu.write_spots(spots, counts, *joined) is None
+    for number, (one, some, new) in enumerate(zip(live, indices, values, strict=True)):
+        twin = strided(width, rows, run, seed + number, "rows")
+        reference.scatter_rows(twin, some, new)
+        assert one.base.tolist() == twin.base.tolist()  # nothing beside the segment was written
+
+
+def test_an_element_that_does_not_read_back_names_its_segment() -> None:
+    """Two segments that are the same memory, with different bits: the later ones stay."""
+    memory, one = np.zeros(64, np.uint16), np.ones(2, np.int64)
+    addresses = np.full(2, memory.ctypes.data, np.uint64)
+    spots = cpu.Spots(addresses, 64 * one, 0 * one, 64 * one, 64 * one, addresses)
+    indices, values = np.array([5, 5], np.uint32), np.array([1, 2], np.uint16)
+    assert cpu.write_spots(spots, one, indices, values) == 0
 
 
 @settings(deadline=None, max_examples=200)

@@ -568,7 +568,7 @@ def test_what_is_no_weights(weights: Any, message: str) -> None:
 # Interrupted writes
 
 
-@pytest.mark.parametrize("where", ["block", "scatter"])
+@pytest.mark.parametrize("where", ["block", "kernel"])
 @pytest.mark.parametrize("codec", ["gap", "raw"])
 def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of the write is raised, but only once the weights are the target's, bit for bit."""
@@ -577,18 +577,17 @@ def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeyp
     new = {name: changed(tensor, 200_000, rng) for name, tensor in old.items()}
     patch = diff(old, new, codec=codec)
     assert int(take_apart(patch)[0]["blocks"]) > 2
-    places = [(Application, "_write_unit")] if where == "block" else [(cpu, "scatter"), (cpu, "scatter_rows")]
+    owner, name = (Application, "_write_unit") if where == "block" else (cpu, "write_spots")
     calls = 0
 
-    def once(genuine: Any, *args: Any) -> None:
+    def once(genuine: Any, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        genuine(*args)
+        return genuine(*args)
 
-    for owner, name in places:
-        monkeypatch.setattr(owner, name, _through(once, owner, name))
+    monkeypatch.setattr(owner, name, _through(once, owner, name))
     with pytest.raises(KeyboardInterrupt):
         pulse.apply(old, patch)
     assert calls > 3
@@ -600,21 +599,40 @@ def _through(once: Any, owner: Any, name: str) -> Any:
     """A function that passes what it replaces, and its arguments, on to another."""
     genuine = getattr(owner, name)
 
-    def called(*args: Any) -> None:
-        once(genuine, *args)
+    def called(*args: Any) -> Any:
+        return once(genuine, *args)
 
     return called
 
 
 def test_bits_that_do_not_read_back_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faulty memory, played by a write that does nothing: an error, and no success."""
+    """Faulty memory, played by writes that do nothing: an error, and no success. Memory is written in two ways."""
+    apart = {name: tensor.repeat_interleave(2, -1)[..., ::2] for name, tensor in small().items()}
+    monkeypatch.setattr(cpu, "write_spots", lambda *args: 0)
     monkeypatch.setattr(HostBits, "scatter", lambda *args: None)
-    with pytest.raises(pulse.IntegrityError) as raised:
-        pulse.apply(small(), small_patch())
-    assert raised.value.name in small()
+    for weights in (small(), apart):
+        with pytest.raises(pulse.IntegrityError) as raised:
+            pulse.apply(weights, small_patch())
+        assert raised.value.name in small()
 
 
 # Memory
+
+
+@pytest.mark.parametrize("shape", [(700, 700), (16, 300, 200), (3, 200_000), (500_000,)])
+def test_changes_beyond_the_budget_of_a_scan_are_found_tile_by_tile(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes, whether a group is compared run by run, tile by tile, or both because it holds too many."""
+    rng = np.random.default_rng(6)
+    old = {f"layers.{i}.w": random_tensor("torch", "bfloat16", shape, rng) for i in range(3)}
+    new = {name: changed(tensor, 20_000, rng) for name, tensor in old.items()}
+    for codec in ("gap", "context"):
+        monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", 32 << 20)
+        patch = diff(old, new, codec=codec)
+        for budget in (-1, 200_000):
+            monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", budget)
+            assert diff(old, new, codec=codec) == patch
 
 
 def test_changes_beyond_the_kept_budget_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ class Remote:
         self.shape, self.size = elements.shape, elements.size
         self.storage = self
         self.extent = (self, 0, 12)
+        self.contiguous = False
 
     def read(self, start: int, stop: int) -> Any:
         return self.elements.flat[start:stop]

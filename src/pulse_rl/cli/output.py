@@ -176,7 +176,7 @@ class _Watched:
         self._advance = advance
         self.dtype, self.shape = bits.dtype, bits.shape
         self.size, self.itemsize = bits.size, bits.itemsize
-        self.writable = bits.writable
+        self.contiguous, self.writable = bits.contiguous, bits.writable
 
     def read(self, start: int, stop: int) -> UIntArray:
         self._advance(stop - start)

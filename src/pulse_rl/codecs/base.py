@@ -9,6 +9,8 @@ and decoder agree without a flag.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import mul
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -39,7 +41,8 @@ class SegmentSpec(NamedTuple):
         return (4 + self.itemsize) * self.changed
 
 
-Read: TypeAlias = Callable[[], UIntArray]  # a segment's old bits, shape (size,)
+# A segment's old bits: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows` describes them.
+Read: TypeAlias = Callable[[], UIntArray]
 
 
 def row_spec(dtype: str, sizes: Sequence[int], changed: int) -> SegmentSpec:
@@ -62,6 +65,7 @@ class SegmentChanges(NamedTuple):
     spec: SegmentSpec
     changes: Changes  # of a dense segment: every element
     read: Read
+    replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
 
 
 class Unit(NamedTuple):
@@ -129,27 +133,25 @@ def every_index(size: int) -> "np.typing.NDArray[np.uint32]":
     return _EVERY[:size]
 
 
-def coded_count(codec: Codec, spec: SegmentSpec) -> int:
-    """How many values a segment has: all elements of a dense one, else its changes."""
-    return spec.size if codec.is_dense(spec) else spec.changed
+def split_values(data: memoryview, counts: Sequence[int], specs: Sequence[SegmentSpec]) -> list[UIntArray]:
+    """Cut a stream of concatenated values into one array per segment, of `counts` elements.
 
-
-def split_values(data: memoryview, codec: Codec, specs: Sequence[SegmentSpec]) -> list[UIntArray]:
-    """Cut a stream of concatenated values into one array per segment.
-
-    Raises FormatError if the stream is not exactly as long as the specs announce.
+    Raises FormatError if the stream is not exactly as long as that.
     """
-    counts = [coded_count(codec, spec) for spec in specs]
-    expected = sum(count * spec.itemsize for count, spec in zip(counts, specs, strict=True))
+    itemsizes = [spec.itemsize for spec in specs]
+    expected = sum(map(mul, counts, itemsizes))
     if len(data) != expected:
         raise FormatError(f"values: expected {expected} bytes, found {len(data)}")
-    values, at = [], 0
-    for count, spec in zip(counts, specs, strict=True):
-        stop = at + count * spec.itemsize
-        # Copied if the elements are not aligned in memory.
-        part: UIntArray = np.frombuffer(data[at:stop], np.uint8)
-        if part.__array_interface__["data"][0] % spec.itemsize:
-            part = part.copy()
-        values.append(part.view(UINTS[spec.itemsize]))
-        at = stop
+    values, at, first = list[UIntArray](), 0, 0
+    stream: UIntArray = np.frombuffer(data, np.uint8)
+    for itemsize, run in groupby(itemsizes):
+        sizes = counts[first : first + len(list(run))]
+        part = stream[at : at + itemsize * sum(sizes)]
+        first, at = first + len(sizes), at + len(part)
+        if part.ctypes.data % itemsize:
+            part = part.copy()  # elements are to be aligned in memory
+        elements, edge = part.view(UINTS[itemsize]), 0
+        for size in sizes:
+            values.append(elements[edge : edge + size])
+            edge += size
     return values

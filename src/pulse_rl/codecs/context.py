@@ -14,9 +14,10 @@ the bits of a segment are in `kernels.cpu.context`.
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Unit, consecutive
@@ -26,6 +27,7 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import context, moves
 from pulse_rl.kernels.cpu.context import Start
+from pulse_rl.kernels.cpu.moves import Moves
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
@@ -178,15 +180,17 @@ def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> 
     """
     # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
 
-    def measure(part: SegmentChanges) -> tuple[Ints, Ints]:
+    def measure(part: SegmentChanges) -> tuple[Moves, Ints, Ints]:
         old = part.read()
-        exponents = moves.find_moves(_gathered(old, part.changes), part.changes.values, field).exponents
-        changes = np.bincount(exponents, minlength=field.exponents)
-        every = SAMPLED_EVERY if len(old) > SAMPLED_SIZE else 1
-        return np.maximum(moves.count_exponents(old, field, every), changes), changes
+        before = _gathered(old, part.changes.indices) if part.replaced is None else part.replaced
+        moved = moves.find_moves(before, part.changes.values, field)
+        changes = np.bincount(moved.exponents, minlength=field.exponents)
+        every = SAMPLED_EVERY if old.size > SAMPLED_SIZE else 1
+        return moved, np.maximum(moves.count_exponents(old, field, every), changes), changes
 
-    measured = list(ordered_map(measure, parts))
-    elements, changes = (np.stack(counts) for counts in zip(*measured, strict=True))
+    all_moved, all_elements, all_changes = zip(*ordered_map(measure, parts), strict=True)
+    elements, changes = np.stack(all_elements), np.stack(all_changes)
+    members = list(zip(parts, all_moved, strict=True))
     classes, activities = model.classify(elements, changes)
     thresholds = [
         model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
@@ -196,14 +200,14 @@ def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> 
     size = context.tables(field.exponents).size
     shares = [model.share(activity) for activity in activities]
 
-    def count(item: tuple[int, SegmentChanges]) -> tuple[int, Ints]:
-        number, part = item
+    def count(item: tuple[int, _Member]) -> tuple[int, Ints]:
+        number, member = item
         counts = np.zeros(size, np.int64)
-        _encode_segment(field, part, Start(thresholds[number], shares[number], counts), None)
+        _encode_segment(field, member, Start(thresholds[number], shares[number], counts), None)
         return number, counts
 
     counted = np.zeros((len(activities), size), np.int64)
-    for number, counts in ordered_map(count, _sample(classes, parts)):
+    for number, counts in ordered_map(count, _sample(classes, members)):
         counted[number] += counts
     models = [
         model.learn(field, thresholds[number], activity, counted[number], counted.sum(0))
@@ -212,13 +216,13 @@ def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> 
     # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
     starts = [learned.start() for learned in models]
 
-    def code(item: tuple[int, SegmentChanges]) -> bytes | None:
-        number, part = item
+    def code(item: tuple[int, _Member]) -> bytes | None:
+        number, member = item
         fresh = starts[number]._replace(states=starts[number].states.copy())
-        return _encode_segment(field, part, fresh, part.spec.size * part.spec.itemsize)
+        return _encode_segment(field, member, fresh, member[0].spec.size * member[0].spec.itemsize)
 
     streams = []
-    for place, stream in enumerate(ordered_map(code, zip(classes.tolist(), parts, strict=True))):
+    for place, stream in enumerate(ordered_map(code, zip(classes.tolist(), members, strict=True))):
         if stream is None:
             classes[place] = len(models)
             stream = _plain(parts[place])
@@ -226,20 +230,22 @@ def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> 
     return classes, models, streams
 
 
-def _sample(classes: Ints, parts: Sequence[SegmentChanges]) -> list[tuple[int, SegmentChanges]]:
+_Member: TypeAlias = tuple[SegmentChanges, Moves]
+
+
+def _sample(classes: Ints, members: Sequence[_Member]) -> list[tuple[int, _Member]]:
     """Up to SAMPLE segments of each class, evenly spaced, each with its class."""
     chosen = []
     for number in range(int(classes.max()) + 1):
-        members = np.flatnonzero(classes == number)
-        chosen += [(number, parts[i]) for i in members[:: -(-len(members) // SAMPLE) or 1].tolist()]
+        mine = np.flatnonzero(classes == number)
+        chosen += [(number, members[i]) for i in mine[:: -(-len(mine) // SAMPLE) or 1].tolist()]
     return chosen
 
 
-def _encode_segment(field: Field, part: SegmentChanges, start: Start, limit: int | None) -> bytes | None:
+def _encode_segment(field: Field, member: _Member, start: Start, limit: int | None) -> bytes | None:
     """Code one segment; start's states are changed. limit: as in the kernel."""
-    old = part.read()
-    moved = moves.find_moves(_gathered(old, part.changes), part.changes.values, field)
-    hot = moves.find_hot(old, field, start.threshold)
+    part, moved = member
+    hot = moves.find_hot(part.read(), field, start.threshold)
     return context.encode_segment(_place(part.spec), start, hot, part.changes.indices, moved, limit)
 
 
@@ -247,15 +253,15 @@ def _place(spec: SegmentSpec) -> context.Place:
     return context.Place(spec.size, 8 * spec.itemsize, spec.stride, spec.phase)
 
 
-def _gathered(old: UIntArray, changes: Changes) -> UIntArray:
-    values = np.empty(len(changes.indices), old.dtype)
-    cpu.gather(old, changes.indices, values)
+def _gathered(old: UIntArray, indices: NDArray[np.uint32]) -> UIntArray:
+    values = np.empty(len(indices), old.dtype)
+    (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, indices, values)
     return values
 
 
 def _plain(part: SegmentChanges) -> bytes:
     """All new elements of a segment."""
-    new = part.read().copy()
+    new = part.read().flatten()
     cpu.scatter(new, part.changes.indices, part.changes.values)
     return new.tobytes()
 
@@ -269,7 +275,7 @@ def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Call
             return [Changes(np.empty(0, np.uint32), np.empty(0, UINTS[spec.itemsize]))]
         old = reads[0]()
         if start is None:
-            changes = find_changes(old, np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
+            changes = find_changes(old.reshape(-1), np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
             if len(changes.indices) != spec.changed:
                 raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
             return [changes]

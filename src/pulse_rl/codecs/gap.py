@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import zstandard
 
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Unit, coded_count, consecutive, every_index, split_values
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Unit, consecutive, every_index, split_values
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
@@ -63,27 +63,30 @@ class GapCodec:
         if len(payload) < 4:
             raise FormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")
         (split,) = struct.unpack_from("<I", payload)
-        sparse = [spec for spec in specs if not self.is_dense(spec)]
-        limit = 3 * GAP_NBYTES * sum(spec.changed for spec in sparse)
-        coded = decompress(payload[4 : 4 + split], limit, "gaps")
+        dense = [self.is_dense(spec) for spec in specs]
+        sparse = [spec for spec, whole in zip(specs, dense, strict=True) if not whole]
+        sizes, changed = np.array([(s.size, s.changed) for s in sparse], np.int64).reshape(-1, 2).T.copy()
+        indices = np.empty(int(changed.sum()), np.uint32)
+        coded = decompress(payload[4 : 4 + split], 3 * GAP_NBYTES * len(indices), "gaps")
         if len(coded) % GAP_NBYTES:
             raise FormatError(f"gaps: expected whole words of {GAP_NBYTES} bytes, found {len(coded)} bytes")
         words = np.frombuffer(coded, np.uint16)
-        limit = sum(spec.itemsize * coded_count(self, spec) for spec in specs)
-        values = split_values(memoryview(decompress(payload[4 + split :], limit, "values")), self, specs)
+        counts = [spec.size if whole else spec.changed for spec, whole in zip(specs, dense, strict=True)]
+        limit = sum(spec.itemsize * count for spec, count in zip(specs, counts, strict=True))
+        values = split_values(memoryview(decompress(payload[4 + split :], limit, "values")), counts, specs)
+        used = cpu.gap_decode(words, sizes, changed, indices)
+        if used < 0:
+            spec = sparse[-1 - used]
+            raise FormatError(
+                f"gaps: expected {spec.changed} changes below {spec.size}, found fewer, or one out of range"
+            )
+        if used != len(words):
+            raise FormatError(f"gaps: expected {used} words, found {len(words)}")
         changes, at = [], 0
-        for spec, new in zip(specs, values, strict=True):
-            if self.is_dense(spec):
-                changes.append(Changes(every_index(spec.size), new))
-                continue
-            indices = np.empty(spec.changed, np.uint32)
-            used = cpu.gap_decode(words[at:], spec.size, indices)
-            if used < 0:
-                raise FormatError(
-                    f"gaps: expected {spec.changed} changes below {spec.size}, found fewer, or one out of range"
-                )
-            changes.append(Changes(indices, new))
-            at += used
-        if at != len(words):
-            raise FormatError(f"gaps: expected {at} words, found {len(words)}")
+        for count, whole, new in zip(counts, dense, values, strict=True):
+            if whole:
+                changes.append(Changes(every_index(count), new))
+            else:
+                changes.append(Changes(indices[at : at + count], new))
+                at += count
         return changes

@@ -50,7 +50,8 @@ class RawCodec:
         if len(payload) < split:
             raise FormatError(f"raw indices: expected {split} bytes, found {len(payload)}")
         indices = np.frombuffer(payload[:split], np.uint8).copy().view(np.uint32)
-        values = split_values(payload[split:], self, specs)
+        counts = [spec.size if self.is_dense(spec) else spec.changed for spec in specs]
+        values = split_values(payload[split:], counts, specs)
         changes, at = [], 0
         for spec, new in zip(specs, values, strict=True):
             if self.is_dense(spec):

@@ -18,21 +18,24 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Unit
+from pulse_rl.codecs.base import Unit, consecutive
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged
+from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import Target, holds, targets
+from pulse_rl.patch.targets import Target, holds, spots_of, targets
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Positions
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.pieces import Place, place_view
+from pulse_rl.weights.pieces import Place, pieces_of, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 
@@ -63,21 +66,30 @@ class _Tensor(NamedTuple):
 class _Work:
     """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
 
-    segments: Sequence[Segment]
+    segments: list[Segment]
     tensors: Sequence[_Tensor]  # of the part, by its segments' numbers
-    unit: Unit
+    units: list[tuple[int, Unit]]  # each with the number of its first segment here
     keep: bool  # whether the changes stay in memory from proof to write
+    spots: cpu.Spots | None  # where all of them lie in live memory, if that is known
     changes: list[Changes] | None = None  # of each segment, while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
     def decode(self) -> list[Changes]:
         """The changes of each segment."""
-        return self.unit.decode([partial(self._read, segment) for segment in self.segments])
+        found: list[Changes] = []
+        for first, unit in self.units:
+            members = self.segments[first : first + unit.segments]
+            found += unit.decode([partial(self._read, segment) for segment in members])
+        return found
 
     def _read(self, segment: Segment) -> UIntArray:
-        old = place_view(self.tensors[segment.tensor].before[0], segment.place)
-        return old.read(0, old.size)
+        return rows_of(self.tensors[segment.tensor].before[0], segment.place)
+
+    @property
+    def changed(self) -> int:
+        """How many elements change."""
+        return sum(segment.spec.changed for segment in self.segments)
 
 
 class _Checked(NamedTuple):
@@ -174,7 +186,7 @@ class Application:
         return self._delta
 
     def _plan(self) -> Iterator[_Work]:
-        """The patch's units in order; those whose changes fit into the budget are kept."""
+        """The patch's spans in order; those whose changes fit into the budget are kept."""
         budget = self._keep_nbytes
         for part in self._parts:
             tensors = [
@@ -188,14 +200,36 @@ class Application:
                 for name, dtype, shape, _ in part.table
             ]
             # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
-            keep_all = part.codec.conditional and (self._shared or self._overlapping)
-            for segments, unit in part.units():
-                budget -= decoded_nbytes(segments)
-                if any(self._holds(tensors[segment.tensor], segment) for segment in segments if segment.spec.changed):
-                    yield _Work(segments, tensors, unit, keep=bool(keep_all) or budget >= 0)
+            keep_all = bool(part.codec.conditional and (self._shared or self._overlapping))
+            spots = None
+            if self._before is self._live:
+                spots = spots_of(part.segments, [tensor.seed for tensor in tensors], self._live, self._shared)
+            counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
+            for span, units in part.opened():
+                work = _Work([], tensors, [], keep_all, None)
+                held: list[int] = []
+                at = span.segments.numbers.start
+                for unit, members in zip(
+                    units, consecutive(list(span.segments), [unit.segments for unit in units]), strict=True
+                ):
+                    if any(self._holds(tensors[segment.tensor], segment) for segment in members):
+                        work.units.append((len(work.segments), unit))
+                        work.segments += members
+                        held += range(at, at + unit.segments)
+                    at += unit.segments
+                if not held:
+                    continue
+                widths, mine = change_nbytes[held], counts[held]
+                budget -= int((mine * widths).sum())
+                work.keep |= budget >= 0
+                if spots is not None and (widths == widths[0]).all():
+                    found = spots.of(held)
+                    if ((found.addresses > 0) | (mine == 0)).all():
+                        work.spots = found
+                yield work
 
     def _holds(self, tensor: _Tensor, segment: Segment) -> bool:
-        return bool(tensor.live) and holds(tensor.live[0], segment.place)
+        return bool(segment.spec.changed and tensor.live) and holds(tensor.live[0], segment.place)
 
     def _check(self, work: _Work) -> _Checked:
         start_s = time.perf_counter()
@@ -203,10 +237,13 @@ class Application:
         decoded_s = time.perf_counter()
         if work.keep:
             work.changes = changes
-        delta = sum(
-            self._check_segment(work.tensors[segment.tensor], segment, found)
-            for segment, found in zip(work.segments, changes, strict=True)
-        )
+        if work.spots is not None:
+            delta = cpu.spots_delta(work.spots, *_joined(changes))
+        else:
+            delta = sum(
+                self._check_segment(work.tensors[segment.tensor], segment, found)
+                for segment, found in zip(work.segments, changes, strict=True)
+            )
         return _Checked(delta, decoded_s - start_s, time.perf_counter() - decoded_s)
 
     def _check_segment(self, tensor: _Tensor, segment: Segment, changes: Changes) -> int:
@@ -291,7 +328,7 @@ class Application:
         batch, changes = list[_Work](), 0
         for work in self._work:
             batch.append(work)
-            changes += sum(segment.spec.changed for segment in work.segments)
+            changes += work.changed
             if changes >= BATCH:
                 yield batch
                 batch, changes = [], 0
@@ -307,11 +344,25 @@ class Application:
                 return
             # Held until all of it is written, as a repeated write could no longer decode against the old bits.
             work.changes = work.changes or work.decode()
+            if work.spots is not None:
+                self._write_spots(work, work.spots, work.changes)
+                work.written, work.changes = True, None
+                return
             for target, name, (indices, values) in self._writes(work, work.changes):
                 target.bits.scatter(0, indices, values)
                 if (target.bits.gather(0, indices) != values).any():
-                    raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
+                    raise _not_written(name)
             work.written, work.changes = True, None
+
+    def _write_spots(self, work: _Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
+        """Write to plain memory, all segments at once."""
+        wrong = cpu.write_spots(spots, *_joined(changes))
+        for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
+            for _, bits, _ in pieces_of(work.tensors[number].live[0]):
+                if isinstance(bits, HostBits):
+                    bits.count_write()
+        if wrong is not None:
+            raise _not_written(work.tensors[work.segments[wrong].tensor].name)
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
@@ -330,6 +381,17 @@ class Application:
             "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
             "expected weights that do not overlap; they are as they were"
         )
+
+
+def _joined(changes: Sequence[Changes]) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+    """The changes of several segments as one: how many there are of each, all indices, and all values."""
+    counts = np.array([len(one.indices) for one in changes], np.int64)
+    indices, values = zip(*changes, strict=True)
+    return counts, np.concatenate(indices), np.concatenate(values)
+
+
+def _not_written(name: str) -> IntegrityError:
+    return IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
 
 
 def _no_changes(segment: Segment) -> Changes:
@@ -358,6 +420,9 @@ class _SharedMemory:
             delta = digests.delta(0, at, before.indices, before.values, after)
             with self._lock:
                 self._sums[name] += delta
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums
 
     def differing(self) -> Iterator[tuple[str, str]]:
         """The pairs that were changed differently."""

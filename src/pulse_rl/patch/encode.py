@@ -1,34 +1,30 @@
 """From two states of weights to a patch: find the changes, code them, keep the digest.
 
-Works segment by segment on threads. Held at once are one segment's changes a thread, one open block and the coded
-blocks: never a second model. Changes are found once, whatever the number of codecs that code them.
+Held at once are a group's changes up to a fixed budget (`scan`), one open block and the coded blocks: never a second
+model. Changes are found once, whatever the number of codecs that code them.
 
 A process that holds shares of the weights makes a part: it covers the pieces that the process owns. `find` codes it;
 once the parts' deltas are added up, the digests are known, and `finish` puts the file together.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from pulse_rl.codecs.base import Codec, SegmentChanges, every_index
-from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
-from pulse_rl.patch.segments import Entry, Segments, groups_of, spec_of
+from pulse_rl.patch.scan import Scan, rows_of
+from pulse_rl.patch.segments import groups_of, spec_of
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits
-from pulse_rl.weights.changes import Changes, comparable_rows, find_changes
-from pulse_rl.weights.pieces import Place, place_view
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.pieces import Place
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
-# least this many bytes of decoded changes after the span began, by `Segments.boundary`; between groups and quadrants
+# least this many bytes of decoded changes after the span began, by `Group.boundary`; between groups and quadrants
 # also if so many come after it. A span costs 20 to 60 bytes.
 CLOSE_NBYTES = {1: 64 << 10, 2: 4 << 10}
 
@@ -127,23 +123,25 @@ def find(
     """
     codings = [_Coding(codec) for codec in codecs]
     table = patch_format.entries_of(new)
-    segments = Segments(table, groups_of(table, format_version=patch_format.FORMAT_VERSION))
+    scan = Scan(old, new, digest_old)
     counts: list[int] = []
-    delta, read_s, diff_s = 0, 0.0, 0.0
-    before = digests.state_digest(_empty(old)) if digest_old else 0
-    work = partial(_find, codecs=codecs, digest_old=digest_old)
-    for number, found in enumerate(ordered_map(work, _tasks(old, new, table, segments))):
-        counts.append(found.coded[0].spec.changed)
-        before += found.base
-        delta += found.delta
-        read_s += found.read_s
-        diff_s += found.diff_s
-        boundary = segments.boundary(number)
-        for coding, changes in zip(codings, found.coded, strict=True):
-            coding.add(changes, boundary)
+    for group in groups_of(table, format_version=patch_format.FORMAT_VERSION):
+        entries = [table[number] for number in group.tensors]
+        found = scan.find(group, entries)
+        for tile, place in enumerate(group.places):
+            boundary = group.boundary(tile)
+            for entry, (changes, replaced) in zip(entries, found, strict=False):
+                counts.append(len(replaced))
+                spec = spec_of(entry, place, len(replaced))
+                segment = SegmentChanges(spec, changes, partial(rows_of, old[entry.name], place), replaced)
+                for coding in codings:
+                    dense = coding.codec.is_dense(spec)
+                    coding.add(_dense(segment, new[entry.name], place) if dense else segment, boundary)
+                boundary = 0
     stream = patch_format.encode_table(table, tied or {})
     sizes = [(sum(box.size for box in entry.boxes), new[entry.name].itemsize) for entry in table]
     elements, nbytes = sum(n for n, _ in sizes), sum(n * itemsize for n, itemsize in sizes)
+    base = scan.base + (digests.empty_digest(old) if digest_old else 0)
     coded = []
     for coding in codings:
         coding.close()
@@ -155,77 +153,20 @@ def find(
                 coding.blocks,
                 elements,
                 nbytes,
-                before & digests.MASK,
-                delta & digests.MASK,
-                read_s,
-                diff_s,
+                base & digests.MASK,
+                scan.delta & digests.MASK,
+                scan.read_s,
+                scan.diff_s,
                 coding.encode_s,
             )
         )
     return coded
 
 
-class _Task(NamedTuple):
-    """One segment of a tensor in both states."""
-
-    seed: int  # of the tensor's digest
-    entry: Entry
-    place: Place
-    old: Bits
-    new: Bits
-
-
-class _Found(NamedTuple):
-    coded: tuple[SegmentChanges, ...]  # for each codec: they differ only where a codec codes the segment dense
-    base: int  # this segment's share of the old digest; 0 where it is not asked for
-    delta: int  # new digest minus old digest
-    read_s: float
-    diff_s: float
-
-
-def _empty(tensors: Mapping[str, Bits]) -> dict[str, Bits]:
-    """The tensors without elements: they have no segment and count in the digest all the same."""
-    return {name: tensor for name, tensor in tensors.items() if tensor.size == 0}
-
-
-def _tasks(
-    old: Mapping[str, Bits], new: Mapping[str, Bits], table: Sequence[Entry], segments: Segments
-) -> Iterator[_Task]:
-    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in table]
-    for tensor, place, _ in segments:
-        entry = table[tensor]
-        before, after = place_view(old[entry.name], place), place_view(new[entry.name], place)
-        yield _Task(seeds[tensor], entry, place, before, after)
-
-
-def _find(task: _Task, *, codecs: Sequence[Codec], digest_old: bool) -> _Found:
-    """Find one segment's changes and what they do to the digest."""
-    seed, entry, place, old, new = task
-    clock = time.perf_counter()
-    before, after = _rows(old), _rows(new)
-    read_s = 0.0
-    if before is None or after is None or not comparable_rows(before, after):
-        after = new.read(0, new.size)
-        read_s = time.perf_counter() - clock
-        before = old.read(0, old.size)
-    changes = find_changes(before, after)
-    replaced = np.empty_like(changes.values)
-    (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
-    at = place.positions(entry.shape)
-    delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
-    base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
-    spec = spec_of(entry, place, len(changes.indices))
-    sparse = SegmentChanges(spec, changes, partial(old.read, 0, old.size))
-    coded = tuple(
-        sparse._replace(changes=Changes(every_index(spec.size), after.flatten())) if codec.is_dense(spec) else sparse
-        for codec in codecs
-    )
-    return _Found(coded, base, delta, read_s, time.perf_counter() - clock - read_s)
-
-
-def _rows(bits: Bits) -> UIntArray | None:
-    """The rows of a part of a tensor where they lie in host memory; None for others."""
-    return bits.rows if isinstance(bits, HostBits) and bits.flat is None else None
+def _dense(segment: SegmentChanges, new: Bits, place: Place) -> SegmentChanges:
+    """The same segment with all its elements."""
+    changes = Changes(every_index(segment.spec.size), rows_of(new, place).flatten())
+    return segment._replace(changes=changes)
 
 
 class _End(NamedTuple):

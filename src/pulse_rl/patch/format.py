@@ -160,15 +160,23 @@ class Patch(NamedTuple):
         return (span for block in self.blocks for span in block.spans)
 
     def units(self) -> Iterator[tuple[Sequence[Segment], Unit]]:
-        """The runs of segments that can be decoded alone, in order, of all spans that were read.
+        """The runs of segments that can be decoded alone, in order, of all spans that were read. Raises as `opened`."""
+        for span, units in self.opened():
+            at = 0
+            for unit in units:
+                yield span.segments[at : at + unit.segments], unit
+                at += unit.segments
+
+    def opened(self) -> Iterator[tuple[Span, list[Unit]]]:
+        """The units of each span that was read, in order.
 
         Raises PatchFormatError for a span that no encoder wrote; so does a unit's `decode`.
         """
         for block in self.blocks:
             if any(span.number in self.payloads for span in block.spans):
-                yield from self._units_of(block)
+                yield from self._opened(block)
 
-    def _units_of(self, block: Block) -> Iterator[tuple[Sequence[Segment], Unit]]:
+    def _opened(self, block: Block) -> Iterator[tuple[Span, list[Unit]]]:
         with translate(FormatError, to=PatchFormatError):
             shared, payloads = block.shared, self.payloads
             if shared is None:
@@ -181,10 +189,7 @@ class Patch(NamedTuple):
                 continue
             with translate(FormatError, to=PatchFormatError):
                 found = units(payloads[span.number])
-            at = 0
-            for unit in found:
-                yield span.segments[at : at + unit.segments], Unit(unit.segments, partial(_decode, unit.decode))
-                at += unit.segments
+            yield span, [Unit(unit.segments, partial(_decode, unit.decode)) for unit in found]
 
     def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""

@@ -102,7 +102,7 @@ class LaidOver:
         self._bits, self._whole, self._box = bits, shape, box
         self._changes = changes  # those of other parts of the tensor too
         self.dtype, self.itemsize, self.size, self.shape = bits.dtype, bits.itemsize, bits.size, bits.shape
-        self.writable = False
+        self.contiguous = self.writable = False
 
     def view(self, slices: tuple[slice, ...]) -> Bits:
         offset = tuple(a + along.start for a, along in zip(self._box.offset, slices, strict=True))

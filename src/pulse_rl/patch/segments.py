@@ -79,6 +79,10 @@ class Group(NamedTuple):
     places: Sequence[Place]
     quadrants: Sequence[object]  # of each place: blocks end where it changes
 
+    def boundary(self, place: int) -> int:
+        """How much of an end comes before a place: 2 between groups and quadrants, 1 between tiles."""
+        return 2 if place == 0 or self.quadrants[place] != self.quadrants[place - 1] else 1
+
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each place."""
         if isinstance(self.places, _Runs):
@@ -128,19 +132,26 @@ def groups_of(table: Sequence[Entry], *, format_version: int) -> list[Group]:
 
 
 class Segments(Sequence[Segment]):
-    """Consecutive segments of a patch, each made on access."""
+    """Consecutive segments of a patch, each made on access.
+
+    Attributes:
+        table: The tensors.
+        groups: How they are cut, and in which order.
+        numbers: Which of the patch's segments they are.
+        counts: The changes of each segment of the patch.
+    """
 
     def __init__(
         self, table: Sequence[Entry], groups: Sequence[Group], counts: NDArray[np.uint32] | None = None
     ) -> None:
-        self._table, self._groups = table, groups
+        self.table, self.groups = table, groups
         sizes = [len(group.tensors) * len(group.places) for group in groups]
         self._firsts = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]  # of each group, then of all
         self.counts = counts if counts is not None else np.zeros(self._firsts[-1], np.uint32)  # changes of each
-        self._numbers = range(self._firsts[-1])
+        self.numbers = range(self._firsts[-1])
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @overload
     def __getitem__(self, place: int) -> Segment: ...
@@ -151,46 +162,39 @@ class Segments(Sequence[Segment]):
             if place.step not in (None, 1):
                 raise ValueError(f"expected consecutive segments, found every {place.step}th")
             part = object.__new__(Segments)
-            part._table, part._groups, part._firsts = self._table, self._groups, self._firsts
-            part.counts, part._numbers = self.counts, self._numbers[place]
+            part.table, part.groups, part._firsts = self.table, self.groups, self._firsts
+            part.counts, part.numbers = self.counts, self.numbers[place]
             return part
-        number = self._numbers[place]
+        number = self.numbers[place]
         group, tile, member = self._find(number)
         tensor, where = group.tensors[member], group.places[tile]
-        return Segment(tensor, where, spec_of(self._table[tensor], where, int(self.counts[number])))
+        return Segment(tensor, where, spec_of(self.table[tensor], where, int(self.counts[number])))
 
     def __iter__(self) -> Iterator[Segment]:
         # As by `__getitem__` and twice as fast: the tensors of a group have the same spec but for the changes.
-        start, stop = self._numbers.start, self._numbers.stop
+        start, stop = self.numbers.start, self.numbers.stop
         counts = iter(self.counts[start:stop].tolist())
         while start < stop:
             at = bisect_right(self._firsts, start) - 1
-            group, end = self._groups[at], min(stop, self._firsts[at + 1])
+            group, end = self.groups[at], min(stop, self._firsts[at + 1])
             tile, member = divmod(start - self._firsts[at], len(group.tensors))
             place, tensors = group.places[tile], group.tensors[member : member + end - start]
-            dtype, size, _, stride, phase = spec_of(self._table[tensors[0]], place, 0)
+            dtype, size, _, stride, phase = spec_of(self.table[tensors[0]], place, 0)
             for tensor, changed in zip(tensors, counts, strict=False):
                 yield Segment(tensor, place, SegmentSpec(dtype, size, changed, stride, phase))
             start += len(tensors)
 
     def changing(self) -> Iterator[tuple[int, Place]]:
         """The tensor and the place of each segment that changes."""
-        start = self._numbers.start
-        for number in np.flatnonzero(self.counts[start : self._numbers.stop]).tolist():
+        start = self.numbers.start
+        for number in np.flatnonzero(self.counts[start : self.numbers.stop]).tolist():
             group, tile, member = self._find(start + number)
             yield group.tensors[member], group.places[tile]
 
     def _find(self, number: int) -> tuple[Group, int, int]:
         place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
-        group = self._groups[place]
+        group = self.groups[place]
         return group, *divmod(number - self._firsts[place], len(group.tensors))
-
-    def boundary(self, number: int) -> int:
-        """How much of an end comes before a segment: 2 between groups and quadrants, 1 between tiles, 0 within."""
-        group, tile, member = self._find(number)
-        if member:
-            return 0
-        return 2 if tile == 0 or group.quadrants[tile] != group.quadrants[tile - 1] else 1
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each segment of the patch."""
@@ -200,18 +204,18 @@ class Segments(Sequence[Segment]):
         """Memory of one decoded change of each segment of the patch, bytes: an index and a value."""
         return self._each(
             lambda group: np.full(
-                len(group.places), 4 + ITEMSIZES[self._table[group.tensors[0]].dtype] if group.tensors else 0, np.int64
+                len(group.places), 4 + ITEMSIZES[self.table[group.tensors[0]].dtype] if group.tensors else 0, np.int64
             )
         )
 
     def _each(self, of_places: Callable[[Group], NDArray[np.int64]]) -> NDArray[np.int64]:
-        parts = [np.repeat(of_places(group), len(group.tensors)) for group in self._groups]
+        parts = [np.repeat(of_places(group), len(group.tensors)) for group in self.groups]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def per_tensor(self) -> NDArray[np.int64]:
         """The sum of the changes of each tensor, (tensors,)."""
-        sums = np.zeros(len(self._table), np.int64)
-        for group, first in zip(self._groups, self._firsts, strict=False):
+        sums = np.zeros(len(self.table), np.int64)
+        for group, first in zip(self.groups, self._firsts, strict=False):
             if len(group.places):
                 held = self.counts[first : first + len(group.places) * len(group.tensors)]
                 sums[list(group.tensors)] = held.reshape(len(group.places), -1).sum(0, dtype=np.int64)

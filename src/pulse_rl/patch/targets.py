@@ -2,14 +2,22 @@
 
 A segment that lies within one piece is read and written as it is coded. Where a receiver's pieces cut a segment, each
 target takes the changes that are its own; the others are another process's.
+
+Most segments are rows in plain host memory. `spots_of` says where, so that one call checks or writes many of them.
 """
 
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box, Positions, Run
+from pulse_rl.dtypes import ITEMSIZES
+from pulse_rl.kernels import cpu
+from pulse_rl.patch.live import Copies
+from pulse_rl.patch.segments import Entry, Group, Segments
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.boxes import Box, Positions, Run, Shape, rows_in, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Pieces, Place, pieces_of, place_view, within
 
@@ -56,6 +64,71 @@ def holds(tensor: Bits, place: Place) -> bool:
     if isinstance(place, Run) or not isinstance(tensor, Pieces):
         return True
     return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
+
+
+def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies], others: Container[str]) -> cpu.Spots:
+    """Where the segments of a patch lie in live memory.
+
+    Those that do not lie in one place as rows have the address 0. roots: the seed of each tensor's digest. others:
+    names of tensors to leave out.
+    """
+    columns: list[tuple[NDArray[np.int64], ...]] = []
+    for group in segments.groups:
+        lying: dict[tuple[Box, ...], NDArray[np.int64]] = {}
+        of_tensors, seeds = [], []
+        for number in group.tensors:
+            entry = segments.table[number]
+            pieces = [] if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
+            boxes = tuple(box for box, _ in pieces)
+            if boxes not in lying:
+                lying[boxes] = _lying(group, entry.shape, boxes)
+            start, held = lying[boxes][:2]
+            addresses = np.array([*(address for _, address in pieces), 0], np.int64)[held]
+            addresses += np.where(held < 0, 0, ITEMSIZES[entry.dtype] * start)
+            of_tensors.append((addresses, lying[boxes][2:]))
+            seeds.append(roots[number])
+        if seeds and len(group.places):
+            where, how = (np.stack(each, axis=-1) for each in zip(*of_tensors, strict=True))
+            columns.append((where, *how, np.tile(np.array(seeds, np.uint64).view(np.int64), len(group.places))))
+    empty = [(np.empty(0, np.int64),)] * 6
+    addresses, apart, starts, strides, lengths, all_seeds = (
+        np.concatenate([one.reshape(-1) for one in column])
+        for column in (zip(*columns, strict=True) if columns else empty)
+    )
+    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64))
+
+
+def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int]]:
+    """The box and the address of each piece of a tensor, if all of them lie in host memory, and are counted here."""
+    pieces = pieces_of(copies[0]) if len(copies) == 1 else ()
+    found = [
+        (box, bits.address)
+        for box, bits, owned in pieces
+        if owned and isinstance(bits, HostBits) and bits.contiguous and bits.dtype == entry.dtype
+    ]
+    return found if len(found) == len(pieces) else []
+
+
+def _lying(group: Group, shape: Shape, boxes: tuple[Box, ...]) -> NDArray[np.int64]:
+    """Where each place of a group lies in memory that holds these boxes of a tensor.
+
+    Returns (6, places): where its rows start in the memory of a box, the number of the box (−1 for none), the distance
+    of rows there, their start and distance in the tensor, and their length.
+    """
+    found = np.zeros((6, len(group.places)), np.int64)
+    found[1], found[5] = -1, 1
+    for number, place in enumerate(group.places):
+        if isinstance(place, Run):
+            if boxes == (whole(shape),):
+                found[:, number] = (place.start, 0, place.size, place.start, place.size, place.size)
+            continue
+        around = [held for held, box in enumerate(boxes) if box.intersect(place) is not None]
+        if len(around) == 1 and place.inside(boxes[around[0]]):
+            rows = rows_in(place, shape, boxes[around[0]])
+            if rows is not None:
+                (position, stride, run), (memory, apart, _) = rows
+                found[:, number] = (memory, around[0], apart, position, stride, run)
+    return found
 
 
 def boxes_of(tensor: Bits) -> tuple[Box, ...]:

@@ -69,6 +69,10 @@ class Bits(Protocol):
         """A part of the same memory, one slice for each dimension, as Bits of its own."""
 
     @property
+    def contiguous(self) -> bool:
+        """Whether runs of elements are read at full speed, as they lie one after another."""
+
+    @property
     def writable(self) -> bool:
         """Whether every element can be written without changing another."""
 
@@ -133,7 +137,7 @@ class HostBits:
             cpu.scatter_rows(self.rows, indices, values)
         else:
             self.array.flat[start + indices.astype(np.int64)] = values
-        self._count_write()
+        self.count_write()
 
     def write(self, start: int, values: UIntArray) -> None:
         stop = start + len(values)
@@ -143,23 +147,32 @@ class HostBits:
             self.array[...] = values.reshape(self.shape)
         else:
             self.array.flat[start:stop] = values
-        self._count_write()
+        self.count_write()
 
     def view(self, slices: tuple[slice, ...]) -> Bits:
         return HostBits(self.dtype, self.array[_index(slices)], self._tensor)  # of a 0-dim array a view, too
 
-    def _count_write(self) -> None:
+    def count_write(self) -> None:
+        """Count a write for torch."""
         if self._tensor is not None and not self._tensor.is_inference():
             sys.modules["torch"].autograd.graph.increment_version(self._tensor)
+
+    @property
+    def contiguous(self) -> bool:
+        return self.flat is not None
 
     @property
     def writable(self) -> bool:
         return bool(self.array.flags.writeable) and not _expanded(self.shape, self.array.strides)
 
     @property
+    def address(self) -> int:
+        """The address of the first element."""
+        return int(self.array.ctypes.data)
+
+    @property
     def storage(self) -> object:
-        interface = self.array.__array_interface__
-        return ("host", interface["data"][0], self.shape, self.array.strides, self.dtype)
+        return ("host", self.address, self.shape, self.array.strides, self.dtype)
 
     @property
     def extent(self) -> tuple[object, int, int]:
@@ -261,6 +274,10 @@ class TorchBits:
                 self._tensor[torch.unravel_index(where, self.shape)] = source
 
     @property
+    def contiguous(self) -> bool:
+        return self._flat is not None
+
+    @property
     def writable(self) -> bool:
         return self._cast is None and not _expanded(self.shape, self._tensor.stride())
 
@@ -330,6 +347,10 @@ class ArrayCastBits:
 
     def write(self, start: int, values: UIntArray) -> None:
         raise TypeError("an array that is cast on reading cannot be written")
+
+    @property
+    def contiguous(self) -> bool:
+        return self._source.contiguous
 
     def view(self, slices: tuple[slice, ...]) -> Bits:
         return ArrayCastBits(self._source.array[_index(slices)].view(self._floats), self._cast)

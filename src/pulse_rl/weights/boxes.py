@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pulse_rl.weights.segments import SEGMENT, segments
+
 Shape = tuple[int, ...]
 
 
@@ -95,6 +97,14 @@ class Run(NamedTuple):
         return list(_run_boxes(shape, self.start, self.stop))
 
 
+class Rows(NamedTuple):
+    """Where the elements of a part of a tensor lie, if they are rows of one length and distance."""
+
+    start: int  # the flat position of the first element
+    apart: int  # elements from row to row
+    run: int  # elements in a row
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
@@ -139,6 +149,49 @@ def _positions(box: Box, shape: Shape) -> Positions:
     starts += sum(box.offset[d] * strides[d] for d in range(cut, len(shape)))
     starts.flags.writeable = False  # others have the same array
     return Positions(starts, run)
+
+
+def rows_in(box: Box, shape: Shape, held: Box) -> tuple[Rows, Rows] | None:
+    """Where the elements of a box lie in a tensor of this shape, and where in memory that holds a box around it.
+
+    None if they are not rows of one length and distance.
+    """
+    sizes = box.sizes
+    cut = len(shape)  # dimensions from here on are whole
+    while cut and sizes[cut - 1] == shape[cut - 1]:
+        cut -= 1
+    cut = max(0, cut - 1)  # a row is a range along this dimension, of all that comes after it
+    outer = [d for d in range(cut) if sizes[d] != 1]
+    if outer and any(sizes[d] != shape[d] for d in range(outer[0] + 1, outer[-1] + 1)):
+        return None
+    run = math.prod(sizes[cut:])
+
+    def along(offset: Sequence[int], extents: Sequence[int]) -> Rows:
+        apart = math.prod(extents[outer[-1] + 1 :]) if outer else run
+        start = 0
+        for position, extent in zip(offset, extents, strict=True):
+            start = start * extent + position
+        return Rows(start, apart, run)
+
+    local = tuple(a - b for a, b in zip(box.offset, held.offset, strict=True))
+    return along(box.offset, shape), along(local, held.sizes)
+
+
+def runs(box: Box, shape: Shape) -> Iterator[tuple[int, int, Positions]]:
+    """Cut the elements of a box, in their order, into runs of at most SEGMENT.
+
+    Yields where each begins and ends in the box, and where its elements lie in a tensor of this shape.
+    """
+    starts, run = box.positions(shape)
+    if len(starts) == 1 or run >= SEGMENT:
+        for number in range(len(starts)):
+            for a, b in segments(run):
+                yield number * run + a, number * run + b, Positions(starts[number : number + 1] + a, b - a)
+        return
+    step = SEGMENT // max(1, run)
+    for first in range(0, len(starts) if run else 0, step):
+        some = starts[first : first + step]
+        yield first * run, (first + len(some)) * run, Positions(some, run)
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

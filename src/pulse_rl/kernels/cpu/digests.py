@@ -17,7 +17,8 @@ _33 = np.uint64(33)
 
 
 @inlined
-def _mix(x):
+def mixed(x):
+    """MurmurHash3's finalizer."""
     x ^= x >> _33
     x *= _M1
     x ^= x >> _33
@@ -31,7 +32,7 @@ def _digest_range(seed, start, bits):
     total = np.uint64(0)
     position = seed + start * C1
     for i in range(bits.shape[0]):
-        total += _mix(position + np.uint64(i) * C1 + np.uint64(bits[i]) * C2)
+        total += mixed(position + np.uint64(i) * C1 + np.uint64(bits[i]) * C2)
     return total
 
 
@@ -46,7 +47,7 @@ def _digest_delta(seed, start, indices, before, after):
     position = seed + start * C1
     for j in range(indices.shape[0]):
         place = position + np.uint64(indices[j]) * C1
-        total += _mix(place + np.uint64(after[j]) * C2) - _mix(place + np.uint64(before[j]) * C2)
+        total += mixed(place + np.uint64(after[j]) * C2) - mixed(place + np.uint64(before[j]) * C2)
     return total
 
 
@@ -65,7 +66,7 @@ def _digest_rows(seed, starts, run, bits):
     for r in range(starts.shape[0]):
         position = seed + np.uint64(starts[r]) * C1
         for i in range(run):
-            total += _mix(position + np.uint64(i) * C1 + np.uint64(bits[r * run + i]) * C2)
+            total += mixed(position + np.uint64(i) * C1 + np.uint64(bits[r * run + i]) * C2)
     return total
 
 

@@ -37,31 +37,37 @@ def gap_encode(indices: NDArray[np.uint32], words: NDArray[np.uint16]) -> int:
 
 
 @kernel
-def _gap_decode(words, n, indices):
+def _gap_decode(words, sizes, counts, indices):
     at = 0
-    index = np.int64(-1)
-    for j in range(indices.shape[0]):
-        if at >= words.shape[0]:
-            return -1
-        gap = np.int64(words[at])
-        at += 1
-        if gap == 0xFFFF:
-            if at + 2 > words.shape[0]:
-                return -1
-            gap = np.int64(words[at]) | (np.int64(words[at + 1]) << 16)
-            at += 2
-            if gap < 0xFFFF:
-                return -1
-        index += gap + 1
-        if index >= n:
-            return -1
-        indices[j] = index
+    k = np.int64(0)
+    for s in range(sizes.shape[0]):
+        index = np.int64(-1)
+        for j in range(k, k + counts[s]):
+            if at >= words.shape[0]:
+                return -1 - s
+            gap = np.int64(words[at])
+            at += 1
+            if gap == 0xFFFF:
+                if at + 2 > words.shape[0]:
+                    return -1 - s
+                gap = np.int64(words[at]) | (np.int64(words[at + 1]) << 16)
+                at += 2
+                if gap < 0xFFFF:
+                    return -1 - s
+            index += gap + 1
+            if index >= sizes[s]:
+                return -1 - s
+            indices[j] = index
+        k += counts[s]
     return at
 
 
-def gap_decode(words: NDArray[np.uint16], n: int, indices: NDArray[np.uint32]) -> int:
-    """Fill indices (k,) from the gaps in words; every index is proved below n. Returns how many words were used.
+def gap_decode(
+    words: NDArray[np.uint16], sizes: NDArray[np.int64], counts: NDArray[np.int64], indices: NDArray[np.uint32]
+) -> int:
+    """Fill indices (k,) from the gaps of several segments in words; each is proved below its segment's size.
 
-    Returns −1 if the words run out, an index is out of range, or a short gap is written as a long one.
+    sizes, counts: (segments,) elements and changes of each; the counts add up to k. Returns how many words were used;
+    −1 − s if the words run out in segment s, an index of it is out of range, or a short gap is written as a long one.
     """
-    return int(_gap_decode(read_only(words), n, indices))
+    return int(_gap_decode(read_only(words), read_only(sizes), read_only(counts), indices))

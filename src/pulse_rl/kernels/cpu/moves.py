@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu.arrays import LANES, buffer, lanes_below, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, buffer, lanes_below, prefetch, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.changes import gather, gather_rows
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
@@ -38,11 +39,49 @@ def _find_hot(old, mask, bound, shift, indices, exponents):
 
 
 @kernel
+def _find_hot_rows(old, mask, bound, shift, indices, exponents):
+    run = old.shape[1]
+    whole = run - run % LANES
+    line = 64 // old.itemsize  # elements
+    k = np.int64(0)
+    for r in range(old.shape[0]):
+        row, first = old[r], r * run
+        coming = old[min(r + AHEAD, old.shape[0] - 1)]
+        for start in range(0, run, LANES):
+            for part in range(start, start + LANES, line):
+                prefetch(coming, part)
+            at = min(start, run - LANES)
+            rest = lanes_below(row, at, mask, bound)
+            if start == whole:  # the rest of a row: the last lanes, without those that were looked at already
+                rest &= ~_U0 << np.uint64(whole - at)
+            while rest != _U0:
+                i = at + np.int64(trailing_zeros(rest))
+                indices[k] = first + i
+                exponents[k] = (row[i] & mask) >> shift
+                rest &= rest - _U1
+                k += 1
+    return k
+
+
+@kernel
 def _count_exponents(old, mask, shift, every, counts):
     n = old.shape[0]
     for start in range(0, n, LANES * every):
         for i in range(start, min(n, start + LANES)):
             counts[np.int64((old[i] & mask) >> shift)] += every
+
+
+@kernel
+def _count_exponents_rows(old, mask, shift, every, counts):
+    run = old.shape[1]
+    n = old.shape[0] * run
+    for start in range(0, n, LANES * every):
+        r, i = start // run, start % run
+        for _ in range(start, min(n, start + LANES)):
+            counts[np.int64((old[r, i] & mask) >> shift)] += every
+            i += 1
+            if i == run:
+                r, i = r + 1, 0
 
 
 @inlined
@@ -67,11 +106,12 @@ def _find_moves(old, new, sign, mask, shift, floating, moved):
 
 
 @kernel
-def _apply_moves(old, indices, ups, sizes, sign, floating, values):
-    top = np.uint64(1) << np.uint64(8 * old.itemsize - 1)
+def _apply_moves(ups, sizes, sign, floating, values):
+    """values: the old ones, which become the new ones."""
+    top = np.uint64(1) << np.uint64(8 * values.itemsize - 1)
     every = top | (top - _U1)
-    for j in range(indices.shape[0]):
-        place = _ordered(np.uint64(old[indices[j]]), sign, floating)
+    for j in range(values.shape[0]):
+        place = _ordered(np.uint64(values[j]), sign, floating)
         place = (place + sizes[j] if ups[j] else place - sizes[j]) & every
         if floating and not place & sign:
             values[j] = ~place & every
@@ -111,26 +151,35 @@ class Hot(NamedTuple):
 
 
 def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
-    """Find the elements of old (n,) below a threshold. The result is valid until this thread's next call."""
-    indices = buffer("indices", len(old), np.uint32)
-    exponents = buffer("exponents", len(old), np.uint16)
+    """Find the elements of old below a threshold. The result is valid until this thread's next call.
+
+    old: (n,), contiguous; or (rows, run) that lie apart, whose indices count through all rows. The elements of a row
+    lie one after another, and are at least LANES.
+    """
+    count = old.size
+    indices = buffer("indices", count, np.uint32)
+    exponents = buffer("exponents", count, np.uint16)
+    kind = old.dtype.type
     if threshold >= field.exponents:
         # All elements: a bound above the largest magnitude may not fit the element's width.
-        indices[: len(old)] = np.arange(len(old), dtype=np.uint32)
-        count = len(old)
-        exponents[:count] = (old & old.dtype.type(field.mask)) >> old.dtype.type(field.shift)
+        indices[:count] = np.arange(count, dtype=np.uint32)
+        exponents[:count] = ((old & kind(field.mask)) >> kind(field.shift)).reshape(-1)
     else:
-        kind = old.dtype.type
+        find = _find_hot if old.ndim == 1 else _find_hot_rows
         bound = kind(threshold << field.shift)
-        count = int(_find_hot(read_only(old), kind(field.mask), bound, kind(field.shift), indices, exponents))
+        count = int(find(read_only(old), kind(field.mask), bound, kind(field.shift), indices, exponents))
     return Hot(indices[:count], exponents[:count])
 
 
 def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int64]:
-    """Estimate how many elements of old (n,) have each exponent, (E,), from every `every`-th run of 64; 1 is exact."""
+    """Estimate how many elements of old have each exponent, (E,), from every `every`-th run of 64; 1 is exact.
+
+    old: as in `find_hot`.
+    """
     counts = np.zeros(field.exponents, np.int64)
     kind = old.dtype.type
-    _count_exponents(read_only(old), kind(field.mask), kind(field.shift), every, counts)
+    count = _count_exponents if old.ndim == 1 else _count_exponents_rows
+    count(read_only(old), kind(field.mask), kind(field.shift), every, counts)
     return counts
 
 
@@ -145,9 +194,13 @@ def find_moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
 def apply_moves(
     old: UIntArray, indices: NDArray[np.uint32], ups: NDArray[np.bool_], sizes: NDArray[np.uint64], field: Field
 ) -> UIntArray:
-    """The new values (k,) at indices (k,) of old (n,), which are in range: the inverse of `find_moves`."""
+    """The new values (k,) at indices (k,) of old, which are in range: the inverse of `find_moves`.
+
+    old: as in `find_hot`.
+    """
     values = np.empty(len(indices), old.dtype)
-    _apply_moves(read_only(old), indices, ups, sizes, np.uint64(field.sign), field.floating, values)
+    (gather if old.ndim == 1 else gather_rows)(old, indices, values)
+    _apply_moves(ups, sizes, np.uint64(field.sign), field.floating, values)
     return values
 
 

@@ -21,6 +21,8 @@ from pulse_rl.kernels.cpu.changes import (
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
+from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
+from pulse_rl.kernels.cpu.tiles import Grid, split
 
 N = 192  # elements; kernels look at 64 at a time
 FLOATS = ("F8_E4M3", "BF16", "F32", "F64")  # one of each width
@@ -65,13 +67,18 @@ def _warm_changes(itemsize: int) -> None:
     scatter_rows(rows, indices, values)
     apart = np.zeros((2, 2 * N), old.dtype)[:, :N]
     find_changes_rows(apart, apart, np.empty(2 * N + SLACK, np.uint32), np.empty(2 * N + SLACK, old.dtype))
+    one = np.zeros(1, np.int64)
+    split(indices, one, one + count, values, values, Grid(N, np.array([0, N]), one, one, one + 1))
+    spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64))
+    spots_delta(spots, one + count, indices, values)
+    write_spots(spots, one + count, indices, values)
     study.count_differing(old, new)
     study.recurring(old, old, indices, values)
 
 
 def _warm_gaps() -> None:
     indices, words = np.arange(N, dtype=np.uint32), np.empty(3 * N, np.uint16)
-    gap_decode(words[: gap_encode(indices, words)], N, indices)
+    gap_decode(words[: gap_encode(indices, words)], np.array([N]), np.array([N]), indices)
 
 
 def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
@@ -81,8 +88,11 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     indices = np.arange(0, N, 2, dtype=np.uint32)
     moved = moves.find_moves(old[indices], old[indices] + kind.type(1), field)
     study.histogram(moved, field.exponents)
+    apart = np.zeros((2, 2 * N), kind)[:, :N]
     moves.count_exponents(old, field, 1)
+    moves.count_exponents(apart, field, 1)
     threshold = field.exponents // 2
+    moves.find_hot(apart, field, threshold)
     hot = moves.find_hot(old, field, threshold)
     place = context.Place(N, 8 * kind.itemsize, N, 0)
     share = np.full(field.exponents, 1 << 15, np.int64)

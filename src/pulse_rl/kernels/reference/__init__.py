@@ -14,6 +14,7 @@ from pulse_rl.kernels.reference.changes import (
 )
 from pulse_rl.kernels.reference.digests import digest_at, digest_delta, digest_range, digest_rows, mix, positions
 from pulse_rl.kernels.reference.gaps import gap_decode, gap_encode
+from pulse_rl.kernels.reference.tiles import split
 
 __all__ = [
     "digest_at",
@@ -30,5 +31,6 @@ __all__ = [
     "positions",
     "scatter",
     "scatter_rows",
+    "split",
     "union",
 ]

@@ -15,22 +15,25 @@ def gap_encode(indices: Any, words: Any) -> int:
     return k
 
 
-def gap_decode(words: Any, n: int, indices: Any) -> int:
-    at, index = 0, -1
-    for j in range(len(indices)):
-        if at >= len(words):
-            return -1
-        gap = int(words[at])
-        at += 1
-        if gap == 0xFFFF:
-            if at + 2 > len(words):
-                return -1
-            gap = int(words[at]) + (int(words[at + 1]) << 16)
-            at += 2
-            if gap < 0xFFFF:
-                return -1
-        index += gap + 1
-        if index >= n:
-            return -1
-        indices[j] = index
+def gap_decode(words: Any, sizes: Any, counts: Any, indices: Any) -> int:
+    at = k = 0
+    for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        index = -1
+        for _ in range(int(count)):
+            if at >= len(words):
+                return -1 - number
+            gap = int(words[at])
+            at += 1
+            if gap == 0xFFFF:
+                if at + 2 > len(words):
+                    return -1 - number
+                gap = int(words[at]) + (int(words[at + 1]) << 16)
+                at += 2
+                if gap < 0xFFFF:
+                    return -1 - number
+            index += gap + 1
+            if index >= size:
+                return -1 - number
+            indices[k] = index
+            k += 1
     return at

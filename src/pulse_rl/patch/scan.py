@@ -1,0 +1,230 @@
+"""Which elements change between two states of weights, in the order in which a patch codes them.
+
+A group's tensors are compared where they lie, one run of memory after another, and their changes are then sorted into
+tiles: this is as fast as memory allows. It holds the changes of a group. Where these would take more than a fixed
+budget, and where tensors do not lie in one run, they are compared tile by tile.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels import cpu
+from pulse_rl.parallel import ordered_map
+from pulse_rl.patch.segments import Entry, Group
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.boxes import Box, Positions, runs
+from pulse_rl.weights.changes import Changes, comparable_rows, find_changes
+from pulse_rl.weights.pieces import Place, place_view
+
+HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
+
+
+class Found(NamedTuple):
+    """The changes of one segment."""
+
+    changes: Changes
+    replaced: UIntArray  # (k,) the old bits of these elements
+
+
+class _Compared(NamedTuple):
+    """What comparing a part of a tensor gave."""
+
+    found: Found
+    base: int  # its share of the old digest; 0 where that is not asked for
+    delta: int  # new digest minus old digest
+    read_s: float
+    diff_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the changes."""
+        (indices, values), replaced = self.found
+        return indices.nbytes + values.nbytes + replaced.nbytes
+
+
+class _Part(NamedTuple):
+    """A part of a tensor in both states."""
+
+    seed: int  # of the tensor's digest
+    at: Positions  # in the tensor
+    old: Bits
+    new: Bits
+    start: int  # of the part in these
+    stop: int
+
+
+@dataclass
+class Scan:
+    """Compares two states of weights group by group, and adds up what it finds.
+
+    old, new: the same tensors, old in the same pieces as new or larger ones.
+    """
+
+    old: Mapping[str, Bits]
+    new: Mapping[str, Bits]
+    digest_old: bool  # whether to add up the digest of old too
+    base: int = 0  # of the elements that were compared
+    delta: int = 0  # new digest minus old digest
+    read_s: float = 0.0  # summed over threads, as is the next
+    diff_s: float = 0.0
+    elements: int = 0
+    nbytes: int = 0  # of all changes
+
+    def find(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
+        """The changes of each segment of a group, in order. entries: its tensors."""
+        elements = int(group.sizes().sum()) * len(entries)
+        expected = elements * self.nbytes // max(1, self.elements)
+        self.elements += elements
+        found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
+        yield from self._in_tiles(group, entries) if found is None else found
+
+    def _add(self, compared: _Compared) -> None:
+        self.base += compared.base
+        self.delta += compared.delta
+        self.read_s += compared.read_s
+        self.diff_s += compared.diff_s
+        self.nbytes += compared.nbytes
+
+    def _in_tiles(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
+        """Compare tile by tile."""
+        seeds = [_seed(entry) for entry in entries]
+
+        def parts() -> Iterator[_Part]:
+            for place in group.places:
+                at = place.positions(entries[0].shape)
+                for entry, seed in zip(entries, seeds, strict=True):
+                    old, new = place_view(self.old[entry.name], place), place_view(self.new[entry.name], place)
+                    yield _Part(seed, at, old, new, 0, new.size)
+
+        for compared in ordered_map(partial(_compare, digest_old=self.digest_old), parts()):
+            self._add(compared)
+            yield compared.found
+
+    def _in_runs(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found] | None:
+        """Compare run by run. None where that is not possible, or takes too much memory."""
+        shape, boxes = entries[0].shape, entries[0].boxes
+        pieces = [
+            (_seed(entry), place_view(self.old[entry.name], box), place_view(self.new[entry.name], box))
+            for entry in entries
+            for box in boxes
+        ]
+        cuts = [_cut(group, box) for box in boxes]
+        if not all(old.contiguous and new.contiguous for _, old, new in pieces) or None in cuts:
+            return None
+
+        def parts() -> Iterator[_Part]:
+            for number, (seed, old, new) in enumerate(pieces):
+                for start, stop, at in runs(boxes[number % len(boxes)], shape):
+                    yield _Part(seed, at, old, new, start, stop)
+
+        found: list[_Compared] = []
+        nbytes = 0
+        for compared in ordered_map(partial(_compare, digest_old=self.digest_old), parts()):
+            found.append(compared)
+            nbytes += compared.nbytes
+            if nbytes > HELD_NBYTES:
+                return None
+        for compared in found:
+            self._add(compared)
+        clock = time.perf_counter()
+        sorted_ = _sorted(found, entries, boxes, [cut for cut in cuts if cut is not None], len(group.places))
+        self.diff_s += time.perf_counter() - clock
+        return (of_tensor[place] for place in range(len(group.places)) for of_tensor in sorted_)
+
+
+def _seed(entry: Entry) -> int:
+    return digests.seed(entry.name, entry.dtype, entry.shape)
+
+
+def _compare(part: _Part, *, digest_old: bool) -> _Compared:
+    """Find one part's changes and what they do to the digest."""
+    seed, at, old, new, start, stop = part
+    clock = time.perf_counter()
+    before, after = _rows(old), _rows(new)
+    read_s = 0.0
+    if before is None or after is None or not comparable_rows(before, after):
+        after = new.read(start, stop)
+        read_s = time.perf_counter() - clock
+        before = old.read(start, stop)
+    changes = find_changes(before, after)
+    replaced = np.empty_like(changes.values)
+    (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
+    delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
+    base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
+    return _Compared(Found(changes, replaced), base, delta, read_s, time.perf_counter() - clock - read_s)
+
+
+def _rows(bits: Bits) -> UIntArray | None:
+    """The rows of a part of a tensor where they lie apart in host memory; None for others."""
+    return bits.rows if isinstance(bits, HostBits) and not bits.contiguous else None
+
+
+def rows_of(tensor: Bits, place: Place) -> UIntArray:
+    """The elements of a part of a tensor: its rows where they lie apart in host memory, else flat."""
+    view = place_view(tensor, place)
+    rows = _rows(view)
+    if rows is None or not comparable_rows(rows, rows):
+        return view.read(0, view.size)
+    return rows
+
+
+class _Cut(NamedTuple):
+    """How a box is cut into tiles."""
+
+    grid: cpu.Grid
+    places: list[int]  # of each tile of the grid: its number in the group
+
+
+def _cut(group: Group, box: Box) -> _Cut | None:
+    """The tiles of a box as a grid; None if their rows are not next to each other."""
+    ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # of columns → rows and number of each tile
+    inner, columns = (box.sizes[:-1], box.sizes[-1]) if box.sizes else ((), 1)
+    for number, place in enumerate(group.places):
+        if not isinstance(place, Box) or not place.inside(box):
+            continue
+        offset = tuple(a - b for a, b in zip(place.offset, box.offset, strict=True))
+        at = Box(offset[:-1], place.sizes[:-1]).positions(inner)
+        if len(at.starts) != 1:
+            return None
+        first, width = (offset[-1], place.sizes[-1]) if offset else (0, 1)
+        ranges.setdefault((first, width), []).append((int(at.starts[0]), int(at.starts[0]) + at.run, number))
+    in_order = sorted(ranges)
+    tiles = [tile for key in in_order for tile in sorted(ranges[key])]
+    firsts = np.cumsum([0, *(len(ranges[key]) for key in in_order[:-1])])
+    edges = np.array([*(first for first, _ in in_order), columns], np.int64)
+    starts, stops = (np.array([tile[i] for tile in tiles], np.int64) for i in (0, 1))
+    return _Cut(cpu.Grid(columns, edges, firsts, starts, stops), [number for _, _, number in tiles])
+
+
+def _sorted(
+    compared: Sequence[_Compared], entries: Sequence[Entry], boxes: Sequence[Box], cuts: Sequence[_Cut], places: int
+) -> list[list[Found]]:
+    """The changes of each tile of each tensor. compared: of each tensor, box by box and run by run."""
+    at = 0
+    tensors = []
+    for entry in entries:
+        found: list[Found | None] = [None] * places
+        for box, (grid, numbers) in zip(boxes, cuts, strict=True):
+            spans = [(start, stop) for start, stop, _ in runs(box, entry.shape)]
+            mine = [one.found for one in compared[at : at + len(spans)]]
+            at += len(spans)
+            if len(numbers) == len(mine) == 1:
+                found[numbers[0]] = mine[0]
+                continue
+            counts = np.array([len(one.replaced) for one in mine], np.int64)
+            columns = ([one.changes.indices, one.changes.values, one.replaced] for one in mine)
+            indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
+            begins = np.array([start for start, _ in spans], np.int64)
+            split = cpu.split(indices, begins, counts, values, replaced, grid)
+            edges = split.at.tolist()
+            for number, a, b in zip(numbers, edges, edges[1:], strict=False):
+                found[number] = Found(Changes(split.indices[a:b], split.values[a:b]), split.replaced[a:b])
+        tensors.append([one for one in found if one is not None])
+    return tensors
