@@ -44,7 +44,7 @@ class Engine:
             backend="gloo", world_size=size, rank=rank, local_rank=rank, distributed_init_method=rendezvous
         )
         initialize_model_parallel()
-        self._config = lambda path: ModelConfig.from_server_args(arguments, model_path=path)
+        self._config: Any = lambda path: ModelConfig.from_server_args(arguments, model_path=path)
         self.model = self._load(model_path)
         self.rank, self.size, self.paused, self.flushes = rank, size, False, 0
         self.weight_version = "default"

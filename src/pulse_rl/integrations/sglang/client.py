@@ -18,7 +18,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from pulse_rl.engines.ranks import Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow
@@ -64,7 +64,7 @@ class SGLangEngine:
         self.url = url.rstrip("/")
         self._api_key, self._timeout = api_key, timeout
         self._host = reply_host
-        self._store = TCPStore(reply_host, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(reply_host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._ranks: int | None = None
         self._keeps_paused = False  # old keys and values could not be dropped
 

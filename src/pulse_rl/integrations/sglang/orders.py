@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError
 
 from pulse_rl.documents import decode_json
 from pulse_rl.engines.ranks import RankState
@@ -76,8 +76,10 @@ def read(tensors: Sequence[tuple[str, torch.Tensor]]) -> Order:
 
 def reply(order: Order, rank: int, answer: Answer) -> None:
     """Send a rank's answer to the client. Raises RuntimeError if it is out of reach."""
-    store = TCPStore(order.host, order.port, is_master=False, timeout=timedelta(seconds=_REPLY_S))
-    store.set(f"{order.id}/{rank}", msgspec.json.encode(answer))
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        order.host, order.port, is_master=False, timeout=timedelta(seconds=_REPLY_S)
+    )
+    store.set(f"{order.id}/{rank}", msgspec.json.encode(answer).decode())
 
 
 def await_answers(store: Any, order: Order, ranks: int, timeout: float) -> list[Answer]:
