@@ -33,11 +33,11 @@ class Doomed:
     """A store whose process kills itself at the k-th request, before or after it takes effect; None: never."""
 
     def __init__(self, inner: Any, k: int | None, *, done: bool) -> None:
-        self._inner, self._left, self._done = inner, k, done
+        self._inner, self._left, self._done = inner, k or 0, done
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._inner, name)
-        if name not in CALLS or self._left is None:
+        if name not in CALLS:
             return real
 
         def call(*arguments: Any, **options: Any) -> Any:

@@ -81,6 +81,16 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
+def in_turn(*calls: Callable[[], Any]) -> Callable[[], None]:
+    """One call that makes these, one after the other."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
 def fine(found: list[Any]) -> list[Any]:
     """The results, none of which is an error."""
     for each in found:
@@ -90,7 +100,7 @@ def fine(found: list[Any]) -> list[Any]:
 
 
 def run_rounds(trainers: list[Trainer], count: int = 1) -> None:
-    fine(together(*[lambda one=one: one.rounds(count) for one in trainers]))  # type: ignore[misc]
+    fine(together(*[lambda one=one: one.rounds(count) for one in trainers]))
 
 
 def enter(*trainers: Trainer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from loco_ranks import Model, adam, bits, trainable
-from store_trainers import EVERY, Trainer, enter, fine, leave, run_rounds, together
+from store_trainers import EVERY, Trainer, enter, fine, in_turn, leave, run_rounds, together
 
 import pulse_rl as pulse
 from pulse_rl.loco.meeting import names
@@ -108,7 +108,9 @@ def test_another_model_world_size_or_option_is_refused_on_all(store: Store) -> N
     trainers = [Trainer(store, rank, 3) for rank in range(3)]
     fine(
         together(
-            trainers[0].loco.__enter__, lambda: (enter(trainers[1]), trainers[1].rounds()), trainers[2].loco.__enter__
+            trainers[0].loco.__enter__,
+            in_turn(lambda: enter(trainers[1]), trainers[1].rounds),
+            trainers[2].loco.__enter__,
         )
     )
     run_rounds(trainers)
@@ -175,6 +177,9 @@ def test_numbers_and_combinations_that_do_not_fit_are_refused(store: Store) -> N
             Trainer(store, 0, late_after=1, **options)
     with pytest.raises(ValueError, match="split"):
         Trainer(store, 0, exchange="split")
+    with pytest.raises(pulse.ExchangeError, match="did not begin a run") as caught:
+        Trainer(store, 1, timeout=0.1).loco.__enter__()
+    assert caught.value.ranks == (0,)
     trainer = Trainer(store, 0)
     with pytest.raises(RuntimeError, match="within the context"):
         trainer.loco.sync()
@@ -195,8 +200,16 @@ def test_a_payload_that_cannot_be_read_does_not_count(store: Store, caplog: pyte
                 return lambda name, data, **options: real(
                     name, bytes(data)[:-1] + b"\x00" if name.startswith(names.PAYLOADS) else data, **options
                 )
+
+            def slow(*arguments: Any, **options: Any) -> Any:
+                found = [info.name for info in real(names.ROUNDS)]
+                while names.offer_name(1, 1) in found and names.commit_name(1) not in found:
+                    time.sleep(0.01)
+                    found = [info.name for info in real(names.ROUNDS)]
+                return real(*arguments, **options)
+
             if name == "list":  # its trainer does not commit first
-                return lambda *arguments, **options: (time.sleep(0.2), real(*arguments, **options))[1]
+                return slow
             return real
 
     good, broken = Trainer(store, 0), Trainer(Damaging(store, 0, done=False), 1)
@@ -242,7 +255,7 @@ def test_numbers_that_are_not_finite_stop_one_trainer(store: Store, caplog: pyte
     assert "rank 1 stopped in round 1: FloatingPointError" in caplog.text
     before = good.theta
     again = [Trainer(store, rank) for rank in (0, 1)]
-    fine(together(*[lambda one=one: (one.loco.__enter__(), one.rounds(one.loco.round == 0)) for one in again]))  # type: ignore[misc]
+    fine(together(again[0].loco.__enter__, in_turn(again[1].loco.__enter__, again[1].rounds)))
     assert again[0].theta == again[1].theta != before
 
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pulse_rl.rl import config as settings
@@ -44,9 +45,11 @@ def test_a_killed_trainer_is_started_again(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    for wrong in ({"trainers": 1}, {"trainer_sync": "ddp"}, {"trainer_store": "memory://"}):
+    several = RunConfig(trainers=2, trainer_store="/a")
+    wrong: list[dict[str, Any]] = [{"trainers": 1}, {"trainer_sync": "ddp"}, {"trainer_store": "memory://"}]
+    for changes in wrong:
         with pytest.raises(ValueError, match="trainer.store"):
-            settings.check(RunConfig(**{"trainers": 2, "trainer_store": "/a"} | wrong))
+            settings.check(msgspec.structs.replace(several, **changes))
     assert RunConfig(trainer_store="s3://a/b").with_absolute_paths().trainer_store == "s3://a/b"
     assert RunConfig(trainer_store="a").with_absolute_paths().trainer_store == str(Path("a").absolute())
 

@@ -53,7 +53,7 @@ class Meeting:
         self.base = ""  # θ's digest
         self.began = 0  # the round after which the run began
         self._late_after = late_after
-        self._timeout = timeout
+        self.timeout = timeout
         self._read: set[str] = set()  # names of stops that are dealt with
 
     def end_round(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> Ended:
@@ -87,7 +87,7 @@ class Meeting:
                 ready = self._add_up(trainer, [offers[rank] for rank in sorted(offers)], sends, timings)
                 if self._commit(ready.commit):
                     return ready
-            elif waited > self._timeout:
+            elif waited > self.timeout:
                 raise self._silent(round, offers)
             else:
                 time.sleep(pause)
@@ -205,6 +205,6 @@ class Meeting:
         lacking = [rank for rank in range(self.size) if rank not in offers]
         return ExchangeError(
             f"round {round}: {name_ranks(lacking, self.size)} did not make an offer in {self.board.store.url} within "
-            f"{self._timeout:g} s: start the trainers again; each goes on from the last committed round",
+            f"{self.timeout:g} s: start the trainers again; each goes on from the last committed round",
             ranks=lacking,
         )

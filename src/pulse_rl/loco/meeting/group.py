@@ -25,8 +25,8 @@ TIMEOUT_S = 1800.0  # torch's own default for a group
 class StoreGroup:
     """A trainer's place among trainers that meet in an object store: the `process_group` of one PulseLoCo or DiLoCo.
 
-    No trainer needs to reach another one, only the store. Entering PulseLoCo or DiLoCo begins the run in an empty
-    store, and joins it in one that holds it: a trainer that is new or was killed goes on from the last committed round.
+    No trainer needs to reach another one, only the store. In an empty one rank 0 begins the run as it enters PulseLoCo
+    or DiLoCo. Whoever enters later joins it: a trainer that is new or was killed goes on from the last committed round.
     A history may be in the same store.
 
     Args:

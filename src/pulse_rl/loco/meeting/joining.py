@@ -2,7 +2,7 @@
 
 Whatever state a trainer brings, it ends with the θ and momentum of the last committed round:
 
-    no run in the store                    it begins one, from its state: an anchor, then `run.json`
+    no run in the store                    rank 0 begins one, from its state: an anchor, then `run.json`; others wait
     its state is of the last round         it goes on as it is, its inner steps too
     older, and all rounds since are there  it takes their outer steps
     a new trainer, or rounds were pruned   it takes over the newest anchor, then the rounds since
@@ -12,6 +12,8 @@ sent in one of those rounds is taken out of it, as it has counted. If a former l
 committed, the trainer waits for that: then this is known too. Only a trainer that takes over an anchor starts with an
 empty residual.
 """
+
+import time
 
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
 from pulse_rl.history.manifest import new_token
@@ -24,6 +26,7 @@ from pulse_rl.loco.outcome import Outcome
 from pulse_rl.logs import logger
 from pulse_rl.weights import digests
 
+PAUSE_S = 0.2  # between looks for a run that rank 0 has not begun
 ATTEMPTS = 5  # a pruning can delete what a newcomer is about to read
 
 log = logger(__name__)
@@ -38,7 +41,7 @@ def join(meeting: Meeting, trainer: Trainer) -> None:
     board = meeting.board
     board.store.check_create()
     meeting.base = digests.to_hex(trainer.masters.digest())
-    run = board.run() or _begin(meeting, trainer)
+    run = _run(meeting, trainer)
     board.run_id, meeting.began = run.run, run.anchor.round
     _check_options(meeting, trainer, run)
     for attempt in range(ATTEMPTS):
@@ -51,8 +54,24 @@ def join(meeting: Meeting, trainer: Trainer) -> None:
                 raise
 
 
+def _run(meeting: Meeting, trainer: Trainer) -> Run:
+    """The run of the store, once rank 0 has begun it."""
+    began = time.monotonic()
+    while (run := meeting.board.run()) is None:
+        if meeting.rank == 0:
+            return _begin(meeting, trainer)
+        if time.monotonic() - began > meeting.timeout:
+            raise ExchangeError(
+                f"rank 0 of {meeting.size} did not begin a run in {meeting.board.store.url} within "
+                f"{meeting.timeout:g} s: start it, and then this trainer again",
+                ranks=(0,),
+            )
+        time.sleep(PAUSE_S)
+    return run
+
+
 def _begin(meeting: Meeting, trainer: Trainer) -> Run:
-    """Begin a run from this trainer's state. Of several that try, one does, and all use its run."""
+    """Begin a run from this trainer's state. Of two processes of rank 0, both use the run of the first."""
     board = meeting.board
     run = new_token()
     anchor = anchors.write(board.store, trainer.masters, run, trainer.counters.round, meeting.life)
