@@ -87,7 +87,7 @@ class Pool:
 def shared(weights: Weights) -> Weights:
     """The same tensors, whose memory all processes share that they are sent to."""
     for tensor in weights.values():
-        tensor.share_memory_()
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
     return weights
 
 

@@ -5,12 +5,14 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
-from broken_receivers import TwoRanks
+from broken_receivers import FAULTS, TwoRanks
 from conformance_adapters import Subscribers
+from conformance_engines import Engines
 from conformance_ranks import Channels, Pool, ShardedSubscribers
 from simple_receiver import Adapter, Simple
 
-from pulse_rl.testing import Check, checks
+from pulse_rl import parallel
+from pulse_rl.testing import Check, ConformanceError, checks, run
 from pulse_rl.testing.suite import CHECKS
 
 POOL = Pool(2)
@@ -19,12 +21,14 @@ STAGING = {"stage", "stage-many", "newer-version", "obsolete", "discarded", "app
 STAGING |= {"failing-stage", "pause"}
 STORES = {"empty-history", "unknown-version", "pruned", "another-run", "failing-call", "outage", "recovery"}
 STORES |= {"torn-read", "torn-object", "missing-object", "exchanged-objects", "killed", "killed-writing"}
+OUTAGES = {"failing-call", "outage", "torn-read", "torn-object", "missing-object", "exchanged-objects"}
+LONG = {"failing-stage", "catch-up", "late-start", "patterns", "killed", "killed-writing"}
 SKIPPED: list[tuple[Any, set[str]]] = [
     (Subscribers(), RANKS),
     (ShardedSubscribers(POOL), {"killed-writing"}),
     (Channels(POOL), RANKS | STAGING | STORES),
+    (Engines(), RANKS | {"killed-writing"}),
     (Adapter(Simple), RANKS),
-    (Adapter(TwoRanks), STAGING | {"killed", "killed-writing"}),
 ]
 
 
@@ -34,10 +38,19 @@ def pool() -> Iterator[None]:
     POOL.end()
 
 
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread for a handful of elements."""
+    monkeypatch.setattr(parallel, "threads", lambda: 1)
+
+
 @pytest.mark.parametrize(
     ("check", "skipped"),
-    [(check, check.name in skipped) for adapter, skipped in SKIPPED for check in checks(adapter)],
-    ids=lambda one: f"{one.adapter.name}-{one}" if isinstance(one, Check) else "",
+    [
+        pytest.param(check, check.name in skipped, id=f"{adapter.name}: {check}")
+        for adapter, skipped in SKIPPED
+        for check in checks(adapter)
+    ],
 )
 def test_a_receiver_that_is_right(check: Check, skipped: bool) -> None:
     if skipped:
@@ -45,3 +58,61 @@ def test_a_receiver_that_is_right(check: Check, skipped: bool) -> None:
             check()
     else:
         check()
+
+
+def test_ranks_that_are_right() -> None:
+    report = run(Adapter(TwoRanks), [*RANKS, "tied", "failing-call", "stage"])
+    assert (report.failed, report.skipped) == ((), ("stage",))
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_fails_in_the_checks_that_are_for_it(fault: Any) -> None:
+    """Exactly those fail. Of those that take long only a fault's own are run, to save time, or all of the store's."""
+    expected = FAULTS[fault]
+    left_out = LONG - expected if expected & OUTAGES else LONG | OUTAGES
+    report = run(Adapter(fault), [name for name in CHECKS if name not in left_out or name in expected])
+    assert {one.name: one.detail for one in report.results if one.name in set(report.failed) ^ expected} == {}
+    assert not report.ok
+    assert all(one.detail for one in report.results if one.outcome != "passed")
+
+
+def test_a_report_is_a_table() -> None:
+    report = run(Adapter(Simple), ["scalars", "stage", "one-rank-fails"])
+    assert (report.ok, report.failed, report.skipped) == (True, (), ("one-rank-fails",))
+    lines = str(report).splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        ["passed", "scalars"],
+        ["passed", "stage"],
+        ["skipped", "one-rank-fails"],
+    ]
+    assert lines[-1] == "Simple: 2 passed, 0 failed, 1 skipped"
+    with pytest.raises(ValueError, match="expected names of checks"):
+        run(Adapter(Simple), ["nonsense"])
+
+
+def test_what_a_receiver_raises_is_a_finding() -> None:
+    class Broken(Simple):
+        def held(self) -> Any:
+            raise RuntimeError("nothing is held")
+
+    report = run(Adapter(Broken), ["scalars"])
+    assert report.failed == ("scalars",)
+    assert report.results[0].detail == "RuntimeError: nothing is held"
+    with pytest.raises(RuntimeError):
+        checks(Adapter(Broken))[0]()
+
+
+def test_an_error_names_the_tensor_and_the_version() -> None:
+    broken = next(fault for fault in FAULTS if fault.__name__ == "ComparesFloats")
+    (check,) = (check for check in checks(Adapter(broken)) if check.name == "zeros")
+    with pytest.raises(ConformanceError) as raised:
+        check()
+    assert raised.value.version == 3
+    assert raised.value.tensor in raised.value.args[0]
+
+
+def test_every_check_says_what_it_tries() -> None:
+    abouts = [check.about for check in checks(Adapter(Simple))]
+    assert all(about.endswith(".") and len(about) > 20 for about in abouts)
+    assert len(set(abouts)) == len(CHECKS)

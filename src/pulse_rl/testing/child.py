@@ -1,7 +1,11 @@
-"""A receiver in a child process, so that it can be killed. Its weights are shared memory, which outlives it."""
+"""A receiver in a child process, so that it can be killed. The weights that it is given are shared memory.
+
+They outlive it, if it writes to them. If it has made weights from them, those are lost with it.
+"""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import multiprocessing
@@ -27,7 +31,7 @@ def _serve(pipe: Connection, adapter: Adapter, weights: Mapping[str, torch.Tenso
     """Make a receiver, say which version it reports, and do what arrives."""
     torch.set_num_threads(1)
     receiver = adapter.make(weights, source)
-    pipe.send(receiver.held()[0].version)
+    pipe.send(_look(receiver, weights))
     while True:
         try:
             version, protected = pipe.recv()
@@ -39,7 +43,22 @@ def _serve(pipe: Connection, adapter: Adapter, weights: Mapping[str, torch.Tenso
             found: Any = receiver.sync(version)
         except Exception as error:  # noqa: BLE001 - raised by the parent
             found = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send((found, receiver.held()[0].version))
+        pipe.send((found, _look(receiver, weights)))
+
+
+def _look(receiver: Receiver, weights: Mapping[str, torch.Tensor]) -> list[tuple[int | None, dict[str, Any] | None]]:
+    """Of each rank the version that it reports, and copies of its weights; None where the parent shares them."""
+    return [
+        (version, None if _are_shared(held, weights) else copy.deepcopy(dict(held)))
+        for version, held in receiver.held()
+    ]
+
+
+def _are_shared(held: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> bool:
+    return held.keys() == weights.keys() and all(
+        isinstance(tensor, torch.Tensor) and tensor.data_ptr() == weights[name].data_ptr()
+        for name, tensor in held.items()
+    )
 
 
 def _protect(tensor: torch.Tensor) -> None:
@@ -71,7 +90,7 @@ class Child:
     def __init__(self, adapter: Adapter, weights: Mapping[str, torch.Tensor], source: Source) -> None:
         self._adapter, self._weights, self._source = adapter, weights, source
         for tensor in weights.values():
-            tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         self._start()
 
     def _start(self) -> None:
@@ -82,7 +101,7 @@ class Child:
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         there.close()
-        self._version: int | None = self._receive()
+        self._ranks = self._receive()
 
     def _receive(self) -> Any:
         if not self._pipe.poll(START_S):
@@ -98,7 +117,7 @@ class Child:
 
     def _sync(self, version: int | None, protected: str | None) -> int:
         self._pipe.send((version, protected))
-        found, self._version = self._receive()
+        found, self._ranks = self._receive()
         if isinstance(found, Exception):
             raise found
         return int(found)
@@ -108,7 +127,12 @@ class Child:
         self._sync(None, name)
 
     def held(self) -> Sequence[Held]:
-        return [Held(self._version, self._weights)]
+        return [Held(version, self._weights if copies is None else copies) for version, copies in self._ranks]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes to the memory that it was given."""
+        return all(copies is None for _, copies in self._ranks)
 
     def restart(self) -> None:
         self.close()

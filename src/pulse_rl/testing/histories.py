@@ -9,7 +9,7 @@ from pulse_rl.testing.trial import Trial
 
 
 def _long() -> Recorded:
-    return record(LLM, 21)
+    return record(LLM, 21, codec="context")
 
 
 def _short(seed: int = 0) -> Recorded:

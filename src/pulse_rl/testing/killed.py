@@ -69,8 +69,8 @@ def killed_writing(adapter: Adapter) -> None:
     adapter = _adapter(adapter)
     with _begin(adapter) as trial:
         receiver = trial.receiver
-        if not isinstance(receiver, Child):
-            raise Unsupported("the receiver lives in processes whose memory the suite does not share")
+        if not isinstance(receiver, Child) or not receiver.in_place:
+            raise Unsupported("the receiver does not write to memory that the suite shares with its process")
         names = list(LLM.tensors)
         for name in (names[0], names[len(names) // 2], names[-1]):
             trial.source.show()

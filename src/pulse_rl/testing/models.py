@@ -168,7 +168,7 @@ def _transformer(step: Step, name: str, tied: bool = False) -> Model:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed.weight": ("bfloat16", (96, 32))}
     for layer in range(2):
         at = f"model.layers.{layer}"
-        shapes = {"q": (32, 32), "k": (8, 32), "v": (8, 32), "gate": (48, 32), "up": (48, 32)}
+        shapes = {"q": (32, 32), "v": (8, 32), "up": (48, 32)}
         tensors |= {f"{at}.{part}.weight": ("bfloat16", shape) for part, shape in shapes.items()}
         tensors |= {f"{at}.down.weight": ("bfloat16", (32, 48)), f"{at}.norm.weight": ("bfloat16", (32,))}
     if not tied:

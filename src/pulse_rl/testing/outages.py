@@ -124,9 +124,9 @@ def _sequence(name: str) -> int:
 
 
 def missing_object(adapter: Adapter) -> None:
-    """Each object that leads to the newest version is missing."""
-    late = [name for name in _needs_objects(adapter) if _sequence(name) >= 2]
-    for name in late[:: 3 if adapter.remote else 1]:
+    """Each object of the newest version is missing."""
+    newest = [name for name in _needs_objects(adapter) if _sequence(name) == 3]
+    for name in newest:
         _with_objects(adapter, lambda trial, name=name: trial.source.remove(name))  # type: ignore[misc]
 
 

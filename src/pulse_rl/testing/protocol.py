@@ -64,25 +64,27 @@ class Receiver(Protocol):
 
 
 class Adapter(Protocol):
-    """Makes receivers of one kind, for one check after another.
-
-    Attributes:
-        name: The kind, for reports.
-        reads: How a receiver comes to a version. "store": through `Source.store`, which the suite lets fail, and which
-            can be pickled for another process. "url": it opens `Source.url` itself, so that no failure can be let in.
-            "weights": the adapter brings it `Source.weights` in another way, as over a process group.
-        remote: Whether its receivers live in processes that `CanRestart.restart` starts anew. Otherwise the adapter is
-            pickled, and the suite makes its receiver in a child process to kill it.
-    """
+    """Makes receivers of one kind, for one check after another."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The kind, for reports."""
 
     @property
-    def reads(self) -> Literal["store", "url", "weights"]: ...
+    def reads(self) -> Literal["store", "url", "weights"]:
+        """How a receiver comes to a version.
+
+        "store": through `Source.store`, which the suite lets fail, and which can be pickled for another process. "url":
+        it opens `Source.url` itself, so that no call can be made to fail. "weights": the adapter brings it
+        `Source.weights` in another way, as over a process group.
+        """
 
     @property
-    def remote(self) -> bool: ...
+    def remote(self) -> bool:
+        """Whether its receivers live in processes, which `CanRestart.restart` starts anew.
+
+        Otherwise the adapter is pickled, and the suite makes its receiver in a child process to kill it.
+        """
 
     def make(self, weights: Mapping[str, torch.Tensor], source: Source) -> Receiver:
         """Make a receiver that has synced nothing yet.
@@ -106,7 +108,8 @@ class StagedVersion(Protocol):
     """A version that a receiver has staged."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The version."""
 
     def apply(self) -> float:
         """Write it to the weights.

@@ -53,7 +53,7 @@ def record(
     model: Model,
     count: int,
     *,
-    codec: CodecName = "context",
+    codec: CodecName = "gap",
     anchor_every: int | None = None,
     retain: int | None = None,
     seed: int = 0,

@@ -12,7 +12,11 @@ from pulse_rl.testing.recorded import Recorded
 class Source:
     """What a receiver is to follow. It can be pickled, for a receiver in another process.
 
-    Made by the suite. A version is one of a model that is published as by a training run.
+    Made by the suite, which publishes a small model as a training run would.
+
+    Args:
+        recorded: All that is published in the course of the check.
+        directory: Where the store and its faults lie.
 
     Attributes:
         url: The store that holds the history, for a receiver that opens it itself.
@@ -44,6 +48,10 @@ class Source:
             Name → a new torch tensor, on the CPU and contiguous. Tied names have the same tensor.
         """
         return self.recorded.tensors(self.newest if version is None else version)
+
+
+class Course(Source):
+    """What happens to the history in the course of a check."""
 
     def show(self, count: int = 1) -> None:
         """Publish the next versions: their manifests appear."""

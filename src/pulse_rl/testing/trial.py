@@ -21,7 +21,7 @@ from pulse_rl.testing.memory import Place, make_weights
 from pulse_rl.testing.models import Model, State
 from pulse_rl.testing.protocol import Adapter, CanStage, Held, Receiver, StagedVersion, Unsupported
 from pulse_rl.testing.recorded import Recorded
-from pulse_rl.testing.source import Source
+from pulse_rl.testing.source import Course
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import pieces_of
 
@@ -90,7 +90,7 @@ class Trial:
         self._stack = ExitStack()
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-rl-trial-")))
         try:
-            self.source = Source(recorded, directory)
+            self.source = Course(recorded, directory)
             self.source.show(shown)
             begin = start if start is not None else self.model.states(1, seed=77)[0]
             self._states: list[tuple[str, State]] = [("the bits that it began with", begin)]

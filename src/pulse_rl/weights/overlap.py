@@ -34,7 +34,7 @@ def _share(one: Bits, other: Bits) -> bool:
     if first is None or second is None:
         return True
     try:
-        return bool(np.shares_memory(first, second, max_work=MAX_WORK))
+        return bool(np.shares_memory(first, second, max_work=MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
