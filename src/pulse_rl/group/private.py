@@ -10,7 +10,8 @@ that all who are left name the same ranks. A broadcast goes down a chain of rank
 timeout. Each later call on that rank raises the same error.
 
 On the network a message is a status (int64) and the data. The status is 0, or of a rank that has left −1 − the rank
-that it left for: then it comes alone. Gloo takes a message that is shorter than what its receiver has room for. Bulk has no status, and follows a message that has one in each direction.
+that it left for: then it comes alone. Gloo takes a message that is shorter than what
+its receiver has room for. Bulk has no status, and follows a message that has one in each direction.
 """
 
 from __future__ import annotations
