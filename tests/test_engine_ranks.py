@@ -20,20 +20,22 @@ from pulse_rl.sync.ranks import ranks_of
 HIDDEN, ROWS, WORDS = 8, 12, 9
 
 
+def _empty(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+
+
 class Rank(torch.nn.Module):
     """One rank's half: rows of query, key and value fused, columns of the output, and a replica of the norm."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
         self.rank, self.size = rank, size
-        for name, shape in (
-            ("qkv", (3 * ROWS // size, HIDDEN)),
-            ("out", (HIDDEN, ROWS // size)),
-            ("norm", (HIDDEN,)),
-            ("embed", (-(-WORDS // size), HIDDEN)),
-        ):
-            parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
-            self.register_parameter(name, parameter)
+        self.qkv = _empty(3 * ROWS // size, HIDDEN)
+        self.out = _empty(HIDDEN, ROWS // size)
+        self.norm = _empty(HIDDEN)
+        self.embed = _empty(-(-WORDS // size), HIDDEN)
+        if rank:
+            self.last = _empty(HIDDEN)  # as a later stage of a pipeline
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         rows = ROWS // self.size
@@ -47,18 +49,16 @@ class Rank(torch.nn.Module):
                 part = weight[words * self.rank : words * (self.rank + 1)]
                 self.embed.data[: len(part)].copy_(part)
                 self.embed.data[len(part) :].fill_(0)
-            else:
+            elif name == "norm":
                 self.norm.data.copy_(weight)
+            elif name == "last" and self.rank:
+                self.last.data.copy_(weight)
 
 
 def _published(version: int) -> dict[str, torch.Tensor]:
     random = np.random.default_rng(3)
-    shapes = {
-        **dict.fromkeys("qkv", (ROWS, HIDDEN)),
-        "out": (HIDDEN, ROWS),
-        "norm": (HIDDEN,),
-        "embed": (WORDS, HIDDEN),
-    }
+    shapes = {**dict.fromkeys("qkv", (ROWS, HIDDEN)), "out": (HIDDEN, ROWS), "norm": (HIDDEN,)}
+    shapes |= {"embed": (WORDS, HIDDEN), "last": (HIDDEN,), "inv_freq": (5,)}
     bits = {name: random.integers(0, 1 << 15, shape, np.int16) for name, shape in shapes.items()}
     for step in range(version):
         for tensor in bits.values():
@@ -77,6 +77,8 @@ def _follow(rank: int, size: int, directory: Path, loaded: int, altered: int | N
     ranks = ranks_of(group, WORDING)
     proved = views.prove(subscriber.history, directory / "model", ranks)
     subscriber.overwrite = proved is None
+    assert views.ignored == ("inv_freq",)
+    assert views.kept_nbytes == (0 if rank else 10)
     report = subscriber.sync(views.weights())
     fresh = Rank(rank, size)
     fresh.load_weights(_published(3).items())

@@ -445,7 +445,7 @@ def _walk(random: np.random.Generator, tensor: torch.Tensor) -> torch.Tensor:
             case 1:
                 tensor = tensor.transpose(d, int(random.integers(dims)))
             case 2 if tensor.shape[d] % 2 == 0:
-                tensor = tensor.unflatten(d, (2, tensor.shape[d] // 2))
+                tensor = tensor.view(*tensor.shape[:d], 2, tensor.shape[d] // 2, *tensor.shape[d + 1 :])
             case 3 if dims > 1:
                 tensor = tensor.flatten(min(d, dims - 2), min(d, dims - 2) + 1)  # a clone, where it needs one
             case 4:

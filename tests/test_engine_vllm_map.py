@@ -33,7 +33,7 @@ def _save(directory: Path) -> dict[str, torch.Tensor]:
         tie_word_embeddings=True,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
+    return {**load_file(directory / "model.safetensors")}
 
 
 def _start(directory: Path) -> tuple[Any, Any]:

@@ -2,8 +2,8 @@
 
     PULSE_RL_PLAIN_GEMM=1 python bench/engine/architectures.py [NAME …] > table.md
 
-For each architecture a tiny model with random weights is saved as a checkpoint and loaded by vLLM in process. Two further
-versions are published, each with 3 % of all elements changed. The engine is brought to each of them in place, and its
+For each architecture a tiny model with random weights is saved as a checkpoint and loaded by vLLM in process. Two
+versions more are published, each with 3 % of all elements changed. The engine is brought to each of them in place; its
 greedy tokens and log-probabilities have to equal those of a fresh engine that has loaded that version's anchor. Needs
 vLLM and Transformers; everything is local. The engines run in a second process, which is started again if one kills it.
 """
@@ -59,7 +59,7 @@ class Architecture(NamedTuple):
     kind: str  # what is special about it
     config: str
     settings: dict[str, Any]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] | None = None
 
 
 ARCHITECTURES = {
@@ -173,7 +173,7 @@ ARCHITECTURES = {
 }
 
 
-def start_engine(directory: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+def start_engine(directory: Path, options: dict[str, Any] | None) -> tuple[Any, Any]:
     """vLLM in this process. Returns it, and its worker's model."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"
@@ -192,7 +192,7 @@ def start_engine(directory: Path, options: dict[str, Any]) -> tuple[Any, Any]:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         **SMALL,
-        **options,
+        **(options or {}),
     )
     return engine, engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
@@ -237,7 +237,7 @@ def make_versions(name: str, directory: Path) -> None:
         if version:
             shutil.copytree(directory / "0", directory / str(version))
             head = anchored.history.head()
-            (anchor,) = [ref for ref in head.anchor if ref.name.endswith(".safetensors")]
+            (anchor,) = [ref for ref in (head.anchor if head else ()) if ref.name.endswith(".safetensors")]
             shutil.copyfile(directory / "anchors" / anchor.name, directory / str(version) / "model.safetensors")
         for tensor in weights.values():
             chosen = torch.rand(tensor.shape) < CHANGED
@@ -314,7 +314,7 @@ def work(names: list[str]) -> None:
         print(json.dumps([name, None]), flush=True)
         try:
             result = result_of(name)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the table says it
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [type(error).__name__]
             result = f"FAILED: {type(error).__name__}: {lines[0][:200]}"

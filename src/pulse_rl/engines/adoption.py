@@ -66,8 +66,9 @@ def prove(
         return _Head(head)
 
     differing = peers.add_up("compare the weights with the files", compare)
+    source = None if differing else checkpoint  # files that the rest differs from are of another version
     head = peers.lead("find the newest version", find_head, _Head).manifest
-    peers.add_up("fill in what the engine does not hold", lambda: _fill(kept, history, head, checkpoint))
+    peers.add_up("fill in what the engine does not hold", lambda: _fill(kept, history, head, source))
     if not differing:
         return None
     live = Held(LiveWeights({**views, **kept}), peers.ranks, None, {})
@@ -109,7 +110,7 @@ def _equal(bits: Bits, file: Bits) -> bool:
 
 
 def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> int:
-    """Fill in what the engine does not hold: from its files, or from the newest anchor. Returns how many."""
+    """Fill in what the engine does not hold: from these files, or from the newest anchor. Returns how many."""
     targets = {name: as_bits(tensor) for name, tensor in kept.items()}
     if checkpoint is not None and targets:
         files = open_checkpoint(checkpoint)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from pulse_rl.engines.geometry import Axis, Copied, NotBoxes, Strided, cells, row_major
-from pulse_rl.engines.tracing import Trace, storage_of
+from pulse_rl.engines.tracing import Overwritten, Trace, storage_of
 from pulse_rl.errors import UnmappedError
 from pulse_rl.weights.boxes import Box, disjoint
 
@@ -41,9 +41,12 @@ def check_coverage(model: torch.nn.Module, trace: Trace, derived: Iterable[torch
 
 def _check_order(trace: Trace) -> None:
     """Raise UnmappedError for a tensor whose memory the loader writes again."""
+    others: dict[int, list[Overwritten]] = {}
     for other in trace.others:
-        for copy in trace.copies[: other.after]:
-            if _overlap(copy.memory, other.memory):
+        others.setdefault(storage_of(other.memory), []).append(other)
+    for number, copy in enumerate(trace.copies):
+        for other in others.get(storage_of(copy.memory), ()):
+            if number < other.after and _overlap(copy.memory, other.memory):
                 reason = "the engine fills or computes its memory after it has copied it"
                 raise UnmappedError(
                     f"tensor {copy.name!r} cannot be followed in place: {reason}", name=copy.name, reason=reason
@@ -51,8 +54,8 @@ def _check_order(trace: Trace) -> None:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views may share elements: their extents in one storage meet, and no dimension tells them apart."""
-    if storage_of(one) != storage_of(other) or not one.numel() or not other.numel():
+    """Whether two views of one storage may share elements: whether their extents meet."""
+    if not one.numel() or not other.numel():
         return False
     (first, last), (start, stop) = _extent(one), _extent(other)
     return first <= stop and start <= last

@@ -89,7 +89,7 @@ def _split(size: int, stride: int, step: int, digits: list[Axis], used: list[int
     stride, step: of the dimension in that storage, and in the one that it is copied to. digits: the storage's axes by
     falling stride. used: the last place that is read of each of them so far; moved on.
     """
-    found = []
+    found: list[Axis] = []
     while size > 1:
         at = next((d for d, digit in enumerate(digits) if digit.target <= stride), None)
         if at is None:

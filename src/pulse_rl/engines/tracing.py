@@ -23,7 +23,9 @@ from pulse_rl.weights.layout import TensorSpec
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
-_TORCH = {dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)}
+_TORCH: dict[str, torch.dtype] = {
+    dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)
+}
 _aten = torch.ops.aten
 _COPIES = (_aten.clone, _aten.contiguous, _aten._to_copy, _aten.lift_fresh_copy)  # what they give has the same elements
 _FILLS = (_aten.fill_, _aten.zero_)
@@ -152,9 +154,9 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace([], {}, [])
         self._known: dict[int, _Known] = {}
         self._made: dict[int, torch.Tensor] = {}  # memory that the loader has made itself

@@ -36,6 +36,7 @@ class LiveViews:
 
     def __init__(self, views: Mapping[str, Any], kept: Mapping[str, torch.Tensor], rebuilding: Rebuilding) -> None:
         self._views, self._kept, self._rebuilding = dict(views), dict(kept), rebuilding
+        self._ignored = tuple(kept)
 
     @classmethod
     def of(
@@ -70,8 +71,8 @@ class LiveViews:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Published tensors that the engine does not hold: its loader passes them over."""
-        return tuple(self._kept)
+        """Published tensors that the engine does not hold: its loader passes them over. From `prove` on: on no rank."""
+        return self._ignored
 
     @property
     def kept_nbytes(self) -> int:
@@ -89,6 +90,10 @@ class LiveViews:
         the version of the history that it holds, by digest; None if it was proved bit by bit against the files. Raises
         UnmappedError where neither holds.
         """
+        if ranks is not None and ranks.size > 1:
+            passed = ranks.share("find what no rank holds", lambda: list(self._kept), list[str])
+            self._ignored = tuple(name for name in passed[0] if all(name in names for names in passed))
+            self._kept = {name: self._kept[name] for name in self._ignored} if ranks.rank == 0 else {}
         version = prove(self._views, self._kept, history, checkpoint, ranks)
         self._rebuilding.prove()
         return version

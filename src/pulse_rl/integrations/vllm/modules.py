@@ -1,7 +1,7 @@
 """What vLLM does with weights after it has loaded them, module by module: nothing, something to do again, or refused.
 
-Read from vLLM 0.32. Each class that is taken here was compared in its outputs with fresh engines (`docs/engines-models.md`);
-one that is not known is refused, since its kernel may read other memory than the loader writes.
+Read from vLLM 0.32. Each class that is taken here for a CPU was compared in its outputs with fresh engines
+(`docs/engines-models.md`). One that is not known is refused: its kernel may read other memory than the loader writes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _of_module(name: str, module: Any, dtype: torch.dtype) -> Iterable[Derived]:
     if process is None:
         return []
     from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     if isinstance(module, QuantizeMethodBase):  # some are modules themselves; checked with the layer that has them
         return []

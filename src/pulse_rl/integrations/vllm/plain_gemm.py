@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pulse_rl.logs import logger
@@ -94,11 +96,12 @@ def _multiply_experts(
     import torch
     from torch.nn import functional
 
-    activate = {
+    activations: dict[str, Callable[..., Any]] = {
         "silu": functional.silu,
         "gelu": functional.gelu,
-        "gelu_tanh": lambda gate: functional.gelu(gate, approximate="tanh"),
-    }[activation.value]
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    }
+    activate = activations[activation.value]
     once = options.get("apply_router_weight_on_input", bool(others and others[-1]))
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
@@ -128,4 +131,4 @@ def hide_llvmlite() -> None:
         return found(self, name)
 
     get.hides = True  # type: ignore[attr-defined]
-    library.__getattr__ = get  # type: ignore[attr-defined]
+    setattr(library, "__getattr__", get)  # noqa: B010 - no name that a type checker knows
