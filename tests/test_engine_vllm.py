@@ -233,4 +233,5 @@ def test_an_engine_in_process_stages_while_it_generates(
     assert outputs() != old
     assert engine.verify() == trainer.digest
     spans = llm.generate([PROMPTS[0]], settings, use_tqdm=False)[0].outputs[0].weight_versions
+    llm.llm_engine.engine_core.shutdown()
     assert [span.version for span in spans] == ["2"]
