@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import pulse_rl as pulse
 from pulse_rl.integrations.vllm import modules, plain_gemm
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 PROMPTS = [[5, 9, 17, 300, 4], [(7 * i) % 500 for i in range(40)]]
 
 

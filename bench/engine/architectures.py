@@ -152,7 +152,7 @@ ARCHITECTURES = {
     "LFM2": Architecture(
         "hybrid: attention and short convolutions",
         "Lfm2Config",
-        {**_BASE, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
+        {**_BASE, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "conv_dim": HIDDEN},
     ),
     "Qwen3-Next": Architecture(
         "hybrid: attention, gated delta net, experts",
