@@ -1,5 +1,6 @@
 """The reference run's rollout workers with real vLLM engines. Needs vLLM: make test-vllm."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,19 @@ def loaded() -> model.Loaded:
 
 
 def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Loaded, tmp_path: Path) -> None:
-    """The engine's log-probabilities against the trainer's own scoring, at each version; and its digest."""
+    """The engine's log-probabilities against the trainer's own scoring, at each version; and its digest.
+
+    Both compute in BF16 by other kernels, so they differ a little; from the version before they differ by much.
+    """
     config = RunConfig(out=str(tmp_path), engine="vllm", group_size=3, max_new_tokens=6, temperature=1.2)
     publisher = pulse.Publisher(config.store_url)
     publisher.publish(loaded.model, version=0)
     sampler = VllmSampler("worker-0", config, model.assets(loaded))
     ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
-    routes, tokens = [], []
+    routes, before = [], copy.deepcopy(loaded.model)
     for version in range(3):
         if version:
+            before.load_state_dict(loaded.model.state_dict())
             _step(loaded.model)
             publisher.publish(loaded.model, version=version)
         reached = sampler.follow(version)
@@ -58,13 +63,17 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
         assert not torch.equal(done.tokens, sampler.sample(ids, mask, seed=8).tokens)
         assert done.tokens.shape == done.mask.shape == done.logprobs.shape
         assert done.tokens.shape[0] == 6
-        with torch.no_grad():
-            scored = policy.score(loaded.model, done, config.temperature)
-        assert torch.allclose(scored, done.logprobs * done.mask, atol=0.1)
-        tokens.append(done.tokens)
+        assert _distance(loaded.model, done, config) < 0.05
+        assert not version or _distance(before, done, config) > 0.2
     assert routes == ["none", "patches", "patches"]
     assert sampler.verify() == publisher.digest
-    assert not torch.equal(tokens[0], tokens[2])
+
+
+def _distance(module: Any, done: policy.Completions, config: RunConfig) -> float:
+    """The mean difference of the tokens' log-probabilities, as scored and as sampled."""
+    with torch.no_grad():
+        scored = policy.score(module, done, config.temperature)
+    return float((scored - done.logprobs)[done.mask].abs().mean())
 
 
 def _step(module: Any) -> None:
