@@ -149,11 +149,6 @@ ARCHITECTURES = {
         "FalconH1Config",
         {**_BASE, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": HEAD, "mamba_d_state": 16, "head_dim": HEAD},
     ),
-    "LFM2": Architecture(
-        "hybrid: attention and short convolutions",
-        "Lfm2Config",
-        {**_BASE, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "conv_dim": HIDDEN},
-    ),
     "Qwen3-Next": Architecture(
         "hybrid: attention, gated delta net, experts",
         "Qwen3NextConfig",
