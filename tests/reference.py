@@ -22,7 +22,12 @@ import msgspec
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
 _INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang", "vllm")
-MODULES = ("pulse_rl", "pulse_rl.study", "pulse_rl.testing", *(f"pulse_rl.integrations.{name}" for name in _INTEGRATIONS))
+MODULES = (
+    "pulse_rl",
+    "pulse_rl.study",
+    "pulse_rl.testing",
+    *(f"pulse_rl.integrations.{name}" for name in _INTEGRATIONS),
+)
 
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example|Examples|Note):$")
 _ENTRY = re.compile(r"    (?:\*{0,2})([A-Za-z_]\w*)(?: \([^)]*\))?:(?: |$)")

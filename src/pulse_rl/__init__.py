@@ -12,8 +12,8 @@
 
     with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
 
-Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations` or `pulse_rl.testing`. It is
-imported when it is first used, so `import pulse_rl` costs nothing.
+Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations` or `pulse_rl.testing`. It
+is imported when it is first used, so `import pulse_rl` costs nothing.
 """
 
 from importlib import import_module

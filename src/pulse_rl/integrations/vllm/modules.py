@@ -44,14 +44,13 @@ def _of_module(name: str, module: Any, dtype: torch.dtype) -> Iterable[Derived]:
     if process is None:
         return []
     from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     if isinstance(module, QuantizeMethodBase):  # some are modules themselves; checked with the layer that has them
         return []
     if isinstance(module, MLAAttention):
         return [_mla(name, module, partial(process, dtype))]
-    if isinstance(module, Attention) or (isinstance(module, AttentionLayerBase) and hasattr(module, "impl")):
+    if isinstance(module, Attention):
         _check_backend(name, module)
         return []
     raise _refusal(name, type(module).__name__, "it changes its weights after it has loaded them, in a way not known")
