@@ -121,7 +121,7 @@ class _Views(LiveViews):
         return rebuilt
 
 
-def _find(model: torch.nn.Module, tensors: dict[str, TensorSpec]) -> LiveViews:
-    found = cast(_Views, _Views.of(model, model.load_weights, tensors))  # type: ignore[arg-type]
+def _find(model: torch.nn.Module, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
+    found = cast(_Views, _Views.of(model, model.load_weights, tensors, tied=tied))  # type: ignore[arg-type]
     found.after = getattr(model, "post_load_weights", None)
     return found
