@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from runs import children, resume, start, wait_for
 
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.trainer_meeting import _there
-from runs import children, resume, start, wait_for
 
 
 @pytest.mark.slow
