@@ -28,6 +28,7 @@ from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, f
 from pulse_rl.errors import BaseMismatchError, VersionNotFoundError, one_line
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
+from pulse_rl.store.base import Store
 from pulse_rl.store.objects import open_store
 from pulse_rl.sync.peers import WORDING
 from pulse_rl.sync.ranks import Ranks, ranks_of
@@ -63,12 +64,17 @@ class Views(Protocol):
 FindViews = Callable[[dict[str, TensorSpec], dict[str, str]], Views]
 
 
+def _open_store(wanted: Follow) -> Store:
+    return open_store(wanted.store, cache=wanted.cache or False)
+
+
 class Receiver:
     """What one process of an engine does for a history. Calls come from one thread, the engine's.
 
     find_views: finds the weights of the history's tensors in this process. group: of the ranks that hold shares of one
     model, for this alone; None for one process. checkpoint: the files that the engine has loaded. compiles: whether
-    this process compiles what is missing of the kernels, at once: one process of a host should.
+    this process compiles what is missing of the kernels, at once: one process of a host should. opens: opens the store
+    of a history.
     """
 
     def __init__(
@@ -78,8 +84,9 @@ class Receiver:
         group: dist.ProcessGroup | None = None,
         checkpoint: Path | None = None,
         compiles: bool = True,
+        opens: Callable[[Follow], Store] = _open_store,
     ) -> None:
-        self._find_views, self._group, self._checkpoint = find_views, group, checkpoint
+        self._find_views, self._group, self._checkpoint, self._opens = find_views, group, checkpoint, opens
         self._instance = secrets.token_hex(8)
         self._lock = threading.Lock()  # of what follows, which both threads write
         self._wanted: Follow | None = None
@@ -95,7 +102,7 @@ class Receiver:
         self._synced = False  # whether it was brought to a version since the start
         # Whether the weights, or what the engine has computed from them, are of no version: it must not generate.
         self._stopped = False
-        self._jobs: SimpleQueue[tuple[During, Callable[[], None]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[During, Callable[[], None]] | None] = SimpleQueue()  # None ends the thread
         self._for_engine: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._work, name="pulse-rl", daemon=True).start()
         if compiles:
@@ -156,14 +163,15 @@ class Receiver:
         return Applied(self.state(), time.perf_counter() - start)
 
     def close(self) -> None:
-        """Drop what is staged, with its temporary files."""
+        """Drop what is staged, with its temporary files, and end the thread. No call may follow."""
         self._add("follow", self._drop_staged)
+        self._jobs.put(None)  # a thread that went on would keep the engine's weights alive
 
     # What the thread does.
 
     def _work(self) -> None:
-        while True:
-            during, job = self._jobs.get()
+        while (found := self._jobs.get()) is not None:
+            during, job = found
             failure = None
             try:
                 job()
@@ -189,7 +197,7 @@ class Receiver:
         if self._ranks is None:
             self._ranks = ranks_of(self._group, WORDING)
         with self._ranks.collective():
-            store = self._share("open the store", lambda: open_store(wanted.store, cache=wanted.cache or False))
+            store = self._share("open the store", lambda: self._opens(wanted))
             subscriber = Subscriber(
                 store,
                 public_key=wanted.public_key,

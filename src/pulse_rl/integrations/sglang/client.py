@@ -249,7 +249,8 @@ class SGLangEngine:
             time.sleep(look)
             look = min(look * 1.2, _LONGEST_LOOK_S)
             state = self._brief("state", during)
-        if state.failure is not None:
+        # One that follows already keeps the failure of its last stage, which is not of this call.
+        if state.failure is not None and (during != "follow" or state.mapping is None):
             raise self._failed(state.failure, state)
         return state
 

@@ -74,12 +74,29 @@ def read(tensors: Sequence[tuple[str, torch.Tensor]]) -> Order:
     return decode_json(data.cpu().numpy().tobytes(), Order, NAME)
 
 
+_client: tuple[tuple[str, int], Any] | None = None  # the address of the last client, and the connection to it
+
+
 def reply(order: Order, rank: int, answer: Answer) -> None:
-    """Send a rank's answer to the client. Raises RuntimeError if it is out of reach."""
+    """Send a rank's answer to the client. Raises RuntimeError if it is out of reach.
+
+    The connection is kept for the next answer: torch looks up a host's name at each new one, which may take seconds.
+    """
+    global _client
+    key, value, address = f"{order.id}/{rank}", msgspec.json.encode(answer).decode(), (order.host, order.port)
+    known = _client
+    if known is not None and known[0] == address:
+        try:
+            known[1].set(key, value)
+            if known[1].check([key]):  # `set` waits for nothing
+                return
+        except RuntimeError:  # a client that was started again may have the same address
+            _client = None
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        order.host, order.port, is_master=False, timeout=timedelta(seconds=_REPLY_S)
+        *address, is_master=False, timeout=timedelta(seconds=_REPLY_S)
     )
-    store.set(f"{order.id}/{rank}", msgspec.json.encode(answer).decode())
+    store.set(key, value)
+    _client = address, store
 
 
 def await_answers(store: Any, order: Order, ranks: int, timeout: float) -> list[Answer]:
