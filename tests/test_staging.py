@@ -345,3 +345,30 @@ def test_tied_and_strided_weights() -> None:
         staged.apply()
     assert all(torch.equal(live[name], source[name]) for name in source)
     assert subscriber.verify(live)
+
+
+def test_patches_that_weights_which_overlap_cannot_hold_leave_the_version_before_all_of_them() -> None:
+    """The first patch fits, the second gives common memory different bits: none of them stays."""
+    flat = np.random.default_rng(0).integers(0, 1 << 16, 4000, np.uint16)
+
+    def view(flat: Any) -> dict[str, Any]:
+        return {"all": flat, "part": flat[1000:3000]}
+
+    publisher = pulse.Publisher("memory://")
+    store, live = publisher.history.store, flat.copy()
+    publisher.publish(view(flat), version=0)
+    subscriber = pulse.Subscriber(store)
+    subscriber.sync(view(live))
+    after = flat.copy()
+    after[900:1100] += 1
+    publisher.publish(view(after), version=1)
+    apart = {name: tensor.copy() for name, tensor in view(after).items()}
+    apart["part"][70] ^= 1
+    publisher.publish(apart, version=2)
+    staged = subscriber.stage(view(live))
+    assert (staged.version, staged.route) == (2, "patches")
+    with pytest.raises(pulse.BaseMismatchError, match="overlap.*as they were"):
+        staged.apply()
+    assert (live == flat).all()
+    assert subscriber.sync(view(live), version=1).previous is None
+    assert (live == after).all()

@@ -132,6 +132,7 @@ class Application:
         self._shared = _SharedMemory(live)
         self._overlapping = overlapping(live.values())
         self._work: list[_Work] = []  # empty until `prove`
+        self._overwritten: list[Overwritten] = []  # by `write`, where tensors overlap
         self._delta: int | None = None  # what the digest of what this process owns gains
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, summed over threads
@@ -317,11 +318,16 @@ class Application:
         Raises IntegrityError if an element does not read back as written (faulty memory, or a concurrent
         writer). A KeyboardInterrupt in the middle is raised after the last element is written.
         """
-        before = list(self.replaced()) if self._overlapping else []
+        self._overwritten = list(self.replaced()) if self._overlapping else []
         held = self._held_digest() if self._overlapping else 0
         finish_despite_interrupt(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
         if self._overlapping:
-            self._check_overlaps(held, before)
+            self._check_overlaps(held)
+
+    def put_back(self) -> None:
+        """Undo `write`, where tensors overlap: only then is what was overwritten kept."""
+        for _, _, bits, (indices, values) in self._overwritten:
+            bits.scatter(0, indices, values)
 
     def _batches(self) -> Iterator[list[_Work]]:
         """Runs of units of BATCH changes or more each, but for the last."""
@@ -367,16 +373,15 @@ class Application:
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
 
-    def _check_overlaps(self, held: int, before: list[Overwritten]) -> None:
+    def _check_overlaps(self, held: int) -> None:
         """Where tensors overlap in part, only the result shows whether the patch gave common memory the same bits.
 
-        held: the digest of what this process owns before the write. before: what was overwritten, to be put back if the
-        result is another one.
+        held: the digest of what this process owns before the write. If the result is another one, what was overwritten
+        is put back.
         """
         if self._held_digest() == (held + self.own_delta()) & digests.MASK:
             return
-        for _, _, bits, (indices, values) in reversed(before):
-            bits.scatter(0, indices, values)
+        self.put_back()
         raise BaseMismatchError(
             "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
             "expected weights that do not overlap; they are as they were"

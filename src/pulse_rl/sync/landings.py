@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
+from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.follow import Effort, Landing
 from pulse_rl.history.patches import Fetched
 from pulse_rl.history.restore import no_room
@@ -280,8 +281,15 @@ class Keeping:
             self._to = self._patches[-1].to
 
     def _write_kept(self) -> None:
-        for patch in self._patches:
-            patch.application.write()
+        written: list[Application] = []
+        try:
+            for patch in self._patches:
+                patch.application.write()
+                written.append(patch.application)
+        except BaseMismatchError:  # tensors overlap, and a later patch does not fit that: it has put its own back
+            for application in reversed(written):
+                application.put_back()
+            raise
         finish_despite_interrupt(lambda: write_all(self._writes))
 
     def write(self, writing: Writing) -> None:
