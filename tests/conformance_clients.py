@@ -108,6 +108,10 @@ class _Plugin(_Following):
         self._check(applied.state)
         return applied.seconds
 
+    def verify(self) -> None:
+        self._receiver.verify()
+        self._settled()
+
     def reported(self) -> int | None:
         return self._receiver.state().version
 

@@ -4,6 +4,7 @@ from typing import Any
 from unittest import SkipTest
 
 import pytest
+import torch
 import torch.distributed as dist
 from conformance_clients import CONTEXT, Plugins, SGLangs
 from test_conformance import RANKS
@@ -13,6 +14,9 @@ from pulse_rl.engines import receiver
 from pulse_rl.integrations.sglang import loader
 from pulse_rl.integrations.sglang.orders import Answer, Order, await_answers, reply
 from pulse_rl.testing import Check, checks
+from pulse_rl.testing.models import LLM
+from pulse_rl.testing.recorded import record
+from pulse_rl.testing.trial import Trial
 
 DISTURBED = {"disturbed", "staged-and-disturbed"}  # what something else writes to an engine is found by `verify` alone
 OBJECTS = {"torn-object", "missing-object", "exchanged-objects"}
@@ -48,6 +52,21 @@ def test_a_receiver_in_an_engine(check: Check, skipped: bool) -> None:
             check()
     else:
         check()
+
+
+def test_what_something_else_wrote_to_an_engine_is_found_by_verify_and_repaired_by_the_next_update() -> None:
+    with Trial(Plugins(), record(LLM, 3)) as trial:
+        trial.sync()
+        plugin: Any = trial.receiver
+        plugin.verify()
+        with torch.no_grad():
+            next(plugin.engine.parameters()).zero_()
+        assert plugin.reported() == 0  # nothing has looked
+        with pytest.raises(RuntimeError, match="verify: IntegrityError"):
+            plugin.verify()
+        assert plugin.reported() is None
+        trial.source.show()
+        trial.sync()
 
 
 def test_ranks_of_sglang_answer_a_client_that_was_started_again() -> None:
