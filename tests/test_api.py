@@ -95,7 +95,7 @@ def fields_of(kind: type[Exception]) -> list[str]:
 def test_an_error_keeps_its_fields_through_pickle(kind: type[Exception]) -> None:
     """As on the way from a process of a run to the one that waits for it."""
     values: dict[str, Any] = {"ranks": [1, 2], "round": 3, "version": 7, "missing": ["a"], "unexpected": ["b"]}
-    values |= {"reshaped": ["c"], "retyped": ["d"]}
+    values |= {"reshaped": ["c"], "retyped": ["d"], "fields": {"name": "e"}}
     fields = {name: values.get(name, f"some {name}") for name in fields_of(kind)}
     error = kind("what happened", **fields)
     error.add_note("what to do")
@@ -112,7 +112,7 @@ def test_an_error_needs_a_message_alone(kind: type[Exception]) -> None:
     """Fields that are not given are None, or empty, and are listed in the docstring."""
     error = kind("what happened")
     for name in fields_of(kind):
-        assert getattr(error, name) in (None, (), False)
+        assert getattr(error, name) in (None, (), False, {})
         assert f"    {name}: " in inspect.cleandoc(kind.__doc__ or "")
     assert str(error) == "what happened"
 

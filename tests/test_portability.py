@@ -18,7 +18,11 @@ for name in ("fork", "register_at_fork", "sched_getaffinity", "sched_setaffinity
 for name in ("fcntl", "pwd", "resource"):
     sys.modules[name] = None  # importing it is an ImportError
 for name in sys.argv[1:]:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # what vLLM loads is imported where vLLM is
+        if error.name not in ("fastapi", "vllm") or not name.startswith("pulse_rl.integrations.vllm."):
+            raise
 
 import pulse_rl
 for name in pulse_rl.__all__:
