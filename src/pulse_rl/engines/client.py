@@ -153,7 +153,7 @@ class EngineClient:
                 paused=state.paused,
             )
         if state.phase != "staged":
-            raise self._failed(state.failure or Failure("stage", "RuntimeError", "nothing is staged"), state, None)
+            raise failed(self.url, state.failure or Failure("stage", "RuntimeError", "nothing is staged"), state)
         return state
 
     def apply(
@@ -226,7 +226,7 @@ class EngineClient:
             time.sleep(_LOOK_S)
             state = self._ask("verify", "GET", "state", EngineState)
         if state.failure is not None or state.digest is None:
-            raise self._failed(state.failure or Failure("verify", "RuntimeError", "no version is held"), state, None)
+            raise failed(self.url, state.failure or Failure("verify", "RuntimeError", "no version is held"), state)
         return state.digest
 
     def resume(self) -> EngineState:
@@ -307,19 +307,21 @@ class EngineClient:
                 status=status,
                 temporary=status in (502, 503, 504),  # a proxy whose engine restarts
             )
-        return self._failed(refusal.failure, refusal.state, status)
+        return failed(self.url, refusal.failure, refusal.state, status)
 
-    def _failed(self, failure: Failure, state: EngineState, status: int | None) -> EngineError:
-        holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
-        then = ", and stays paused until an update succeeds" if state.paused else ""
-        return EngineError(
-            f"{self.url}: {failure.during} failed: {failure.kind}: {printable(failure.message)} ({holds}{then})",
-            url=self.url,
-            during=failure.during,
-            kind=failure.kind,
-            status=status,
-            temporary=failure.temporary,
-            version=state.version,
-            paused=state.paused,
-            fields=failure.fields,
-        )
+
+def failed(url: str, failure: Failure, state: EngineState, status: int | None = None) -> EngineError:
+    """The error for what went wrong in an engine. state: what it holds after that."""
+    holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
+    then = ", and stays paused until an update succeeds" if state.paused else ""
+    return EngineError(
+        f"{url}: {failure.during} failed: {failure.kind}: {printable(failure.message)} ({holds}{then})",
+        url=url,
+        during=failure.during,
+        kind=failure.kind,
+        status=status,
+        temporary=failure.temporary,
+        version=state.version,
+        paused=state.paused,
+        fields=failure.fields,
+    )

@@ -80,7 +80,7 @@ class Driver:
 
     Args:
         history: The history, as this process reaches it.
-        follow: What each engine is told: the history as the engines reach it. A heartbeat "*" stands for an id of each
+        follow: What to tell each engine: the history as the engines reach it. A heartbeat "*" stands for an id of each
             engine's own, made of its address.
         engines: The engines.
         manner: How they are updated.

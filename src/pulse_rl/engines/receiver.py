@@ -313,7 +313,7 @@ class Receiver:
 
 
 def _compile() -> None:
-    """Compile what is missing of the kernels in a process of its own: a compiler in this one stops the engine's steps.
+    """Compile what is missing of the kernels in another process: a compiler in this one stops the engine's steps.
 
     What it compiles is kept on the disk, and read from there where a kernel is used first.
     """

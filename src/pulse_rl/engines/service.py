@@ -9,7 +9,7 @@
     GET  /pulse/ready        for load balancers: 200 or 503
 
 A pause begins and ends in one request. The engine's processes do the work: a route calls the `Receiver` of each, all at
-once. How an engine pauses and calls them is said by an `Engine`; the HTTP server is the engine's.
+once. An `Engine` says how an engine pauses and how its processes are called; the HTTP server is the engine's.
 """
 
 from __future__ import annotations

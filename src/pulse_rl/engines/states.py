@@ -106,7 +106,7 @@ class EngineState(msgspec.Struct, frozen=True):
     Attributes:
         instance: A random id of this start of the engine: after a restart it is another one.
         model: The model that the engine was started with.
-        follow: Which history it follows; None before it was told.
+        follow: Which history it follows; None before the first `follow`.
         version: The version that its live weights are proved to hold, on all ranks; None where that is not known.
         digest: The digest of that version, 16 hex digits.
         ready: Whether it has been brought to a version since it was started, holds one, and is not paused: a load

@@ -30,7 +30,7 @@ log = logger(__name__)
 class LiveViews:
     """Published name → the engine's live memory.
 
-    views: of live memory. kept: tensors that the engine does not hold, in host memory of their own. rebuilding: what is
+    views: of live memory. kept: tensors that the engine does not hold, in host memory. rebuilding: what is
     derived from the weights.
     """
 

@@ -20,11 +20,11 @@ from urllib.request import Request, urlopen
 
 import torch.distributed as dist
 
+from pulse_rl.engines.client import absolute, failed
 from pulse_rl.engines.ranks import Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow
 from pulse_rl.errors import EngineError, one_line, printable
 from pulse_rl.integrations.sglang.orders import Order, await_answers, payload
-from pulse_rl.store.urls import as_path
 
 LOADER = "pulse_rl.integrations.sglang.load"
 TIMEOUT_S = 60.0
@@ -108,9 +108,8 @@ class SGLangEngine:
             EngineError: It is out of reach, or cannot follow the history in place.
             TimeoutError: It is not done in time.
         """
-        path = as_path(str(store))
         history = Follow(
-            store=str(store) if path is None else str(path.absolute()),
+            store=absolute(store),
             cache=None if cache is None else str(cache),
             public_key=None if public_key is None else str(public_key),
             heartbeat=heartbeat,
@@ -134,7 +133,7 @@ class SGLangEngine:
         """
         state = self._finish(self._brief("stage", "stage", version=version), "stage", timeout)
         if state.prepared is None:
-            raise self._failed(Failure("stage", "RuntimeError", "nothing is staged"), state)
+            raise failed(self.url, Failure("stage", "RuntimeError", "nothing is staged"), state)
         return state
 
     def verify(self, *, timeout: float = STAGE_S) -> str:
@@ -152,7 +151,7 @@ class SGLangEngine:
         """
         state = self._finish(self._brief("verify", "verify"), "verify", timeout)
         if state.digest is None:
-            raise self._failed(Failure("verify", "RuntimeError", "no version is held"), state)
+            raise failed(self.url, Failure("verify", "RuntimeError", "no version is held"), state)
         return state.digest
 
     def apply(self, version: int | None = None, *, pause: Pause = "keep", reset_caches: bool = True) -> EngineReport:
@@ -193,7 +192,7 @@ class SGLangEngine:
             self._post("resume", "continue_generation", {})
         ended = time.perf_counter()
         if state.failure is not None or state.version is None:
-            raise self._failed(state.failure or Failure("apply", "RuntimeError", "the ranks differ"), state)
+            raise failed(self.url, state.failure or Failure("apply", "RuntimeError", "the ranks differ"), state)
         prepared = before.prepared
         return EngineReport(
             version=state.version,
@@ -229,7 +228,7 @@ class SGLangEngine:
         return self.apply(state.prepared.version if state.prepared else version, pause=pause, reset_caches=reset_caches)
 
     def _brief(self, op: Any, during: str, *, history: Follow | None = None, version: int | None = None) -> EngineState:
-        """An order that writes nothing, in a pause of its own. A torn engine stays paused."""
+        """An order that writes nothing, in a short pause. A torn engine stays paused."""
         self._post(during, "pause_generation", {"mode": "in_place"})
         stopped = self._keeps_paused
         try:
@@ -251,7 +250,7 @@ class SGLangEngine:
             state = self._brief("state", during)
         # One that follows already keeps the failure of its last stage, which is not of this call.
         if state.failure is not None and (during != "follow" or state.mapping is None):
-            raise self._failed(state.failure, state)
+            raise failed(self.url, state.failure, state)
         return state
 
     def _merged(self, ranks: list[RankState], *, paused: bool) -> EngineState:
@@ -341,17 +340,3 @@ class SGLangEngine:
                 f"{self.url} is out of reach: {one_line(error)}", url=self.url, during=during, temporary=True
             ) from error
         return found if isinstance(found, dict) else {}
-
-    def _failed(self, failure: Failure, state: EngineState) -> EngineError:
-        holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
-        then = ", and stays paused until an update succeeds" if state.paused else ""
-        return EngineError(
-            f"{self.url}: {failure.during} failed: {failure.kind}: {printable(failure.message)} ({holds}{then})",
-            url=self.url,
-            during=failure.during,
-            kind=failure.kind,
-            temporary=failure.temporary,
-            version=state.version,
-            paused=state.paused,
-            fields=failure.fields,
-        )
