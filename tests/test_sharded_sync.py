@@ -232,6 +232,21 @@ def damaged(pattern: str) -> dict[str, Any]:
     return {"stream": stream, "read_range": read_range, "read_ranges": no_ranges}
 
 
+def flipped(nbytes: str) -> dict[str, Any]:
+    """Ranges of anchors that are so long have one other bit."""
+
+    def read_range(store: Any) -> Any:
+        def read(name: str, start: int, stop: int) -> memoryview:
+            found = bytearray(store.read_range(name, start, stop))
+            if "anchors/" in name and len(found) == int(nbytes):
+                found[-1] ^= 1
+            return memoryview(found)
+
+        return read
+
+    return {"read_range": read_range, "read_ranges": no_ranges}
+
+
 def failing(pattern: str) -> dict[str, Any]:
     """These objects cannot be read."""
 
@@ -263,6 +278,7 @@ def with_a_bent_store(
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         "damaged": lambda: damaged(what),
         "failing": lambda: failing(what),
+        "flipped": lambda: flipped(what),
         "whole": lambda: {"read_range": no_ranges, "read_ranges": no_ranges},
     }
     opened: Any = Bent(store, **kinds[bent]()) if rank == 1 or bent == "whole" else pulse.open_store(store)
@@ -295,6 +311,14 @@ def test_what_is_damaged_for_one_rank_is_avoided_by_all(ranks: Ranks, tmp_path: 
     found = good(ranks(with_a_bent_store, 3, store, "damaged", "patches/", 1))
     assert {route for route, _, _ in found} == {"anchor"}
     assert all("rank 1 of 3" in recovered for rank, (_, recovered, _) in enumerate(found) if rank != 1)
+
+
+def test_a_replica_that_one_rank_reads_wrongly_is_read_again(ranks: Ranks, tmp_path: Path) -> None:
+    """The digest counts the other rank's replica, so it is right: only a comparison shows it before the write."""
+    store = history(tmp_path, versions=VERSIONS, anchor_every=1)
+    nbytes = 2 * SHAPES["norm"][0]
+    for route, recovered, _ in good(ranks(with_a_bent_store, 2, store, "flipped", str(nbytes), None)):
+        assert (route, recovered) == ("anchor", None)
 
 
 def test_what_one_rank_cannot_read_is_an_error_on_all_that_names_it(ranks: Ranks, tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class Wanted:
     peers: Peers
     first: bool  # whether this process counts the tensors without elements
     landing: Callable[[Layout], Landing]  # for patches to the pieces
+    # Proves the pieces that others own, which a digest does not count. A collective. Raises IntegrityError.
+    prove_replicas: Callable[[Layout], None] = lambda pieces: None
 
 
 class _Start(msgspec.Struct):
@@ -209,6 +211,12 @@ def _load_share(
                 raise
             continue
         if digests.to_hex(total) == anchor.digest:
+            try:
+                wanted.prove_replicas(found)
+            except IntegrityError:
+                if whole:
+                    raise
+                continue
             return found
     raise IntegrityError(
         f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digests.to_hex(total)}",

@@ -20,6 +20,7 @@ from pulse_rl.sync.shares import Share, compare_replicas
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import whole
+from pulse_rl.weights.layout import Layout
 
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
 
@@ -37,12 +38,23 @@ def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
     aliases = sorted(tied.keys() & share.plan.tensors.keys())
     if aliases and peers.add_up("count tied tensors", lambda: _difference(share, tied)):
         raise tied_differ(tied[aliases[0]])
-    replicas = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])
     try:
-        compare_replicas(list(replicas))
-    except ExchangeError as error:
+        prove_replicas(peers, share)
+    except IntegrityError as error:
         raise BaseMismatchError(str(error)) from None
     return digests.to_hex(total)
+
+
+def prove_replicas(peers: RankPeers, share: Share, tensors: Layout | None = None) -> None:
+    """Compare what several ranks hold alike. A collective. Raises IntegrityError if it is not equal.
+
+    tensors: the same boxes in other memory; None: the weights themselves.
+    """
+    found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank, tensors), dict[str, int])
+    try:
+        compare_replicas(list(found))
+    except ExchangeError as error:
+        raise IntegrityError(str(error)) from None
 
 
 def _own_digest(share: Share, tied: Mapping[str, str], rank: int) -> int:

@@ -14,7 +14,7 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
-from pulse_rl.sync.counting import recognise
+from pulse_rl.sync.counting import prove_replicas, recognise
 from pulse_rl.sync.held import Held
 from pulse_rl.sync.landings import InFiles, Landings
 from pulse_rl.sync.loading import Restored, wanted
@@ -85,7 +85,14 @@ def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
     if pieces is None:
         return None
     first = peers.ranks.rank == 0
-    return Wanted(pieces, live.tensors, peers, first, lambda files: InFiles(files, live, peers, effort))
+    return Wanted(
+        pieces,
+        live.tensors,
+        peers,
+        first,
+        lambda files: InFiles(files, live, peers, effort),
+        lambda files: prove_replicas(peers, live.share, files),
+    )
 
 
 def _patch(

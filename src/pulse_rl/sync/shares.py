@@ -78,17 +78,21 @@ class Share:
     held: Layout  # all pieces, each marked as owned or not
     own: Layout  # only those that this rank owns: what it publishes, and counts in a digest
 
-    def replicas(self, rank: int) -> dict[str, int]:
-        """The digest of what this rank and others hold, for each set of such ranks, as "0,2"."""
+    def replicas(self, rank: int, tensors: Layout | None = None) -> dict[str, int]:
+        """The digest of what this rank and others hold, for each set of such ranks, as "0,2".
+
+        tensors: the same boxes in other memory; None: the weights themselves.
+        """
+        held = self.held if tensors is None else tensors
         sets: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
         for name, parts in self.plan.parts.items():
-            for part in parts:
+            for part in parts if name in held else ():
                 if len(part.holders) > 1 and rank in part.holders:
-                    piece = next(p for p in pieces_of(self.held[name]) if p.box == part.box)
+                    piece = next(p for p in pieces_of(held[name]) if p.box == part.box)
                     sets.setdefault(part.holders, {}).setdefault(name, []).append(piece._replace(owned=True))
         found = {}
         for holders, names in sets.items():
-            layout = {name: _pieces(self.held[name], pieces) for name, pieces in names.items()}
+            layout = {name: _pieces(held[name], pieces) for name, pieces in names.items()}
             found[",".join(map(str, holders))] = digests.state_digest(layout)
         return found
 
