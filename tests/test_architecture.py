@@ -27,6 +27,7 @@ ROOMS = [
     {"engines"},
     {"integrations"},
     {"rl"},
+    {"flow"},
     {"bench", "testing"},
     {"cli"},
 ]
