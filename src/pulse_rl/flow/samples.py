@@ -1,0 +1,117 @@
+"""What moves between the services of a dataflow: tasks out, groups in, batches on to the trainers.
+
+    Dataflow ── Task ──▶ worker: plays the problem group_size times ── Group ──▶ Dataflow ── Batch ──▶ one policy's trainer
+
+Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all policies of
+its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the worker's
+receiver has proved it: a worker never reports the version that it asked for.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float32]
+
+
+class Turn(NamedTuple):
+    """One completion of one policy, of T tokens after a context of L tokens."""
+
+    policy: str
+    prompt: Ints  # (L,) the whole context, as token ids
+    tokens: Ints  # (T,) sampled
+    logprobs: Floats  # (T,) of the tokens, when they were sampled
+    versions: Ints  # (T,) the proved version that made each token
+
+
+class Episode(NamedTuple):
+    """One play of a workflow on one problem."""
+
+    turns: list[Turn]  # in the order in which they were made
+    rewards: dict[str, float]  # of each trained policy
+    facts: dict[str, float]  # what the workflow counts: solved, tool_errors, …
+
+
+class Task(NamedTuple):
+    """A lease: one problem that a worker plays group_size times."""
+
+    number: int  # always increasing; with the run's seed it fixes problem and sampling
+    problem: int  # the curator's choice
+    versions: dict[str, int | None]  # the exact version of each policy; None: the newest
+    evaluation: str | None = None  # the window that it belongs to; None: training
+
+
+class Group(NamedTuple):
+    """What a worker pushes for a task."""
+
+    task: Task
+    worker: str
+    episodes: list[Episode]  # group_size of them
+
+
+class Orders(NamedTuple):
+    """The answer to a worker's heartbeat."""
+
+    stop: bool  # finish, and leave
+    versions: dict[str, int]  # the newest version of each policy that has one
+
+
+class PolicyGroup(NamedTuple):
+    """One policy's part of a group of G episodes: N turns."""
+
+    number: int  # of its task
+    problem: int
+    worker: str
+    turns: list[Turn]
+    episodes: Ints  # (N,) the episode of each turn, from 0
+    rewards: Floats  # (G,) of each episode
+    version: int  # the oldest that made any of its tokens
+    newest: int  # the newest that made any of its tokens
+    repeated: bool = False  # this policy has pulled it before: replayed, or again as a trainer was lost
+
+
+class Batch(NamedTuple):
+    """What a trainer pulls."""
+
+    number: int  # of this policy's batches, from 0
+    groups: list[PolicyGroup]
+
+
+def split(group: Group, policy: str) -> PolicyGroup | None:
+    """One policy's part of a group; None if the policy made no token in it.
+
+    Raises ValueError if an episode has no reward for the policy, or a turn's arrays differ in length.
+    """
+    turns, episodes, rewards = [], [], []
+    for index, episode in enumerate(group.episodes):
+        if policy not in episode.rewards:
+            raise ValueError(
+                f"task {group.task.number}, episode {index}: expected a reward for the policy {policy!r}, found "
+                f"rewards for {sorted(episode.rewards)}"
+            )
+        rewards.append(episode.rewards[policy])
+        for turn in episode.turns:
+            if turn.policy == policy:
+                lengths = len(turn.tokens), len(turn.logprobs), len(turn.versions)
+                if len(set(lengths)) > 1:
+                    raise ValueError(
+                        f"task {group.task.number}, episode {index}: expected as many log-probabilities and versions as "
+                        f"tokens, found {lengths[0]} tokens, {lengths[1]} log-probabilities, {lengths[2]} versions"
+                    )
+                turns.append(turn)
+                episodes.append(index)
+    made = [turn.versions for turn in turns if len(turn.versions)]
+    if not made:
+        return None
+    return PolicyGroup(
+        number=group.task.number,
+        problem=group.task.problem,
+        worker=group.worker,
+        turns=turns,
+        episodes=np.array(episodes, np.int64),
+        rewards=np.array(rewards, np.float32),
+        version=min(int(versions.min()) for versions in made),
+        newest=max(int(versions.max()) for versions in made),
+    )
