@@ -1,0 +1,298 @@
+"""A recipe: every setting of a run of several policies, in one TOML file.
+
+    name = "solver-verifier"           the run
+    [policies.solver]                  one table for each policy: its model, optimizer, loss, samples and channel
+    [workflow]                         what is played with them; keys that are not listed here are the workflow's own
+    [curator]                          which problems are played
+    [[pools]]                          workers of one kind in one place
+    [autoscale]                        when a pool grows and shrinks; without it, never
+    [[evaluation]]                     windows at fixed versions
+
+A plug-in is a name ("grpo"), or a table with the name and its settings ({name = "dapo", clip_high = 0.28}).
+`recipe_file` reads recipes, applies `--set`, and writes them. Here are the types, and what they must hold.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from pulse_rl.codecs import choose
+from pulse_rl.flow import registry
+from pulse_rl.flow.registry import Plugin
+from pulse_rl.rl import model_name
+from pulse_rl.rl.config import absolute_store
+
+_GRPO = Plugin("grpo")
+_ALL = Plugin("all")
+
+
+class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One policy: its model, how it is trained, which samples it takes, and how its weights are sent."""
+
+    model: str = "smollm2"  # "smollm2", "tiny", or a directory or hub id for Transformers
+    dither: int | None = None  # seed; adds noise to dequantised weights, within their quantisation step
+    trained: bool = True  # False: a frozen partner, published once as version 0
+    trainers: int = 1  # ranks of its trainer
+    lr: float = 3e-6
+    warmup: int = 0  # steps in which the learning rate rises linearly to lr
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # largest norm of the gradient
+    loss: Plugin = _GRPO
+    advantage: Plugin = _GRPO
+    tasks_per_step: int = 8  # groups in a batch
+    max_staleness: int = 1  # versions by which a token may lag behind the newest
+    order: Literal["task", "deadline", "newest"] = "task"  # in which groups are trained on
+    replay: Plugin | None = None  # which groups are trained on again; None: none
+    replay_ratio: float = 0.0  # repeated groups in a batch, as a share of it
+    filter: Plugin = _ALL  # which groups are kept
+    codec: str = "context"
+    anchor_every: int = 50  # versions
+
+
+class WorkflowRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is played, on which problems, and how it is sampled."""
+
+    name: str = "math"  # a registered workflow or an import path
+    settings: dict[str, Any] = {}  # the workflow's own; in TOML beside the other keys
+    group_size: int = 8  # plays of each problem
+    max_new_tokens: int = 8  # of a completion, unless the workflow says less
+    temperature: float = 1.0
+
+    @property
+    def plugin(self) -> Plugin:
+        return Plugin(self.name, self.settings)
+
+
+class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Workers of one kind in one place."""
+
+    name: str = "pool"
+    kind: Literal["builtin", "vllm"] = "builtin"  # what they sample with
+    workers: int = 2
+    slots: int = 4  # tasks that a worker plays at a time
+    policies: list[str] = []  # which they hold; empty: all
+    region: str = ""  # where they are, for reports and placement
+    threads: int = 1  # torch threads of each worker
+
+
+class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When a pool grows and shrinks, by the share of their time that trainers wait for samples."""
+
+    pool: str = ""  # which; empty: the first
+    least: int = 1  # workers
+    most: int = 8  # workers
+    grow: float = 0.10  # above this share it grows to ceil(workers / (1 − share))
+    shrink: float = 0.05  # below this share it loses a worker
+    every: float = 30.0  # seconds between decisions
+
+
+class EvaluationRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A window: problems that are played at one fixed version of every policy, and not trained on."""
+
+    name: str = "evaluation"
+    every: int = 10  # steps of the first trained policy; the beginning and the end are evaluated too
+    problems: int = 16
+    samples: int = 4  # plays of each problem: pass@1 … pass@samples
+    first: int = 500_000  # number of the first problem, where no training comes to
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of a run."""
+
+    name: str = "run"
+    seed: int = 0
+    steps: int = 40  # optimizer steps of each trained policy
+    out: str = "runs/flow"  # the run's directory
+    store: str | None = None  # URL below which each policy has its history; None: `store` in the run's directory
+    deterministic: bool = False  # the same seed gives the same bits, whatever the timing and the number of workers
+    checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too
+    address: str | None = None  # a Ray cluster's address; None: this machine
+    policies: dict[str, PolicyRecipe] = {}
+    workflow: WorkflowRecipe = WorkflowRecipe()
+    curator: Plugin = _ALL
+    pools: list[PoolRecipe] = msgspec.field(default_factory=lambda: [PoolRecipe()])
+    autoscale: AutoscaleRecipe | None = None
+    evaluation: list[EvaluationRecipe] = []
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.out).absolute()
+
+    @property
+    def trained(self) -> list[str]:
+        """The policies that are trained, in the recipe's order."""
+        return [name for name, policy in self.policies.items() if policy.trained]
+
+    def store_url(self, policy: str) -> str:
+        """Where the history of a policy is."""
+        base = (self.directory / "store").as_uri() if self.store is None else str(absolute_store(self.store))
+        return f"{base.rstrip('/')}/{policy}"
+
+    def held_by(self, pool: PoolRecipe) -> list[str]:
+        """The policies that a pool's workers hold."""
+        return list(pool.policies or self.policies)
+
+    def with_absolute_paths(self) -> "Recipe":
+        """The same settings for processes elsewhere, which have other working directories."""
+        return msgspec.structs.replace(self, out=str(self.directory), store=absolute_store(self.store))
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Return the recipe. Raises ValueError that names the first bad key, what was expected and what was found."""
+    _at_least("", recipe, 1, "steps", "checkpoint_every")
+    _plain_name("name", recipe.name)
+    if (recipe.store or "").startswith("memory:"):
+        raise ValueError("store: expected a place that every process reaches; memory:// lives in one process only")
+    _check_policies(recipe)
+    _check_workflow(recipe)
+    _check_pools(recipe)
+    for number, window in enumerate(recipe.evaluation):
+        _at_least(f"evaluation[{number}].", window, 1, "every", "problems", "samples")
+        _at_least(f"evaluation[{number}].", window, 0, "first")
+    _unique("evaluation", [window.name for window in recipe.evaluation])
+    _check_plugins(recipe)
+    return recipe
+
+
+def _check_policies(recipe: Recipe) -> None:
+    if not recipe.policies:
+        raise ValueError("policies: expected at least one table [policies.NAME], found none")
+    if not recipe.trained:
+        raise ValueError("policies: expected at least one with trained = true, found none")
+    for name, policy in recipe.policies.items():
+        key = f"policies.{name}"
+        _plain_name(key, name)
+        _at_least(f"{key}.", policy, 1, "trainers", "tasks_per_step", "anchor_every")
+        _at_least(f"{key}.", policy, 0, "warmup", "max_staleness", "weight_decay")
+        for setting in ("lr", "grad_clip"):
+            _positive(f"{key}.{setting}", getattr(policy, setting))
+        if not all(0 <= beta < 1 for beta in policy.betas):
+            raise ValueError(f"{key}.betas: expected two numbers from 0 to below 1, found {list(policy.betas)}")
+        if not 0 <= policy.replay_ratio < 1:
+            raise ValueError(
+                f"{key}.replay_ratio: expected a share from 0 to below 1 of each batch, found {policy.replay_ratio}"
+            )
+        if (policy.replay is None) != (policy.replay_ratio == 0):
+            raise ValueError(
+                f"{key}.replay_ratio: expected more than 0 with a replay plug-in, and 0 without one, found "
+                f"{policy.replay_ratio} with {'one' if policy.replay else 'none'}"
+            )
+        with _under(key):
+            choose.check(policy.codec)
+            model_name.check(policy.model, dither=policy.dither)
+        if policy.trainers > 1 and not policy.trained:
+            raise ValueError(f"{key}.trainers: expected 1 for a policy that is not trained, found {policy.trainers}")
+
+
+def _check_workflow(recipe: Recipe) -> None:
+    _at_least("workflow.", recipe.workflow, 1, "max_new_tokens")
+    _positive("workflow.temperature", recipe.workflow.temperature)
+    if recipe.workflow.group_size < 2:
+        raise ValueError(
+            "workflow.group_size: expected at least 2, or no advantage can be computed, found "
+            f"{recipe.workflow.group_size}"
+        )
+
+
+def _check_pools(recipe: Recipe) -> None:
+    if not recipe.pools:
+        raise ValueError("pools: expected at least one table [[pools]], found none")
+    _unique("pools", [pool.name for pool in recipe.pools])
+    for number, pool in enumerate(recipe.pools):
+        key = f"pools[{number}]"
+        _plain_name(f"{key}.name", pool.name)
+        _at_least(f"{key}.", pool, 0, "workers")
+        _at_least(f"{key}.", pool, 1, "slots", "threads")
+        for name in pool.policies:
+            if name not in recipe.policies:
+                raise ValueError(
+                    f"{key}.policies: expected names of policies ({', '.join(recipe.policies)}), found {name!r}"
+                    f"{registry.near(name, list(recipe.policies))}"
+                )
+        if missing := sorted(set(recipe.policies) - set(recipe.held_by(pool))):
+            raise ValueError(
+                f"{key}.policies: expected every policy of the workflow, as a worker plays whole episodes; "
+                f"{', '.join(missing)} is missing"
+            )
+        if pool.kind == "vllm" and recipe.deterministic:
+            raise ValueError(
+                f"{key}.kind: expected builtin with deterministic = true, found vllm, whose results depend on what it "
+                "has cached"
+            )
+    if not any(pool.workers for pool in recipe.pools):
+        raise ValueError("pools: expected at least one worker in all pools together, found 0")
+    scale = recipe.autoscale
+    if scale is None:
+        return
+    if scale.pool and scale.pool not in (pools := [pool.name for pool in recipe.pools]):
+        raise ValueError(f"autoscale.pool: expected one of {', '.join(pools)}, found {scale.pool!r}")
+    _at_least("autoscale.", scale, 1, "least")
+    _positive("autoscale.every", scale.every)
+    if scale.most < scale.least:
+        raise ValueError(f"autoscale.most: expected at least autoscale.least ({scale.least}), found {scale.most}")
+    if not 0 <= scale.shrink < scale.grow < 1:
+        raise ValueError(
+            f"autoscale.grow: expected a share above autoscale.shrink ({scale.shrink}) and below 1, found {scale.grow}"
+        )
+
+
+def _check_plugins(recipe: Recipe) -> None:
+    """Load every plug-in and check its settings."""
+    workflow = registry.check("workflow", recipe.workflow.plugin, key="workflow", given=("seed",))
+    roles = getattr(workflow, "roles", None)
+    if roles is not None and set(roles) != recipe.policies.keys():
+        raise ValueError(
+            f"policies: expected those that workflow {recipe.workflow.name!r} plays with ({', '.join(roles)}), found "
+            f"{', '.join(recipe.policies)}"
+        )
+    registry.check("curator", recipe.curator, key="curator", given=("seed",))
+    for name, policy in recipe.policies.items():
+        for kind in ("loss", "advantage", "filter", "replay"):
+            plugin = getattr(policy, kind)
+            if plugin is not None:
+                registry.check(kind, plugin, key=f"policies.{name}.{kind}", given=("seed",))
+
+
+class _under:
+    """Put a key before the message of a ValueError."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ValueError):
+            raise ValueError(f"{self._key}.{error}") from None
+
+
+def _at_least(prefix: str, settings: msgspec.Struct, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not least <= value < math.inf:
+            raise ValueError(f"{prefix}{name}: expected at least {least}, found {value}")
+
+
+def _positive(key: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key}: expected more than 0, found {value}")
+
+
+def _plain_name(key: str, name: str) -> None:
+    """Names become parts of paths, of URLs and of processes' names."""
+    if not name or not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"{key}: expected a name of letters, digits, - and _, found {name!r}")
+
+
+def _unique(key: str, given: list[str]) -> None:
+    if repeated := next(_repeated(given), None):
+        raise ValueError(f"{key}: expected a different name for each, found {repeated!r} twice")
+
+
+def _repeated(given: list[str]) -> Iterator[str]:
+    return (name for number, name in enumerate(given) if name in given[:number])

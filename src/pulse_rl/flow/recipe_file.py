@@ -1,0 +1,267 @@
+"""Recipes as files: find one by name or path, apply `--set`, turn the document into typed settings, and write it.
+
+A document is what a TOML file holds: plain tables. Every key is checked here by name and by type, `recipe.check` checks
+what the values mean.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from pulse_rl.disk import read_file
+from pulse_rl.errors import require
+from pulse_rl.flow import registry
+from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
+from pulse_rl.flow.recipe import check as check_recipe
+from pulse_rl.flow.registry import Plugin
+
+FILE = "recipe.toml"  # in the run's directory
+SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "codec")  # --set of every policy at once
+FREE = ("steps", "checkpoint_every", "address")  # may change with --resume
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "workflow": WorkflowRecipe,
+    "autoscale": AutoscaleRecipe,
+    "pools": PoolRecipe,
+    "evaluation": EvaluationRecipe,
+}
+_TYPES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
+
+
+def built_in() -> list[str]:
+    """The names of the recipes in the package."""
+    files = resources.files("pulse_rl.flow") / "recipes"
+    return sorted(file.name.removesuffix(".toml") for file in files.iterdir() if file.name.endswith(".toml"))
+
+
+def load(name: str | Path, sets: Iterable[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    name: of a recipe in the package, or a path of a TOML file. sets: "key=value", as `--set` takes them.
+    Raises ValueError that names the key, what was expected and what was found; OSError if a file cannot be read.
+    """
+    document = _read(str(name))
+    for text in sets:
+        set_value(document, text)
+    return check_recipe(parse(document))
+
+
+def _read(name: str) -> dict[str, Any]:
+    if name in built_in():
+        data = (resources.files("pulse_rl.flow") / "recipes" / f"{name}.toml").read_bytes()
+    else:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"recipe: expected one of {', '.join(built_in())}, or a TOML file, found {name!r}"
+                f"{registry.near(name, built_in())}"
+            )
+        data = read_file(path)
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: expected TOML: {error}") from None
+
+
+def set_value(document: dict[str, Any], text: str) -> None:
+    """Change a document by one `--set key=value`, in place.
+
+    The value is TOML; what is no TOML is a string. A key has dots: "policies.solver.lr", "pools.near.workers"
+    by a pool's name, "pools.0.workers" by its place. A key of `SHORT` alone is set for every policy.
+    """
+    path, equals, value_text = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ValueError(f"--set: expected key=value, for example policies.solver.lr=1e-6, found {text!r}")
+    value = _value(value_text.strip())
+    if len(keys) == 1 and keys[0] in SHORT:
+        policies = document.get("policies")
+        if not isinstance(policies, dict) or not policies:
+            raise ValueError(f"--set {keys[0]}: expected a recipe with policies, found none")
+        for policy in policies.values():
+            policy[keys[0]] = value
+        return
+    place: Any = document
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(place, list):
+            place = _element(place, key, text)
+            continue
+        if keys[0] == "policies" and depth == 1 and key not in place:
+            raise ValueError(
+                f"--set {text}: expected one of {', '.join(place)} after policies, found {key!r}"
+                f"{registry.near(key, list(place))}"
+            )
+        inner = place.get(key, {})
+        if isinstance(inner, str):
+            inner = {"name": inner}  # a plug-in that was only named gets settings
+        if not isinstance(inner, dict | list):
+            raise ValueError(f"--set {text}: expected a table at {'.'.join(keys[: depth + 1])}, found {inner!r}")
+        place[key] = inner
+        place = inner
+    if isinstance(place, list):
+        raise ValueError(f"--set {text}: expected the name of one of its tables before the last key")
+    place[keys[-1]] = value
+
+
+def _element(tables: list[Any], key: str, text: str) -> dict[str, Any]:
+    """One of several tables, by its name or place."""
+    for number, table in enumerate(tables):
+        if isinstance(table, dict) and key in (str(number), table.get("name")):
+            return table
+    names = [str(table.get("name", number)) for number, table in enumerate(tables)]
+    raise ValueError(f"--set {text}: expected one of {', '.join(names)}, found {key!r}{registry.near(key, names)}")
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse(document: Mapping[str, Any]) -> Recipe:
+    """The typed settings of a document. Raises ValueError for unknown keys and wrong types; values are not checked."""
+    document = dict(document)
+    _check_keys(Recipe, document, "")
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        if key == "policies":
+            given[key] = {
+                name: _struct(PolicyRecipe, table, f"policies.{name}")
+                for name, table in _table(value, "policies").items()
+            }
+        elif key == "workflow":
+            given[key] = _workflow(_table(value, key))
+        elif key in ("pools", "evaluation"):
+            if not isinstance(value, list):
+                raise ValueError(f"{key}: expected tables [[{key}]], found {_found(value)}")
+            given[key] = [_struct(_SECTIONS[key], table, f"{key}[{i}]") for i, table in enumerate(value)]
+        elif key == "autoscale":
+            given[key] = _struct(AutoscaleRecipe, value, key)
+        else:
+            given[key] = _field(Recipe, key, value, key)
+    return Recipe(**given)
+
+
+def _workflow(table: dict[str, Any]) -> WorkflowRecipe:
+    """Keys that are not a recipe's are settings of the workflow."""
+    own = [name for name in WorkflowRecipe.__struct_fields__ if name != "settings"]
+    given = {name: _field(WorkflowRecipe, name, table[name], f"workflow.{name}") for name in own if name in table}
+    return WorkflowRecipe(**given, settings={name: value for name, value in table.items() if name not in own})
+
+
+def _struct(kind: type[Any], table: Any, key: str) -> Any:
+    table = _table(table, key)
+    _check_keys(kind, table, f"{key}.")
+    return kind(**{name: _field(kind, name, value, f"{key}.{name}") for name, value in table.items()})
+
+
+def _check_keys(kind: type[msgspec.Struct], table: Mapping[str, Any], prefix: str) -> None:
+    known = kind.__struct_fields__
+    for name in table:
+        if name not in known:
+            raise ValueError(
+                f"{prefix}{name}: expected one of the keys {', '.join(known)}, found {name!r}"
+                f"{registry.near(name, list(known))}"
+            )
+
+
+def _table(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}: expected a table, found {_found(value)}")
+    return value
+
+
+def _field(kind: type[msgspec.Struct], name: str, value: Any, key: str) -> Any:
+    """A value as the type of its field."""
+    wanted = get_type_hints(kind)[name]
+    if Plugin in (wanted, *get_args(wanted)):
+        return _plugin(value, key)
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError:
+        raise ValueError(f"{key}: expected {_expected(wanted)}, found {_found(value)}") from None
+
+
+def _plugin(value: Any, key: str) -> Plugin:
+    if isinstance(value, str):
+        return Plugin(value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f"{key}: expected a name, or a table with a name and settings, found {_found(value)}")
+    return Plugin(value["name"], {name: setting for name, setting in value.items() if name != "name"})
+
+
+def _expected(wanted: Any) -> str:
+    if get_origin(wanted) is Literal:
+        return " or ".join(map(str, get_args(wanted)))
+    if get_origin(wanted) is tuple:
+        return "two numbers"
+    if get_origin(wanted) is list:
+        return "a list of strings"
+    options = [option for option in get_args(wanted) if option is not type(None)] or [wanted]
+    return _TYPES[options[0]]
+
+
+def _found(value: Any) -> str:
+    return "a table" if isinstance(value, dict) else repr(value)
+
+
+def to_document(recipe: Recipe) -> dict[str, Any]:
+    """The document of a recipe, with every setting; TOML has no null, so what is None is left out."""
+    document: dict[str, Any] = _plain(recipe)
+    document["workflow"] |= document["workflow"].pop("settings")
+    return document
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Plugin):
+        return value.to_toml()
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(v) for name in value.__struct_fields__ if (v := getattr(value, name)) is not None}
+    if isinstance(value, dict):
+        return {name: _plain(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def save(recipe: Recipe) -> None:
+    """Write recipe.toml into the run's directory, whole or not at all."""
+    from pulse_rl.disk import write_stream  # keeps --help fast
+
+    tomli_w = require("tomli_w", "run")
+    write_stream(recipe.directory / FILE, [tomli_w.dumps(to_document(recipe)).encode()])
+
+
+def begun(directory: Path) -> bool:
+    """Whether a run of a recipe has begun there."""
+    return (directory / FILE).is_file()
+
+
+def saved(directory: Path) -> Recipe:
+    """The recipe of a run. Raises FileNotFoundError if there is none, ValueError if it is broken."""
+    if not begun(directory):
+        raise FileNotFoundError(f"no run of a recipe in {directory}: expected a {FILE} there")
+    return load(directory / FILE)
+
+
+def resumed(directory: Path, sets: Iterable[str] = ()) -> Recipe:
+    """The recipe with which a run continues: only some settings may change, and the pools' workers.
+
+    Raises ValueError for a setting that would make it another run.
+    """
+    before = saved(directory)
+    document = to_document(before)
+    for text in sets:
+        key = text.partition("=")[0].strip()
+        if key not in FREE and not (key.startswith(("pools.", "autoscale"))):
+            raise ValueError(
+                f"--resume keeps the recipe of the run in {directory}: only {', '.join(FREE)}, pools and autoscale may "
+                f"be set with it, found {key}"
+            )
+        set_value(document, text)
+    document["out"] = str(directory)
+    return check_recipe(parse(document))

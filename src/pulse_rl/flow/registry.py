@@ -1,0 +1,169 @@
+"""Plug-ins of a run, by name: built in, from another package's entry points, or by import path.
+
+A plug-in is a class or function. Its settings are the keyword arguments of its signature, so a wrong setting is found
+before anything starts. A name is looked up in this order:
+
+    "package.module:name"   imported as it is
+    "grpo"                  one of BUILTIN
+    anything else           an entry point of the group "pulse_rl.plugins.<kind>", for example in a pyproject.toml:
+                            [project.entry-points."pulse_rl.plugins.workflow"]
+                            chess = "my_package.chess:Chess"
+
+Nothing is imported before a plug-in is loaded.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pulse_rl.errors import MissingExtraError, one_line
+
+GROUP = "pulse_rl.plugins"
+_HERE = "pulse_rl.flow"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+# kind → name → where it is
+BUILTIN: dict[str, dict[str, str]] = {
+    "workflow": {
+        "math": f"{_HERE}.workflows.math:Math",
+        "solver-verifier": f"{_HERE}.workflows.solver_verifier:SolverVerifier",
+        "tool-use": f"{_HERE}.workflows.tool_use:ToolUse",
+        "gym": f"{_HERE}.workflows.environments:Gym",
+        "verifiers": f"{_HERE}.workflows.environments:Verifiers",
+    },
+    "reward": {
+        "score": f"{_HERE}.rewards:score",
+        "exact": f"{_HERE}.rewards:exact",
+        "length": f"{_HERE}.rewards:length",
+    },
+    "advantage": {
+        "grpo": f"{_HERE}.losses:grpo_advantages",
+        "dr_grpo": f"{_HERE}.losses:dr_grpo_advantages",
+        "rloo": f"{_HERE}.losses:rloo_advantages",
+    },
+    "loss": {
+        "grpo": f"{_HERE}.losses:grpo_loss",
+        "dr_grpo": f"{_HERE}.losses:dr_grpo_loss",
+        "dapo": f"{_HERE}.losses:dapo_loss",
+        "gspo": f"{_HERE}.losses:gspo_loss",
+        "reinforce": f"{_HERE}.losses:reinforce_loss",
+    },
+    "curator": {},
+    "filter": {},
+    "replay": {},
+}
+
+
+class Plugin(msgspec.Struct, frozen=True):
+    """A plug-in as a recipe names it.
+
+    Attributes:
+        name: A registered name or an import path.
+        settings: Its keyword arguments.
+    """
+
+    name: str
+    settings: dict[str, Any] = {}
+
+    def to_toml(self) -> str | dict[str, Any]:
+        """As it is written in a recipe: a name, or a table with the name and the settings."""
+        return {"name": self.name, **self.settings} if self.settings else self.name
+
+
+def names(kind: str) -> list[str]:
+    """All names of a kind, of entry points too."""
+    return sorted({*BUILTIN[kind], *(point.name for point in importlib.metadata.entry_points(group=f"{GROUP}.{kind}"))})
+
+
+def load(kind: str, name: str) -> Any:
+    """Import a plug-in. Raises ValueError that says what was expected, and which names are near."""
+    if kind not in BUILTIN:
+        raise ValueError(f"plug-in: expected one of {', '.join(BUILTIN)}, found {kind!r}")
+    path = BUILTIN[kind].get(name)
+    if path is None and _PATH.fullmatch(name):
+        path = name
+    if path is None:
+        found = {point.name: point.value for point in importlib.metadata.entry_points(group=f"{GROUP}.{kind}")}
+        path = found.get(name)
+    if path is None:
+        raise ValueError(
+            f'{kind}: expected one of {", ".join(names(kind))}, or an import path "package.module:name", '
+            f"found {name!r}{near(name, names(kind))}"
+        )
+    module_name, _, attribute = path.partition(":")
+    try:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except MissingExtraError:
+        raise
+    except ImportError as error:
+        raise ValueError(f"{kind} {name!r}: {module_name} cannot be imported: {one_line(error, 200)}") from error
+    except AttributeError as error:
+        raise ValueError(f"{kind} {name!r}: module {module_name} has no {attribute}") from error
+
+
+def check(kind: str, plugin: Plugin, *, key: str, given: tuple[str, ...] = ()) -> Any:
+    """Load a plug-in, check its settings against its signature, and return it.
+
+    key: where the recipe names it, for errors. given: keyword arguments that the run gives itself.
+    Raises ValueError that names the key.
+    """
+    try:
+        loaded = load(kind, plugin.name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    if not callable(loaded):
+        raise ValueError(f"{key}: {kind} {plugin.name!r}: expected a class or function, found {type(loaded).__name__}")
+    known = settings_of(loaded)
+    settable = [name for name in known if name not in given]
+    for name in plugin.settings:
+        if name in given or (name not in known and "**" not in known):
+            has = f"it has {', '.join(n for n in settable if n != '**')}" if settable else "it has none"
+            raise ValueError(f"{key}: {kind} {plugin.name!r} has no setting {name!r}; {has}{near(name, settable)}")
+    missing = [name for name in settable if known[name] is inspect.Parameter.empty and name not in plugin.settings]
+    if missing:
+        raise ValueError(f"{key}: {kind} {plugin.name!r} needs its setting {missing[0]!r}, which has no default")
+    return loaded
+
+
+def settings_of(loaded: Callable[..., Any]) -> dict[str, Any]:
+    """The settings of a plug-in and their defaults; "**" where it takes any.
+
+    A class's settings are all arguments of its `__init__`; a function's are those that are keyword-only.
+    """
+    wanted = {inspect.Parameter.KEYWORD_ONLY}
+    if inspect.isclass(loaded):
+        wanted.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(loaded).parameters.values():
+        if parameter.kind in wanted:
+            found[parameter.name] = parameter.default
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            found["**"] = None
+    return found
+
+
+def build(kind: str, plugin: Plugin, *, key: str | None = None, **given: Any) -> Any:
+    """A class's instance, or a function with its settings bound.
+
+    given: what the run gives; each is passed only to a plug-in that has an argument of that name.
+    Raises ValueError as `check` does, and what the plug-in itself raises.
+    """
+    loaded = check(kind, plugin, key=key or kind, given=tuple(given))
+    known = settings_of(loaded)
+    settings = {**plugin.settings, **{name: value for name, value in given.items() if name in known}}
+    if inspect.isclass(loaded):
+        return loaded(**settings)
+    return functools.partial(loaded, **settings) if settings else loaded
+
+
+def near(name: str, known: Mapping[str, Any] | list[str]) -> str:
+    """ "; did you mean …?" for a name that is near to known ones, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
