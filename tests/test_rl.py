@@ -31,16 +31,8 @@ def tiny() -> model.Loaded:
 
 def _sampled(tiny: model.Loaded, seed: int = 1) -> policy.Completions:
     ids, mask = policy.encode(tiny.tokenizer, ["1 + 2 =", "33 - 4 + 5 =", "0"])
-    return policy.sample(
-        tiny.model,
-        ids,
-        mask,
-        group=3,
-        max_new_tokens=6,
-        temperature=1.3,
-        stops=policy.stop_tokens(tiny.tokenizer),
-        generator=torch.Generator().manual_seed(seed),
-    )
+    how = policy.How(group=3, max_new_tokens=6, temperature=1.3, stops=policy.stop_tokens(tiny.tokenizer))
+    return policy.sample(tiny.model, ids, mask, how, torch.Generator().manual_seed(seed))
 
 
 def test_score_equals_a_plain_forward_pass(tiny: model.Loaded) -> None:

@@ -1,16 +1,27 @@
 """The policy: it samples completions and scores them, and computes each prompt once for its whole group.
 
 The completions of a group share their prompt, so its keys and values are computed once and repeated. The trainer's
-gradient flows back through the repeat.
+gradient flows back through the repeat. Groups may differ in size.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 
+class How(NamedTuple):
+    """How P prompts are sampled: B completions, `group` of each prompt."""
+
+    group: int | torch.Tensor  # (P,) int64 where groups differ in size
+    max_new_tokens: int | torch.Tensor  # (B,) int64 where completions differ in it
+    temperature: float | torch.Tensor  # (B, 1) float32 where completions differ in it; there 0 takes the likeliest
+    stops: torch.Tensor  # (V,) bool, or (B, V) where completions differ: the tokens that end one
+    interrupted: Callable[[], bool] | None = None  # asked between tokens: whether to return what there is by then
+
+
 class Completions(NamedTuple):
-    """Completions of P prompts, G for each: B = P·G rows of at most T tokens."""
+    """Completions of P prompts, G for each: B = P·G rows of at most T tokens. Groups may differ in size."""
 
     prompt_ids: torch.Tensor  # (P, L) int64, padded on the left
     prompt_mask: torch.Tensor  # (P, L) int64, 0 where padded
@@ -33,8 +44,8 @@ def encode(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tens
     return batch["input_ids"], batch["attention_mask"]
 
 
-def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int) -> tuple[torch.Tensor, Any]:
-    """Compute each prompt once. Returns the logits after it, (P·G, V) float32, and the cache, repeated by group."""
+def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Compute each prompt once. Returns the logits after it, (B, V) float32, and the cache, repeated by group."""
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -47,31 +58,23 @@ def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int) -> t
 
 
 @torch.no_grad()
-def sample(
-    model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    group: int,
-    max_new_tokens: int,
-    temperature: float,
-    stops: torch.Tensor,
-    generator: torch.Generator,
-) -> Completions:
-    """Sample `group` completions of each prompt, until a stop token or max_new_tokens."""
+def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generator: torch.Generator) -> Completions:
+    """Sample completions of each prompt, until a stop token or max_new_tokens."""
+    group, most, temperature, stops, interrupted = how
     logits, cache = _prefill(model, ids, mask, group)
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
     alive = torch.ones(len(seen), dtype=torch.bool)
     tokens, masks, logprobs = [], [], []
-    for _ in range(max_new_tokens):
-        scores = torch.log_softmax(logits / temperature, -1)
-        token = torch.multinomial(scores.exp(), 1, generator=generator)
+    for number in range(1, (most if isinstance(most, int) else int(most.max())) + 1):
+        scores, token = _draw(logits, temperature, generator)
         tokens.append(token)
         masks.append(alive[:, None].clone())
         logprobs.append(scores.gather(1, token))
-        alive &= ~stops[token[:, 0]]
-        if not alive.any():
+        alive &= ~(stops[token[:, 0]] if stops.ndim == 1 else stops.gather(1, token)[:, 0])
+        if isinstance(most, torch.Tensor):
+            alive &= most > number
+        if not alive.any() or (interrupted and interrupted()):
             break
         seen = torch.cat([seen, torch.ones_like(token)], 1)
         out = model(
@@ -86,10 +89,26 @@ def sample(
     return Completions(ids, mask, torch.cat(tokens, 1), torch.cat(masks, 1), torch.cat(logprobs, 1))
 
 
-def score(model: Any, completions: Completions, temperature: float) -> torch.Tensor:
-    """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable."""
+def _draw(
+    logits: torch.Tensor, temperature: float | torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probabilities of all tokens, (B, V), and one token of each row, (B, 1)."""
+    if not isinstance(temperature, torch.Tensor):
+        scores = torch.log_softmax(logits / temperature, -1)
+        return scores, torch.multinomial(scores.exp(), 1, generator=generator)
+    greedy = temperature == 0
+    scores = torch.log_softmax(logits / temperature.masked_fill(greedy, 1.0), -1)
+    drawn = torch.multinomial(scores.exp(), 1, generator=generator)
+    return scores, torch.where(greedy, scores.argmax(1, keepdim=True), drawn)
+
+
+def score(model: Any, completions: Completions, temperature: float, group: torch.Tensor | None = None) -> torch.Tensor:
+    """Log-probabilities of the sampled tokens under the model, (B, T) float32, differentiable.
+
+    group: (P,) int64, where groups differ in size.
+    """
     ids, mask, tokens, sampled, _ = completions
-    group = len(tokens) // len(ids)
+    group = len(tokens) // len(ids) if group is None else group
     first, cache = _prefill(model, ids, mask, group)
     logits = first[:, None]
     if tokens.shape[1] > 1:

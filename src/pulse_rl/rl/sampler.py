@@ -9,6 +9,7 @@ import torch
 
 from pulse_rl.rl import model, policy
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.sync.staging import Staged
 from pulse_rl.sync.subscriber import Subscriber
 
 
@@ -35,14 +36,22 @@ class Sampler(Protocol):
     def version(self) -> int | None:
         """The version that the weights are proved to hold."""
 
+    def stage(self, version: int) -> None:
+        """Fetch and prove a version without touching a weight; `sample` may go on in another thread.
+
+        The next `follow` to that version then only writes it. Raises PulseError.
+        """
+
     def follow(self, version: int) -> Reached:
         """Bring the weights to a version and count their digest. Raises PulseError."""
 
     def verify(self) -> str:
         """Count the digest of the live weights once more. Raises PulseError if it is not the version's."""
 
-    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int) -> policy.Completions:
-        """Sample the completions of prompts. ids, mask: (P, L) int64, padded on the left."""
+    def sample(
+        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
+    ) -> policy.Completions:
+        """Sample the completions of prompts. ids, mask: (P, L) int64, padded on the left. how: None: as the run's."""
 
 
 class BuiltinSampler:
@@ -54,18 +63,30 @@ class BuiltinSampler:
     def __init__(self, name: str, config: RunConfig, assets: dict[str, bytes]) -> None:
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
-        self._stops = policy.stop_tokens(self.tokenizer)
+        stops = policy.stop_tokens(self.tokenizer)
         self.subscriber = Subscriber(config.store_url, heartbeat=name)
+        self._how = policy.How(config.group_size, config.max_new_tokens, config.temperature, stops)
+        self._staged: Staged | None = None
 
     @property
     def version(self) -> int | None:
         return self.subscriber.version
 
+    def stage(self, version: int) -> None:
+        if self.version is not None and self._config.sync == "patch":
+            self._drop_staged()
+            self._staged = self.subscriber.stage(self._model, version=version)
+
     def follow(self, version: int) -> Reached:
         if self._config.sync == "full":
             # A new subscriber reads the version's full checkpoint.
             self.subscriber = Subscriber(self._config.store_url, heartbeat=self._name)
-        report = self.subscriber.sync(self._model, version=version)
+        if self._staged is not None and self._staged.version == version:
+            report = self._staged.apply()
+            self._staged = None
+        else:
+            self._drop_staged()
+            report = self.subscriber.sync(self._model, version=version)
         # After an anchor, sync itself has just computed this digest from the live bits.
         from_anchor = report.route == "anchor"
         digest = report.digest if from_anchor else self.subscriber.verify(self._model)
@@ -84,14 +105,12 @@ class BuiltinSampler:
     def verify(self) -> str:
         return self.subscriber.verify(self._model)
 
-    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int) -> policy.Completions:
-        return policy.sample(
-            self._model,
-            ids,
-            mask,
-            group=self._config.group_size,
-            max_new_tokens=self._config.max_new_tokens,
-            temperature=self._config.temperature,
-            stops=self._stops,
-            generator=torch.Generator().manual_seed(seed),
-        )
+    def sample(
+        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
+    ) -> policy.Completions:
+        return policy.sample(self._model, ids, mask, how or self._how, torch.Generator().manual_seed(seed))
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.discard()
+            self._staged = None

@@ -58,11 +58,17 @@ class VllmSampler:
             _write(assets, Path(scratch))
             transformers = require("transformers", "run")
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, padding_side="left")
-        self._stops = policy.stop_tokens(self.tokenizer).nonzero().flatten().tolist()
+        self._how = policy.How(
+            config.group_size, config.max_new_tokens, config.temperature, policy.stop_tokens(self.tokenizer)
+        )
 
     @property
     def version(self) -> int | None:
         return self._held
+
+    def stage(self, version: int) -> None:
+        if self._engine is not None:
+            self._following.stage(version)
 
     def follow(self, version: int) -> Reached:
         start, loaded_nbytes = time.perf_counter(), 0
@@ -86,18 +92,24 @@ class VllmSampler:
     def verify(self) -> str:
         return self._following.verify()
 
-    def sample(self, ids: torch.Tensor, mask: torch.Tensor, seed: int) -> policy.Completions:
+    def sample(
+        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
+    ) -> policy.Completions:
         import vllm
 
-        config, group = self._config, self._config.group_size
+        how = how or self._how
         prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+        if isinstance(how.group, torch.Tensor):  # each completion by its own request; vLLM computes a prefix once
+            prompts = [prompt for prompt, n in zip(prompts, how.group.tolist(), strict=True) for _ in range(n)]
+        group = how.group if isinstance(how.group, int) else 1
+        stops = how.stops.expand(len(prompts), -1)
         settings = [
             vllm.SamplingParams(
                 n=group,
-                temperature=config.temperature,
-                max_tokens=config.max_new_tokens,
+                temperature=_of(how.temperature, i),
+                max_tokens=int(_of(how.max_new_tokens, i)),
                 logprobs=0,  # of the sampled token alone
-                stop_token_ids=self._stops,
+                stop_token_ids=stops[i].nonzero().flatten().tolist(),
                 seed=(seed * len(prompts) + i) * group,  # vLLM adds the number of the completion
                 detokenize=False,
             )
@@ -137,6 +149,11 @@ class VllmSampler:
             self._following.follow(self._config.store_url, heartbeat=self._name)
             self._following.stage(version)  # the files are read once more, to prove where the weights lie
         return nbytes
+
+
+def _of(value: float | torch.Tensor, request: int) -> float:
+    """A setting of one request."""
+    return value if isinstance(value, int | float) else value.flatten()[request].item()
 
 
 def write_checkpoint(store_url: str, version: int, assets: dict[str, bytes], directory: Path) -> int:
