@@ -15,9 +15,12 @@ from parts_world import even, publish_parts
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.trail import link_of
+from pulse_rl.kernels import cpu
+from pulse_rl.patch import merging
 from pulse_rl.store.base import Store
 from pulse_rl.sync import landings
-from pulse_rl.weights.bits import HostBits
+from pulse_rl.weights.bits import HostBits, as_bits
+from pulse_rl.weights.changes import Changes
 
 
 class Run:
@@ -156,20 +159,21 @@ def test_what_is_not_applied_is_dropped(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_interrupted_apply_ends_in_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle is raised when the last element is written."""
+    monkeypatch.setattr(merging, "BATCH", 1)  # a call for each part
     run = Run(4)
     live, subscriber = run.copy(0), pulse.Subscriber(run.store)
     staged = subscriber.stage(live)
-    genuine, calls = HostBits.scatter, 0
+    genuine, calls = cpu.write_spots, 0
 
-    def scatter(self: HostBits, *args: Any) -> None:
+    def write(*args: Any) -> int | None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        genuine(self, *args)
+        return genuine(*args)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(HostBits, "scatter", scatter)
+        patched.setattr(cpu, "write_spots", write)
         staged.apply()
     assert equal(live, run.states[3])
     assert subscriber.version is None  # it counts before it says so
@@ -267,13 +271,48 @@ def test_apply_reads_back_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     live, subscriber = run.copy(0), pulse.Subscriber(run.store)
     subscriber.sync(live, version=0)
     staged = subscriber.stage(live)
-    with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written"):
-        patched.setattr(HostBits, "scatter", lambda *_: None)  # memory that keeps nothing
+    with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written") as raised:
+        patched.setattr(cpu, "write_spots", lambda *_: 0)  # memory that keeps nothing
         staged.apply()
+    assert raised.value.name in live
     assert subscriber.version is None
     assert staged.nbytes == 0
     assert subscriber.sync(live).version == 2
     assert equal(live, run.states[2])
+
+
+def test_merged_changes_of_any_memory_are_written_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain memory, of elements of several widths, in parts and batches that divide unevenly; rows that lie apart."""
+    monkeypatch.setattr(merging, "PART", 7)
+    monkeypatch.setattr(merging, "BATCH", 18)
+    rng = np.random.default_rng(3)
+    wide = rng.integers(0, 256, (40, 30)).astype(np.uint16)
+    memory: dict[str, Any] = {
+        "bytes": rng.integers(0, 256, 500).astype(np.uint8),
+        "plain": rng.integers(0, 256, (20, 20)).astype(np.uint16),
+        "rows": wide[:, 3:20],
+        "more": rng.integers(0, 256, 90).astype(np.uint16),
+        "words": rng.integers(0, 256, 77).astype(np.uint64),
+    }
+    expected, writes = {name: array.copy() for name, array in memory.items()}, []
+    beside = wide.copy()
+    for name, array in memory.items():
+        indices = np.flatnonzero(rng.random(array.size) < 0.3).astype(np.uint32)
+        values = rng.integers(0, 256, len(indices)).astype(array.dtype)
+        expected[name].reshape(-1)[indices] = values
+        writes.append(merging.Write(as_bits(array), name, 0, Changes(indices, values)))
+    batched = list(merging.batches(writes))
+    assert sum(batch.nbytes for batch in batched) == sum(
+        write.changes.indices.nbytes + write.changes.values.nbytes for write in writes
+    )
+    merging.write_all(batched)
+    assert all((memory[name] == expected[name]).all() for name in memory)
+    beside[:, 3:20] = expected["rows"]
+    assert (wide == beside).all()  # nothing beside the rows
+    with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written") as raised:
+        patched.setattr(HostBits, "gather", lambda self, start, indices: np.zeros(len(indices), np.uint16))
+        merging.write_all(batched)
+    assert raised.value.name == "rows"
 
 
 def test_nothing_to_stage_and_an_older_version() -> None:

@@ -5,7 +5,7 @@ patches that change an element the last one counts.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +15,13 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Piece, Place, pieces_of, within
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
+PART = 1 << 11  # changes of one part of a batch: those are read back before the next ones are written
 REACH = 1 << 31  # elements that the indices of one write span
 
 
@@ -31,11 +32,6 @@ class Write(NamedTuple):
     name: str  # of the tensor
     start: int  # that the indices count from
     changes: Changes
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the changes."""
-        return self.changes.indices.nbytes + self.changes.values.nbytes
 
 
 class _Collected(NamedTuple):
@@ -100,30 +96,76 @@ def _own(piece: Piece, place: Place, changes: Changes) -> tuple[NDArray[np.int64
     return positions, values
 
 
-def write_all(writes: Sequence[Write]) -> None:
-    """Overwrite elements and read every one of them back. May be repeated.
+class Batch:
+    """Some writes that one thread does. Those to plain memory, of elements of one width, are one call.
 
-    Raises IntegrityError if an element does not read back as written.
+    writes: all of memory of one width, or one write to other memory.
     """
-    deque(ordered_map(_write_batch, _batches(writes)), maxlen=0)
 
+    def __init__(self, writes: list[Write]) -> None:
+        changes = [write.changes for write in writes]
+        self._memory = list({id(write.bits): write.bits for write in writes}.values())
+        self._names = [write.name for write in writes]
+        self._starts, self._counts = [write.start for write in writes], [len(one.indices) for one in changes]
+        self._changes = changes[0] if len(changes) == 1 else Changes(*map(np.concatenate, zip(*changes, strict=True)))
+        self._spots = _spots(writes) if all(map(_is_plain, writes)) else None
+        if self._spots is not None:  # loads the kernel's machine code now, and not in the pause
+            cpu.write_spots(self._spots.of([]), np.empty(0, np.int64), *(each[:0] for each in self._changes))
 
-def _batches(writes: Sequence[Write]) -> Iterator[list[Write]]:
-    """Runs of writes of about BATCH changes each."""
-    batch, size = list[Write](), 0
-    for bits, name, start, (indices, values) in writes:
-        for at in range(0, len(indices), BATCH):
-            part = Changes(indices[at : at + BATCH], values[at : at + BATCH])
-            batch.append(Write(bits, name, start, part))
-            size += len(part.indices)
-            if size >= BATCH:
-                yield batch
-                batch, size = [], 0
-    yield batch
+    @property
+    def nbytes(self) -> int:
+        """Memory of the changes."""
+        return self._changes.indices.nbytes + self._changes.values.nbytes
 
-
-def _write_batch(batch: list[Write]) -> None:
-    for bits, name, start, (indices, values) in batch:
-        bits.scatter(start, indices, values)
-        if (bits.gather(start, indices) != values).any():
+    def write(self) -> None:
+        """Overwrite elements and read every one of them back. Raises IntegrityError if one has other bits."""
+        indices, values = self._changes
+        if self._spots is None:
+            (bits,), (start,) = self._memory, self._starts
+            bits.scatter(start, indices, values)
+            wrong = 0 if (bits.gather(start, indices) != values).any() else None
+        else:
+            wrong = cpu.write_spots(self._spots, np.array(self._counts, np.int64), indices, values)
+            for bits in self._memory:
+                if isinstance(bits, HostBits):
+                    bits.count_write()
+        if wrong is not None:
+            name = self._names[wrong]
             raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
+
+
+def _is_plain(write: Write) -> bool:
+    return isinstance(write.bits, HostBits) and write.bits.contiguous
+
+
+def _spots(writes: Sequence[Write]) -> cpu.Spots:
+    """Where writes to plain memory lie. Each is one row."""
+    every = np.ones(len(writes), np.int64)
+    addresses = [w.bits.address + w.start * w.bits.itemsize for w in writes if isinstance(w.bits, HostBits)]
+    long = REACH * every
+    return cpu.Spots(np.array(addresses, np.uint64), long, 0 * every, long, long, every.view(np.uint64))
+
+
+def batches(writes: Iterable[Write]) -> Iterator[Batch]:
+    """Writes in batches of about BATCH changes; those to other than plain memory each by itself."""
+    collected: dict[int, list[Write]] = {}  # by the width of elements
+    for write in writes:
+        indices, values = write.changes
+        plain = _is_plain(write)
+        batch = collected.setdefault(write.bits.itemsize, [])
+        for at in range(0, len(indices), PART if plain else BATCH):
+            end = at + (PART if plain else BATCH)
+            part = write._replace(changes=Changes(indices[at:end], values[at:end]))
+            if not plain:
+                yield Batch([part])
+                continue
+            batch.append(part)
+            if sum(len(one.changes.indices) for one in batch) >= BATCH:
+                yield Batch(batch)
+                batch.clear()
+    yield from (Batch(batch) for batch in collected.values() if batch)
+
+
+def write_all(batched: Sequence[Batch]) -> None:
+    """Write everything. May be repeated. Raises as `Batch.write`."""
+    deque(ordered_map(Batch.write, batched), maxlen=0)

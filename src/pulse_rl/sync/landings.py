@@ -15,7 +15,7 @@ from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
 from pulse_rl.patch.live import Copies, by_name
-from pulse_rl.patch.merging import Merged, Write, write_all
+from pulse_rl.patch.merging import Batch, Merged, batches, write_all
 from pulse_rl.patch.overlay import Overlay, Replaced, laid_over
 from pulse_rl.sync.halo import fetch_strips
 from pulse_rl.sync.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
@@ -182,7 +182,7 @@ class Keeping:
         self._halos: list[Halo] = []  # what was added to the halo before each patch
         self._tied: Mapping[str, str] = {}
         self._spilled = False  # whether decoded changes are in a file
-        self._writes: list[Write] = []  # from `settle` on
+        self._writes: list[Batch] = []  # from `settle` on
         self._to: State | None = None  # the version that the patches lead to
         self._restored: Restored | None = None
         self._files = ExitStack()
@@ -274,7 +274,7 @@ class Keeping:
             merged = Merged()
             for patch in self._patches:
                 patch.application.merge_into(merged)
-            self._writes = merged.writes()
+            self._writes = list(batches(merged.writes()))
             self._to = self._patches[-1].to
             self._patches, self.nbytes = [], sum(write.nbytes for write in self._writes)
         elif self._patches:

@@ -59,19 +59,23 @@ def lanes_below(typingctx: Any, values: Any, start: Any, mask: Any, bound: Any) 
     return types.uint64(values, types.intp, element, element), codegen
 
 
+def prefetch_line(builder: Any, pointer: Any, *, writing: bool) -> None:
+    """Have an intrinsic ask for the cache line at an address."""
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    builder.call(
+        builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
+        [builder.bitcast(pointer, byte), number(int(writing)), number(3), number(1)],  # kept in all caches, data
+    )
+
+
 @intrinsic
 def prefetch(typingctx: Any, values: Any, start: Any) -> Any:
     """Ask for the cache line of values[start] ahead of its use. Any position is allowed: nothing is read."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        builder.call(
-            builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
-            [address, number(0), number(3), number(1)],  # to be read, kept in all caches, data
-        )
+        prefetch_line(builder, builder.gep(data, [args[1]]), writing=False)
         return context.get_dummy_value()
 
     return types.void(values, types.intp), codegen

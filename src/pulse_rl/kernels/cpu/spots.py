@@ -15,9 +15,11 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.arrays import buffer, read_only
+from pulse_rl.kernels.cpu.arrays import buffer, prefetch_line, read_only
 from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
+
+AT_ONCE = 2048  # changes whose cache lines, of 64 bytes, stay in a core's own cache until they are read back
 
 
 class Spots(NamedTuple):
@@ -53,6 +55,17 @@ def _load(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
         return loaded
 
     return values.dtype(values, types.uint64, types.int64), codegen
+
+
+@intrinsic
+def _ask(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
+    """Ask for the cache line of the element at an index from an address on, to write to it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch_line(builder, _pointer(context, builder, signature.args[0], args[1], args[2]), writing=True)
+        return context.get_dummy_value()
+
+    return types.void(values, types.uint64, types.int64), codegen
 
 
 @intrinsic
@@ -97,23 +110,31 @@ def spots_delta(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
 @kernel
 def _write_spots(spots, counts, indices, values):
     wrong = np.int64(-1)
-    for reading in range(2):
-        k = np.int64(0)
-        for s in range(counts.shape[0]):
-            address, apart, run = spots.addresses[s], spots.apart[s], np.uint32(spots.runs[s])
-            for j in range(k, k + counts[s]):
-                row = np.uint32(indices[j] // run)
-                at = np.int64(row) * apart + np.int64(np.uint32(indices[j] - row * run))
-                if not reading:
-                    _store(values, address, at, values[j])
-                elif _load(values, address, at) != values[j]:
-                    wrong = np.int64(s)
-            k += counts[s]
+    s, k = 0, np.int64(0)
+    while s < counts.shape[0]:
+        first, begun = s, k
+        for turn in range(3):  # ask for the cache lines, since a store waits for those before it; write; read back
+            s, k = first, begun
+            while s < counts.shape[0] and k - begun < AT_ONCE:
+                address, apart, run = spots.addresses[s], spots.apart[s], np.uint32(spots.runs[s])
+                for j in range(k, k + counts[s]):
+                    at = np.int64(indices[j])
+                    if apart != run:
+                        row = np.uint32(indices[j] // run)
+                        at += np.int64(row) * (apart - np.int64(run))
+                    if turn == 0:
+                        _ask(values, address, at)
+                    elif turn == 1:
+                        _store(values, address, at, values[j])
+                    elif _load(values, address, at) != values[j]:
+                        wrong = np.int64(s)
+                k += counts[s]
+                s += 1
     return wrong
 
 
 def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> int | None:
-    """Give elements new values, and read them back. Arguments as of `spots_delta`.
+    """Give elements new values, and read them back, some segments at a time. Arguments as of `spots_delta`.
 
     Returns the number of a segment that does not hold them; None where all do.
     """
