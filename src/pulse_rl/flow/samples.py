@@ -1,9 +1,9 @@
 """What moves between the services of a dataflow: tasks out, groups in, batches on to the trainers.
 
-    Dataflow ── Task ──▶ worker: plays the problem group_size times ── Group ──▶ Dataflow ── Batch ──▶ one policy's trainer
+    Dataflow ── Task ──▶ worker: plays a problem group_size times ── Group ──▶ Dataflow ── Batch ──▶ a policy's trainer
 
-Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all policies of
-its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the worker's
+Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all policies
+of its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the worker's
 receiver has proved it: a worker never reports the version that it asked for.
 """
 
@@ -97,8 +97,8 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
                 lengths = len(turn.tokens), len(turn.logprobs), len(turn.versions)
                 if len(set(lengths)) > 1:
                     raise ValueError(
-                        f"task {group.task.number}, episode {index}: expected as many log-probabilities and versions as "
-                        f"tokens, found {lengths[0]} tokens, {lengths[1]} log-probabilities, {lengths[2]} versions"
+                        f"task {group.task.number}, episode {index}: expected as many log-probabilities and versions "
+                        f"as tokens, found {lengths[0]} tokens, {lengths[1]} log-probabilities, {lengths[2]} versions"
                     )
                 turns.append(turn)
                 episodes.append(index)
