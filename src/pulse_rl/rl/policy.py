@@ -4,7 +4,7 @@ The completions of a group share their prompt, so its keys and values are comput
 gradient flows back through the repeat. Groups may differ in size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,10 @@ class Completions(NamedTuple):
     logprobs: torch.Tensor  # (B, T) float32, of the sampled tokens when they were sampled
 
 
-def stop_tokens(tokenizer: Any) -> torch.Tensor:
-    """Which tokens end a completion: the end of the text, and each with a line break; (V,) bool."""
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    stops = torch.tensor(["\n" in text for text in texts])
+def stop_tokens(tokenizer: Any, texts: Sequence[str] = ("\n",)) -> torch.Tensor:
+    """Which tokens end a completion: the end of the text, and each that contains one of the texts; (V,) bool."""
+    tokens = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    stops = torch.tensor([any(text in token for text in texts) for token in tokens])
     stops[tokenizer.eos_token_id] = True
     return stops
 
