@@ -8,7 +8,8 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
 
 from pulse_rl.errors import ProcessDiedError, PulseError
 from pulse_rl.rl.buffer import DataBuffer
@@ -19,6 +20,18 @@ BUFFER = "buffer"  # the actor's name in the run's namespace
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
+REVIVALS = 1000  # of a service whose process dies; a fault that returns at once ends the run by then
+
+
+class Settings(Protocol):
+    """What the engine needs to know of a run."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def address(self) -> str | None:
+        """A Ray cluster's address; None: this machine."""
 
 
 class Remote:
@@ -92,7 +105,7 @@ class ProcessHandle:
 
 
 @contextmanager
-def engine(config: RunConfig) -> Iterator[None]:
+def engine(config: Settings) -> Iterator[None]:
     """Ray, on this machine or at an address, in a new namespace; shut down at the end."""
     import ray
 
@@ -139,6 +152,25 @@ def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
         )
     )
     yield cast(DataBuffer, Remote(BUFFER))
+
+
+@contextmanager
+def service(name: str, kind: Callable[..., Any], *arguments: Any) -> Iterator[Remote]:
+    """An object kind(*arguments) in a process on this node, which every other one reaches by its name.
+
+    If the process dies, Ray makes the object again, and repeats the calls that it had not answered.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = ray.get_runtime_context().get_node_id()
+    # The actor lives as long as this handle.
+    _handle = (
+        ray.remote(num_cpus=0, max_restarts=REVIVALS, max_task_retries=REVIVALS)(kind)
+        .options(name=name, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(*arguments)
+    )
+    yield Remote(name)
 
 
 def start(
