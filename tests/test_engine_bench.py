@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -53,7 +53,7 @@ def test_replayed_versions_are_those_of_the_history(tmp_path: Path) -> None:
 
 
 def test_trained_versions_differ_in_few_bits() -> None:
-    source = Trained("tiny")
+    source = Trained("tiny", 3e-6)
     before = {name: tensor.clone() for name, tensor in source.weights.items()}
     source.step()
     changed = sum(int((source.weights[name] != before[name]).sum()) for name in before)
@@ -62,14 +62,24 @@ def test_trained_versions_differ_in_few_bits() -> None:
 
 
 class _Completions(BaseHTTPRequestHandler):
+    prompts: ClassVar[list[str]] = []
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["max_tokens"] == 4
-        data = json.dumps({"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}).encode()
+        self.prompts.append(body["prompt"])
+        self._answer(json.dumps({"choices": [{"text": "x", "logprobs": {"token_logprobs": [-1.0]}}]}))
+
+    def do_GET(self) -> None:
+        assert self.path == "/metrics"
+        name = "vllm:generation_tokens"
+        self._answer(f'# HELP {name} Tokens\n{name}_total{{engine="0"}} 12.0\n{name}_created{{engine="0"}} 9.0\nx 7\n')
+
+    def _answer(self, text: str) -> None:
         self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(text.encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -84,14 +94,17 @@ def completions() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_load_counts_what_ended_between_two_times(completions: str) -> None:
-    load = Load(Server(completions), clients=2, tokens=4)
-    with load:
-        while len(load._ends) < 10:
+def test_a_load_sends_one_request_after_the_other(completions: str) -> None:
+    with Load(Server(completions), clients=2, tokens=4):
+        while len(_Completions.prompts) < 10:
             threading.Event().wait(0.01)
-    first, last = min(load._ends), max(load._ends)
-    assert load.rate(first, last) == pytest.approx((len(load._ends) - 1) / (last - first))  # without the last
-    assert load.rate(last + 1, last + 2) == 0
+    numbers = [[prompt for prompt in _Completions.prompts if prompt.startswith(f"{client}.")] for client in (0, 1)]
+    assert all(numbers)
+    assert len(set(_Completions.prompts)) == len(_Completions.prompts)  # none is answered from a cache
+
+
+def test_tokens_are_counted_by_the_server(completions: str) -> None:
+    assert Server(completions).tokens() == 12
 
 
 def test_a_load_raises_what_failed() -> None:
@@ -101,13 +114,15 @@ def test_a_load_raises_what_failed() -> None:
 
 
 def test_the_report_compares_with_a_reload() -> None:
-    followed = Followed(20, 1000, 5000, 0.2, 0.01, 0.02, 0.005, 0.4, 10_000_000, 64_005_000)
-    rates = Throughput(5.0, 30.0, (4.0, 6.0), (5.0, 4.9), 12)
+    followed = Followed(20, 1000, 5000, 0.2, 0.01, 0.02, 0.005, 0.4, 60_000_000, 70_000_000, 64_005_000)
+    rates = Throughput(5.0, 30.0, (4.0, 6.0), (5.0, 4.9), 0.3, 0.4, 12)
     report = EngineBenchReport(
         "smollm2", "0.32.0", 1, 2, "context", 272, 1.5, followed, (0.5, 0.3, 0.4), (0.2,), rates, True, True, False
     )
     assert rates.ratio == pytest.approx(0.99)
+    assert rates.processor_ratio == pytest.approx(0.75)
     assert "checksums DIFFERENT" in str(report.facts()["against a fresh engine"])
-    pauses, _ = report.tables()
+    pauses, others = report.tables()
+    assert ("memory beyond that, while versions arrive", "10 MB, ≤ 64 MB") in others[1]
     assert [row[3] for row in pauses[1]] == ["40.00 ×", "1", "2.00 ×"]
     assert msgspec.json.decode(msgspec.json.encode(report), type=EngineBenchReport) == report

@@ -34,7 +34,8 @@ from pulse_rl.sync.publisher import Publisher
 
 COMPARED = 5  # versions that vLLM's own ways take
 TOKENS = 32  # of a completion
-ALLOWANCE_NBYTES = 64_000_000  # of memory that the engine may take above its weights and one patch
+ALONE_S = 20.0  # for which the memory that requests take is looked at
+ALLOWANCE_NBYTES = 64_000_000  # of memory that following may take beside one patch
 
 
 class Followed(msgspec.Struct, frozen=True):
@@ -48,22 +49,29 @@ class Followed(msgspec.Struct, frozen=True):
     longest_pause_s: float
     apply_s: float  # of that pause, the writing
     serving_s: float  # from the return of publish to the end of the update
-    peak_nbytes: int  # private memory of the engine's process above what it was
-    promise_nbytes: int
+    requests_nbytes: int  # peak of the engine's private memory above what it was, while requests run and nothing else
+    peak_nbytes: int  # the same while versions arrive, too
+    promise_nbytes: int  # of the difference
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Requests a second, of each stretch."""
+    """Requests a second, of each stretch; and what a request takes of the engine's processor time, staging included."""
 
     every_s: float  # between two versions
     seconds: float  # of a stretch
     without: tuple[float, ...]
     arriving: tuple[float, ...]
+    without_processor_s: float
+    arriving_processor_s: float
     updates: int
 
     @property
     def ratio(self) -> float:
         return sum(self.arriving) / sum(self.without)
+
+    @property
+    def processor_ratio(self) -> float:
+        return self.without_processor_s / self.arriving_processor_s
 
 
 class EngineBenchReport(msgspec.Struct, frozen=True):
@@ -107,9 +115,15 @@ class EngineBenchReport(msgspec.Struct, frozen=True):
             ("staged, while requests run", ms(found.stage_s)),
             ("written, of the pause", ms(found.apply_s)),
             ("from publish to serving", ms(found.serving_s)),
-            ("memory above the weights", f"{found.peak_nbytes / 1e6:,.0f} MB, ≤ {found.promise_nbytes / 1e6:,.0f} MB"),
+            ("memory that requests take", f"{found.requests_nbytes / 1e6:,.0f} MB"),
+            (
+                "memory beyond that, while versions arrive",
+                f"{(found.peak_nbytes - found.requests_nbytes) / 1e6:,.0f} MB, ≤ {found.promise_nbytes / 1e6:,.0f} MB",
+            ),
             (f"requests/s, a version every {rate.every_s:g} s", f"{statistics.mean(rate.arriving):.2f}"),
             ("requests/s, no versions", f"{statistics.mean(rate.without):.2f}; ratio {rate.ratio:.3f}"),
+            ("processor time of a request, a version arriving", ms(rate.arriving_processor_s)),
+            ("processor time of a request, no versions", f"{ms(rate.without_processor_s)}; {rate.processor_ratio:.3f}"),
         ]
         return [(("pause", "median", "longest", "shorter than reload"), pauses), (("", "median"), rest)]
 
@@ -124,12 +138,21 @@ def _same(equal: bool) -> str:
 
 
 def run(
-    *, model: str, store: str | None, versions: int, every: float, seconds: float, stretches: int, progress: Progress
+    *,
+    model: str,
+    store: str | None,
+    lr: float,
+    versions: int,
+    every: float,
+    seconds: float,
+    stretches: int,
+    progress: Progress,
 ) -> EngineBenchReport:
     """Measure everything, in a temporary directory. Needs 2 GB of disk and 6 GB of memory for SmolLM2-135M.
 
-    store: the history of a run whose versions are taken; None: supervised steps of the model. every: seconds between
-    two versions. seconds: of a stretch of requests; stretches: of each kind. Raises MissingExtraError without vLLM.
+    store: the history of a run whose versions are taken; None: supervised steps of the model, at the rate lr. every:
+    seconds between two versions. seconds: of a stretch of requests; stretches: of each kind. Raises MissingExtraError
+    without vLLM.
     """
     require("vllm", "vllm")
     require("safetensors", "run")
@@ -140,7 +163,7 @@ def run(
         progress(next(steps), 4, what)
 
     with tempfile.TemporaryDirectory(prefix="pulse-rl-bench-") as scratch:
-        bench = _Bench(Path(scratch), store, model)
+        bench = _Bench(Path(scratch), store, model, lr)
         with served(bench.checkpoint("first"), bench.log) as server:
             engine = EngineClient(server.url)
             engine.follow(bench.store)
@@ -185,11 +208,11 @@ def _columns(outputs: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
 class _Bench:
     """The publisher's side, and what is measured."""
 
-    def __init__(self, directory: Path, store: str | None, model: str) -> None:
+    def __init__(self, directory: Path, store: str | None, model: str, lr: float) -> None:
         self._directory, self.log, self.store = directory, directory / "vllm.log", directory / "store"
         assets = directory / "assets"
         assets.mkdir()
-        self._source: Source = Replayed(store, assets) if store is not None else Trained(model)
+        self._source: Source = Replayed(store, assets) if store is not None else Trained(model, lr)
         self._publisher = Publisher(self.store, anchor_every=1000)
         report = self._publisher.publish(self._source.weights, version=0)
         self.elements, self.full_nbytes = report.elements, report.full_nbytes
@@ -212,7 +235,9 @@ class _Bench:
 
     def follow(self, server: Server, engine: EngineClient, versions: int) -> tuple[Followed, str]:
         published, reports, serving = [], [], []
-        with Load(server, 2, TOKENS), _peak(server) as peak:
+        with _peak(server) as peak, Load(server, 2, TOKENS):
+            time.sleep(ALONE_S)
+            requests_nbytes = int(server.call("bench_peak", "look")["nbytes"])
             for _ in range(versions):
                 published.append(self._publish())
                 start = time.perf_counter()
@@ -227,6 +252,7 @@ class _Bench:
             longest_pause_s=max(each.pause_s for each in reports),
             apply_s=statistics.median(each.apply_s for each in reports),
             serving_s=statistics.median(serving),
+            requests_nbytes=requests_nbytes,
             peak_nbytes=peak[0],
             promise_nbytes=max(each.patch_nbytes for each in published) + ALLOWANCE_NBYTES,
         ), published[-1].codec or "no patch"
@@ -239,19 +265,24 @@ class _Bench:
             self._publish()
         upcoming, updates = iter(range(first + 1, first + 1 + arriving)), []
         rates: dict[bool, list[float]] = {False: [], True: []}
-        with Load(server, 4, TOKENS) as load:
+        processor_s, requests = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+        with Load(server, 4, TOKENS):
             time.sleep(5.0)
             for stretch in range(2 * stretches):
                 # Without and with, then with and without: a drift of the machine meets both alike.
                 with_versions = stretch % 4 in (1, 2)
-                start = time.perf_counter()
+                start, tokens, begun_s = time.perf_counter(), server.tokens(), _processor_s(server)
                 if with_versions:
                     for number in range(int(seconds / every)):
                         time.sleep(max(0.0, start + number * every - time.perf_counter()))
                         updates.append(engine.update(next(upcoming)))
                 time.sleep(max(0.0, start + seconds - time.perf_counter()))
-                rates[with_versions].append(load.rate(start, time.perf_counter()))
-        return Throughput(every, seconds, tuple(rates[False]), tuple(rates[True]), len(updates))
+                done = (server.tokens() - tokens) / TOKENS
+                rates[with_versions].append(done / (time.perf_counter() - start))
+                processor_s[with_versions] += _processor_s(server) - begun_s
+                requests[with_versions] += done
+        without_s, arriving_s = (processor_s[each] / requests[each] for each in (False, True))
+        return Throughput(every, seconds, tuple(rates[False]), tuple(rates[True]), without_s, arriving_s, len(updates))
 
     def baselines(self, server: Server) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds of vLLM's reload, and of its sparse patch loader, for the versions from here on."""
@@ -278,6 +309,11 @@ def _peak(server: Server) -> Iterator[list[int]]:
         yield found
     finally:
         found.append(int(server.call("bench_peak", "end")["nbytes"]))
+
+
+def _processor_s(server: Server) -> float:
+    """Processor time that the engine's process has taken so far."""
+    return float(server.call("bench_processor", "")["seconds"])
 
 
 @contextmanager

@@ -43,6 +43,7 @@ ARGUMENTS = [
     "pulse_rl.bench.engine_worker.Baselines",
 ]
 START_S = 600.0
+GENERATED = "vllm:generation_tokens_total"  # in /metrics
 PROMPTS = tuple(f"{topic} is" for topic in ("The sum of 12 and 30", "A prime number", "The capital of France", "Water"))
 
 
@@ -70,6 +71,12 @@ class Server:
         body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 0}
         choice = self.post("v1/completions", body | {"ignore_eos": True})["choices"][0]
         return {"text": choice["text"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+    def tokens(self) -> int:
+        """Tokens that were generated so far."""
+        with urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(GENERATED)))
 
     def outputs(self, tokens: int = 32) -> list[dict[str, Any]]:
         return [self.complete(prompt, tokens) for prompt in PROMPTS]
@@ -124,7 +131,6 @@ class Load:
     def __init__(self, server: Server, clients: int, tokens: int) -> None:
         self._server, self._tokens = server, tokens
         self._stop = threading.Event()
-        self._ends: list[float] = []
         self._errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._send, args=(i,), daemon=True) for i in range(clients)]
 
@@ -149,8 +155,3 @@ class Load:
             except Exception as error:  # noqa: BLE001 - raised when the load ends
                 self._errors.append(error)
                 return
-            self._ends.append(time.perf_counter())
-
-    def rate(self, start: float, end: float) -> float:
-        """Requests a second that ended between two times."""
-        return sum(start <= at < end for at in self._ends) / (end - start)

@@ -13,7 +13,6 @@ from pulse_rl.history.assets import load_assets
 from pulse_rl.rl import model, tasks
 from pulse_rl.sync.subscriber import Subscriber
 
-LEARNING_RATE = 3e-6  # the reference run's
 _BATCH = 8
 _TORCH = {dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)}
 
@@ -48,13 +47,13 @@ class Replayed(Source):
 class Trained(Source):
     """Supervised steps of AdamW on sums."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lr: float) -> None:
         from pulse_rl.bench.supervised import loss
 
         self._loss = loss
         self._loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
         self.assets = model.assets(self._loaded)
-        self._optimizer = torch.optim.AdamW(self._loaded.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(self._loaded.model.parameters(), lr=lr, weight_decay=0.0)
         self._problems = self._draw()
         self._cast()
 

@@ -39,15 +39,24 @@ class Baselines:
         return {"seconds": time.perf_counter() - start}
 
     def bench_peak(self, command: str) -> dict[str, int]:
-        """Begin or end to sample this process's private memory. Returns its peak above what it was, in bytes."""
+        """Sample this process's private memory from "begin" to "end". Returns its peak so far above what it was.
+
+        Keys and values lie in memory that the system gives when it is first written to. All of it is, before.
+        """
         from pulse_rl.bench.roles import Peak
 
         if command == "begin":
+            for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+                cache.zero_()
             self._peak: Any = Peak()
             self._peak.__enter__()
-        else:
+        elif command == "end":
             self._peak.__exit__(None, None, None)
         return {"nbytes": self._peak.nbytes}
+
+    def bench_processor(self, _: str) -> dict[str, float]:
+        """Seconds of processor time that all threads of this process have taken."""
+        return {"seconds": time.process_time()}
 
 
 def write_patch(path: Path, old: dict[str, Any], new: dict[str, Any]) -> int:

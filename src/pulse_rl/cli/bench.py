@@ -135,6 +135,7 @@ def engine(
         str | None,
         typer.Option(metavar="URL", help="Take the versions of a run's history, from its first on; otherwise train."),
     ] = None,
+    lr: Annotated[float, typer.Option(min=0, help="AdamW's learning rate, where it trains.")] = 3e-6,
     versions: Annotated[int, typer.Option(min=1, help="Versions that the engine follows one after the other.")] = 20,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between versions, while requests are counted.")] = 5.0,
     seconds: Annotated[float, typer.Option(min=1, help="Length of a stretch in which requests are counted.")] = 30.0,
@@ -152,6 +153,7 @@ def engine(
         report = run(
             model=model,
             store=store,
+            lr=lr,
             versions=versions,
             every=every,
             seconds=seconds,
