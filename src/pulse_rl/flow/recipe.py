@@ -3,6 +3,7 @@
     name = "solver-verifier"           the run
     [policies.solver]                  one table for each policy: its model, optimizer, loss, samples and channel
     [workflow]                         what is played with them; keys that are not listed here are the workflow's own
+    [tools.python]                     limits of a tool, or a tool of your own
     [curator]                          which problems are played
     [[pools]]                          workers of one kind in one place
     [autoscale]                        when a pool grows and shrinks; without it, never
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from pulse_rl.codecs import choose
-from pulse_rl.flow import registry
+from pulse_rl.flow import registry, tools, workflow
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.rl import model_name
 from pulse_rl.rl.config import absolute_store
@@ -77,6 +78,7 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     policies: list[str] = []  # which they hold; empty: all
     region: str = ""  # where they are, for reports and placement
     threads: int = 1  # torch threads of each worker
+    interrupt: bool = False  # whether sampling stops when a version arrives, and goes on under it
 
 
 class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -114,6 +116,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     policies: dict[str, PolicyRecipe] = {}
     workflow: WorkflowRecipe = WorkflowRecipe()
     curator: Plugin = _ALL
+    tools: dict[str, Plugin] = {}  # beside, or instead of, calculator and python
     pools: list[PoolRecipe] = msgspec.field(default_factory=lambda: [PoolRecipe()])
     autoscale: AutoscaleRecipe | None = None
     evaluation: list[EvaluationRecipe] = []
@@ -241,34 +244,36 @@ def _check_pools(recipe: Recipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    """Load every plug-in and check its settings."""
-    workflow = registry.check("workflow", recipe.workflow.plugin, key="workflow", given=("seed",))
-    roles = getattr(workflow, "roles", None)
-    if roles is not None and set(roles) != recipe.policies.keys():
+    """Load every plug-in and check its settings. What can be made without the run is made."""
+    built = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=list(recipe.policies))
+    if set(built.roles) != recipe.policies.keys():
         raise ValueError(
-            f"policies: expected those that workflow {recipe.workflow.name!r} plays with ({', '.join(roles)}), found "
-            f"{', '.join(recipe.policies)}"
+            f"policies: expected those that workflow {recipe.workflow.name!r} plays with ({', '.join(built.roles)}), "
+            f"found {', '.join(recipe.policies)}"
         )
+    tools.Toolbox(recipe.tools)
     registry.check("curator", recipe.curator, key="curator", given=("seed",))
     for name, policy in recipe.policies.items():
-        for kind in ("loss", "advantage", "filter", "replay"):
+        with _under(key := f"policies.{name}", ": "):
+            registry.build("loss", policy.loss)
+        for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)
             if plugin is not None:
-                registry.check(kind, plugin, key=f"policies.{name}.{kind}", given=("seed",))
+                registry.check(kind, plugin, key=f"{key}.{kind}", given=("seed",))
 
 
 class _under:
     """Put a key before the message of a ValueError."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, key: str, separator: str = ".") -> None:
+        self._key, self._separator = key, separator
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, ValueError):
-            raise ValueError(f"{self._key}.{error}") from None
+            raise ValueError(f"{self._key}{self._separator}{error}") from None
 
 
 def _at_least(prefix: str, settings: msgspec.Struct, least: int, *names: str) -> None:
