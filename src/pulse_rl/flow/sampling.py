@@ -11,6 +11,7 @@ wait for a completion, so the call waits for the tool.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,7 +69,8 @@ class PolicySampling:
         self.lock = asyncio.Lock()  # held while tokens are sampled, and while weights are written
         self.changed = asyncio.Event()  # a request was added
         self.waiting: list[_Request] = []
-        self.calls = self.rows = self.tokens = 0
+        self.calls = self.rows = self.tokens = 0  # sampled so far
+        self.seconds = 0.0  # in calls
         self._temperature = temperature
         self._seed = seed
         self._interrupted = False
@@ -128,6 +130,7 @@ class PolicySampling:
             self._interrupted = False
             version = self.sampler.version
             assert version is not None, "a worker samples only once it has proved a version"
+            start = time.perf_counter()
             try:
                 done, order = await asyncio.to_thread(self._sample, batch, seed)
             except Exception as error:  # noqa: BLE001  # the episodes raise it
@@ -136,6 +139,7 @@ class PolicySampling:
                     if not request.future.done():
                         request.future.set_exception(error)
                 return
+            self.seconds += time.perf_counter() - start
         self._hand_out(done, order, version)
 
     def interrupt(self) -> None:
