@@ -133,6 +133,8 @@ def parse(document: Mapping[str, Any]) -> Recipe:
                 name: _struct(PolicyRecipe, table, f"policies.{name}")
                 for name, table in _table(value, "policies").items()
             }
+        elif key == "tools":
+            given[key] = {name: _plugin(tool, f"tools.{name}", name) for name, tool in _table(value, key).items()}
         elif key == "workflow":
             given[key] = _workflow(_table(value, key))
         elif key in ("pools", "evaluation"):
@@ -163,9 +165,10 @@ def _check_keys(kind: type[msgspec.Struct], table: Mapping[str, Any], prefix: st
     known = kind.__struct_fields__
     for name in table:
         if name not in known:
+            hint = registry.near(name, list(known))
             raise ValueError(
-                f"{prefix}{name}: expected one of the keys {', '.join(known)}, found {name!r}"
-                f"{registry.near(name, list(known))}"
+                f"{prefix}{name}: expected one of the keys of {prefix[:-1] or 'a recipe'}, found {name!r}"
+                f"{f'{hint} All' if hint else '; all'} are {', '.join(known)}"
             )
 
 
@@ -179,19 +182,22 @@ def _field(kind: type[msgspec.Struct], name: str, value: Any, key: str) -> Any:
     """A value as the type of its field."""
     wanted = get_type_hints(kind)[name]
     if Plugin in (wanted, *get_args(wanted)):
-        return _plugin(value, key)
+        default = next(field for field in msgspec.structs.fields(kind) if field.name == name).default
+        return _plugin(value, key, default.name if isinstance(default, Plugin) else None)
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError:
         raise ValueError(f"{key}: expected {_expected(wanted)}, found {_found(value)}") from None
 
 
-def _plugin(value: Any, key: str) -> Plugin:
+def _plugin(value: Any, key: str, default: str | None) -> Plugin:
+    """default: the plug-in whose settings a table without a name gives."""
     if isinstance(value, str):
         return Plugin(value)
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    name = value.get("name", default) if isinstance(value, dict) else None
+    if not isinstance(name, str):
         raise ValueError(f"{key}: expected a name, or a table with a name and settings, found {_found(value)}")
-    return Plugin(value["name"], {name: setting for name, setting in value.items() if name != "name"})
+    return Plugin(name, {key: setting for key, setting in value.items() if key != "name"})
 
 
 def _expected(wanted: Any) -> str:

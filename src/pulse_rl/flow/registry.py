@@ -17,7 +17,9 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ from pulse_rl.errors import MissingExtraError, one_line
 
 GROUP = "pulse_rl.plugins"
 _HERE = "pulse_rl.flow"
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 # kind → name → where it is
@@ -41,7 +44,6 @@ BUILTIN: dict[str, dict[str, str]] = {
     "reward": {
         "score": f"{_HERE}.rewards:score",
         "exact": f"{_HERE}.rewards:exact",
-        "length": f"{_HERE}.rewards:length",
     },
     "advantage": {
         "grpo": f"{_HERE}.losses:grpo_advantages",
@@ -49,11 +51,15 @@ BUILTIN: dict[str, dict[str, str]] = {
         "rloo": f"{_HERE}.losses:rloo_advantages",
     },
     "loss": {
-        "grpo": f"{_HERE}.losses:grpo_loss",
-        "dr_grpo": f"{_HERE}.losses:dr_grpo_loss",
-        "dapo": f"{_HERE}.losses:dapo_loss",
-        "gspo": f"{_HERE}.losses:gspo_loss",
-        "reinforce": f"{_HERE}.losses:reinforce_loss",
+        "grpo": f"{_HERE}.losses:GrpoLoss",
+        "dr_grpo": f"{_HERE}.losses:DrGrpoLoss",
+        "dapo": f"{_HERE}.losses:DapoLoss",
+        "gspo": f"{_HERE}.losses:GspoLoss",
+        "reinforce": f"{_HERE}.losses:ReinforceLoss",
+    },
+    "tool": {
+        "calculator": f"{_HERE}.tools:Calculator",
+        "python": f"{_HERE}.tools:Python",
     },
     "curator": {},
     "filter": {},
@@ -84,18 +90,18 @@ def names(kind: str) -> list[str]:
 
 def load(kind: str, name: str) -> Any:
     """Import a plug-in. Raises ValueError that says what was expected, and which names are near."""
-    if kind not in BUILTIN:
-        raise ValueError(f"plug-in: expected one of {', '.join(BUILTIN)}, found {kind!r}")
     path = BUILTIN[kind].get(name)
     if path is None and _PATH.fullmatch(name):
         path = name
+        if os.getcwd() not in sys.path:  # `pulse-rl` is a script elsewhere; a user's module is where the user is
+            sys.path.append(os.getcwd())
     if path is None:
         found = {point.name: point.value for point in importlib.metadata.entry_points(group=f"{GROUP}.{kind}")}
         path = found.get(name)
     if path is None:
         raise ValueError(
-            f'{kind}: expected one of {", ".join(names(kind))}, or an import path "package.module:name", '
-            f"found {name!r}{near(name, names(kind))}"
+            f'expected {", ".join(names(kind))}, or an import path "package.module:name", found {name!r}'
+            f"{near(name, names(kind))}"
         )
     module_name, _, attribute = path.partition(":")
     try:
@@ -103,9 +109,9 @@ def load(kind: str, name: str) -> Any:
     except MissingExtraError:
         raise
     except ImportError as error:
-        raise ValueError(f"{kind} {name!r}: {module_name} cannot be imported: {one_line(error, 200)}") from error
+        raise ValueError(f"{name!r}: {module_name} cannot be imported: {one_line(error, 200)}") from error
     except AttributeError as error:
-        raise ValueError(f"{kind} {name!r}: module {module_name} has no {attribute}") from error
+        raise ValueError(f"{name!r}: module {module_name} has no {attribute}") from error
 
 
 def check(kind: str, plugin: Plugin, *, key: str, given: tuple[str, ...] = ()) -> Any:
@@ -119,16 +125,16 @@ def check(kind: str, plugin: Plugin, *, key: str, given: tuple[str, ...] = ()) -
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if not callable(loaded):
-        raise ValueError(f"{key}: {kind} {plugin.name!r}: expected a class or function, found {type(loaded).__name__}")
+        raise ValueError(f"{key}: {plugin.name!r}: expected a class or function, found {type(loaded).__name__}")
     known = settings_of(loaded)
     settable = [name for name in known if name not in given]
     for name in plugin.settings:
         if name in given or (name not in known and "**" not in known):
             has = f"it has {', '.join(n for n in settable if n != '**')}" if settable else "it has none"
-            raise ValueError(f"{key}: {kind} {plugin.name!r} has no setting {name!r}; {has}{near(name, settable)}")
+            raise ValueError(f"{key}: {plugin.name!r} has no setting {name!r}; {has}{near(name, settable)}")
     missing = [name for name in settable if known[name] is inspect.Parameter.empty and name not in plugin.settings]
     if missing:
-        raise ValueError(f"{key}: {kind} {plugin.name!r} needs its setting {missing[0]!r}, which has no default")
+        raise ValueError(f"{key}: {plugin.name!r} needs its setting {missing[0]!r}, which has no default")
     return loaded
 
 
@@ -137,12 +143,10 @@ def settings_of(loaded: Callable[..., Any]) -> dict[str, Any]:
 
     A class's settings are all arguments of its `__init__`; a function's are those that are keyword-only.
     """
-    wanted = {inspect.Parameter.KEYWORD_ONLY}
-    if inspect.isclass(loaded):
-        wanted.add(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_name = {inspect.Parameter.KEYWORD_ONLY, *([_EITHER] if inspect.isclass(loaded) else [])}
     found: dict[str, Any] = {}
     for parameter in inspect.signature(loaded).parameters.values():
-        if parameter.kind in wanted:
+        if parameter.kind in by_name:
             found[parameter.name] = parameter.default
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
             found["**"] = None

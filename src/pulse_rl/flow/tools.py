@@ -1,0 +1,272 @@
+"""Tools that a workflow gives to its policies: text in, text out, with limits.
+
+A model makes mistakes, so a tool's error is an answer: its text goes into the conversation, and it is counted. The
+limits (time, memory, output) keep a mistake from harming the worker. They are no prison for hostile code: it runs with
+all rights of the worker's user.
+"""
+
+import ast
+import asyncio
+import contextlib
+import operator
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from pulse_rl.flow import registry
+from pulse_rl.flow.registry import Plugin
+
+EXPRESSION = 200  # characters, at most
+DIGITS = 400  # of a number in between
+SECONDS = 30.0  # that any tool may take
+ANSWER = 4000  # characters of any tool's answer
+
+
+class ToolError(Exception):
+    """A tool cannot do what it was asked for; its text is the answer."""
+
+
+class Tool(Protocol):
+    """A tool: it answers a text with a text, and raises ToolError."""
+
+    async def __call__(self, text: str, /) -> str: ...
+
+
+class Calculator:
+    """Computes one expression of numbers, + − * / // % **, and parentheses."""
+
+    async def __call__(self, text: str, /) -> str:
+        return calculate(text)
+
+
+def calculate(text: str) -> str:
+    """The value of an expression as text: a whole number as one. Raises ToolError."""
+    text = text.strip().rstrip("=").strip()
+    if not text or len(text) > EXPRESSION:
+        raise ToolError(f"expected an expression of at most {EXPRESSION} characters, found {len(text)}")
+    try:
+        tree = ast.parse(text.replace("×", "*").replace("÷", "/").replace("−", "-"), mode="eval")
+        value = _value(tree.body)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+            value = int(value)
+        return f"{value:.12g}" if isinstance(value, float) else str(value)
+    except ToolError:
+        raise
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError, TypeError):
+        raise ToolError("expected an expression of numbers, + - * / // % ** and parentheses") from None
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)  # type: ignore[arg-type]  # the line above says which it is
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+            _check_power(left, right)  # before it is computed: 9**9**9 takes all memory
+        value = _BINARY[type(node.op)](left, right)
+        if isinstance(value, complex):
+            raise ToolError("expected a real number")
+        return _bounded(value)
+    raise ToolError("expected an expression of numbers, + - * / // % ** and parentheses")
+
+
+def _check_power(base: int, exponent: int) -> None:
+    if abs(base) > 1 and exponent * base.bit_length() > 4 * DIGITS:
+        raise ToolError(f"expected numbers of at most {DIGITS} digits")
+
+
+def _bounded(value: int | float) -> int | float:
+    if isinstance(value, int) and value.bit_length() > 4 * DIGITS:
+        raise ToolError(f"expected numbers of at most {DIGITS} digits")
+    return value
+
+
+# What the child does before the code: it lowers its limits, and reads the code. Root may start processes all the same:
+# they are killed with the group.
+_CHILD = """
+import resource, sys
+cpu, memory, output = map(int, sys.argv[1:4])
+resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_FSIZE, (output, output))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+code = sys.stdin.read()
+sys.stdin.close()
+del sys.argv[1:], resource
+try:
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+except SystemExit:
+    pass
+except BaseException as error:
+    sys.stdout.flush()
+    sys.exit(f"{type(error).__name__}: {error}"[:500])
+"""
+
+
+class Python:
+    """Runs Python code in a process of its own and answers with what it prints.
+
+    Args:
+        cpu_s: Seconds of processor time.
+        wall_s: Seconds on the clock.
+        memory_mb: Megabytes of address space.
+        output: Bytes that it may print, and that a file may have.
+    """
+
+    def __init__(self, *, cpu_s: int = 2, wall_s: float = 5.0, memory_mb: int = 512, output: int = 2000) -> None:
+        if cpu_s < 1 or wall_s <= 0 or memory_mb < 64 or output < 1:
+            raise ValueError(
+                "python: expected cpu_s of at least 1, wall_s above 0, memory_mb of at least 64 and output of at least "
+                f"1, found {cpu_s}, {wall_s}, {memory_mb} and {output}"
+            )
+        self._cpu_s, self._wall_s, self._memory, self._output = cpu_s, wall_s, memory_mb << 20, output
+
+    async def __call__(self, text: str, /) -> str:
+        with tempfile.TemporaryDirectory(prefix="pulse-tool-", ignore_cleanup_errors=True) as scratch:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", "-c", _CHILD, str(self._cpu_s), str(self._memory), str(self._output)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=scratch,
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch},
+                start_new_session=True,  # a group, which is killed whole
+                close_fds=True,
+            )
+            try:
+                async with asyncio.timeout(self._wall_s):
+                    printed, complaint, cut = await self._talk(process, text.encode())
+                    await process.wait()  # it may have closed its output and go on
+            except TimeoutError:
+                raise ToolError(f"stopped after {self._wall_s:g} s") from None
+            finally:
+                _kill(process)
+                status = await process.wait()
+        if cut:
+            raise ToolError(f"stopped after {self._output} bytes of output: {printed[:100]}…")
+        if status == -signal.SIGXCPU:
+            raise ToolError(f"stopped after {self._cpu_s} s of processor time")
+        if "MemoryError" in complaint:
+            raise ToolError(f"out of memory: it may have {self._memory >> 20} MB")
+        if status:
+            raise ToolError(complaint.strip().rsplit("\n", 1)[-1] or f"ended with status {status}")
+        return printed.strip()
+
+    async def _talk(self, process: asyncio.subprocess.Process, code: bytes) -> tuple[str, str, bool]:
+        """Send the code. Returns what was printed, the last of the errors, and whether it printed too much."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(code)
+            await process.stdin.drain()
+        process.stdin.close()
+        (printed, cut), (complaint, flooded) = await asyncio.gather(
+            _read(process.stdout, self._output, process), _read(process.stderr, self._output, process)
+        )
+        return printed, complaint, cut or flooded
+
+
+async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subprocess.Process) -> tuple[str, bool]:
+    """What a stream gives, and whether it gives more than `limit` bytes; then the process is killed at once."""
+    data = b""
+    while len(data) <= limit and (more := await stream.read(limit + 1 - len(data))):
+        data += more
+    if len(data) > limit:
+        _kill(process)
+    return data[:limit].decode(errors="replace"), len(data) > limit
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Toolbox:
+    """The tools of a worker.
+
+    plugins: by the name under which a workflow calls them; beside, or instead of, `calculator` and `python`.
+    Raises ValueError for an unknown tool or setting.
+    """
+
+    def __init__(self, plugins: Mapping[str, Plugin] | None = None) -> None:
+        wanted = {name: Plugin(name) for name in ("calculator", "python")} | dict(plugins or {})
+        self._tools: dict[str, Tool] = {
+            name: registry.build("tool", plugin, key=f"tools.{name}") for name, plugin in wanted.items()
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tools)
+
+    def __getitem__(self, name: str) -> Tool:
+        """A tool. Raises ValueError for an unknown one."""
+        if name not in self._tools:
+            raise ValueError(f"tool: expected one of {', '.join(self.names)}, found {name!r}")
+        return self._tools[name]
+
+
+class Tools:
+    """The tools as one episode sees them; it counts calls and errors.
+
+    Args:
+        toolbox: The worker's tools.
+    """
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self._toolbox = toolbox
+        self.calls = 0
+        self.errors = 0
+
+    async def call(self, name: str, text: str) -> str:
+        """Ask a tool.
+
+        Args:
+            name: The tool: "calculator", "python", or one of the recipe's `[tools]`.
+            text: What it is asked.
+
+        Returns:
+            Its answer; where it cannot do it, "error: " and why.
+
+        Raises:
+            ValueError: If there is no tool of that name.
+        """
+        tool = self._toolbox[name]
+        self.calls += 1
+        try:
+            async with asyncio.timeout(SECONDS):
+                answer = await tool(text)
+        except ToolError as error:
+            self.errors += 1
+            answer = f"error: {error}"
+        except TimeoutError:
+            self.errors += 1
+            answer = f"error: stopped after {SECONDS:g} s"
+        return answer if len(answer) <= ANSWER else answer[:ANSWER] + "…"
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """What an episode counts of its tools; nothing where none was asked."""
+        return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)} if self.calls else {}
