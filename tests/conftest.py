@@ -26,6 +26,14 @@ hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("pulse-rl")
 
 
+# Modules whose tests take up to a minute each: first, so that no process of the suite is left alone with one at the end.
+LONG = ("test_run", "test_trainers", "test_flow_run", "test_loco_ft", "test_faults")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(params=["memory", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """Every store in turn, empty."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import servers
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from loco_ranks import Model, Ranks, adam, bits, good, inner_step, trainable
@@ -75,6 +76,23 @@ def test_rounds_are_those_of_plain_torch(tmp_path: Path) -> None:
             assert report.digest == one.loco.digest
             assert report.received_nbytes == trainers[1 - rank].loco.report.sent_nbytes
     leave(*trainers)
+
+
+def test_rounds_through_s3_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that honours If-None-Match; one that ignores it is refused before anything is written."""
+    servers.use_s3(monkeypatch, servers.moto())
+    bucket = f"s3://{servers.s3_bucket()}/run"
+    trainers = [Trainer(bucket, rank) for rank in BOTH]
+    enter(*trainers)
+    run_rounds(trainers, 2)
+    theta, residuals = naive([dict.fromkeys(BOTH, EVERY)] * 2, [BOTH] * 2)[1]
+    for rank, one in enumerate(trainers):
+        assert (one.theta, one.residual) == (theta, residuals[rank])
+    leave(*trainers)
+    servers.use_s3(monkeypatch, servers.rclone())
+    with pytest.raises(pulse.StoreError, match="put-if-absent"):
+        Trainer("s3://bucket/run", 0).loco.__enter__()
+    assert not pulse.open_store("s3://bucket/run").list("trainers")
 
 
 def test_a_late_trainer_is_waited_for(store: Store) -> None:

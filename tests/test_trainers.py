@@ -76,6 +76,7 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
     assert not torch.equal(moments[0], moments[1])  # other prompts, other gradients
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_one_line_and_repeated_steps_give_the_same_bits(tmp_path: Path) -> None:
     """Against the same run's rounds before it was killed: PULSELoCo's residuals and Adam's moments are all there."""
     out = tmp_path / "run"
