@@ -254,8 +254,8 @@ def _check_plugins(recipe: Recipe) -> None:
     tools.Toolbox(recipe.tools)
     registry.check("curator", recipe.curator, key="curator", given=("seed",))
     for name, policy in recipe.policies.items():
-        with _under(key := f"policies.{name}", ": "):
-            registry.build("loss", policy.loss)
+        key = f"policies.{name}"
+        registry.build("loss", policy.loss, key=f"{key}.loss")
         for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)
             if plugin is not None:
@@ -265,15 +265,15 @@ def _check_plugins(recipe: Recipe) -> None:
 class _under:
     """Put a key before the message of a ValueError."""
 
-    def __init__(self, key: str, separator: str = ".") -> None:
-        self._key, self._separator = key, separator
+    def __init__(self, key: str) -> None:
+        self._key = key
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, ValueError):
-            raise ValueError(f"{self._key}{self._separator}{error}") from None
+            raise ValueError(f"{self._key}.{error}") from None
 
 
 def _at_least(prefix: str, settings: msgspec.Struct, least: int, *names: str) -> None:

@@ -61,9 +61,16 @@ BUILTIN: dict[str, dict[str, str]] = {
         "calculator": f"{_HERE}.tools:Calculator",
         "python": f"{_HERE}.tools:Python",
     },
-    "curator": {},
-    "filter": {},
-    "replay": {},
+    "curator": {
+        "all": f"{_HERE}.curators:All",
+        "drop_solved": f"{_HERE}.curators:DropSolved",
+        "greso": f"{_HERE}.curators:Greso",
+    },
+    "filter": {
+        "all": f"{_HERE}.filters:keep_all",
+        "variance": f"{_HERE}.filters:drop_equal",
+    },
+    "replay": {"recent": f"{_HERE}.replay:Recent"},
 }
 
 
@@ -157,14 +164,17 @@ def build(kind: str, plugin: Plugin, *, key: str | None = None, **given: Any) ->
     """A class's instance, or a function with its settings bound.
 
     given: what the run gives; each is passed only to a plug-in that has an argument of that name.
-    Raises ValueError as `check` does, and what the plug-in itself raises.
+    Raises ValueError that names the key.
     """
     loaded = check(kind, plugin, key=key or kind, given=tuple(given))
     known = settings_of(loaded)
     settings = {**plugin.settings, **{name: value for name, value in given.items() if name in known}}
-    if inspect.isclass(loaded):
+    if not inspect.isclass(loaded):
+        return functools.partial(loaded, **settings) if settings else loaded
+    try:
         return loaded(**settings)
-    return functools.partial(loaded, **settings) if settings else loaded
+    except ValueError as error:
+        raise ValueError(f"{key or kind}: {error}") from error
 
 
 def near(name: str, known: Mapping[str, Any] | list[str]) -> str:

@@ -137,7 +137,7 @@ class Python:
     def __init__(self, *, cpu_s: int = 2, wall_s: float = 5.0, memory_mb: int = 512, output: int = 2000) -> None:
         if cpu_s < 1 or wall_s <= 0 or memory_mb < 64 or output < 1:
             raise ValueError(
-                "python: expected cpu_s of at least 1, wall_s above 0, memory_mb of at least 64 and output of at least "
+                "expected cpu_s of at least 1, wall_s above 0, memory_mb of at least 64 and output of at least "
                 f"1, found {cpu_s}, {wall_s}, {memory_mb} and {output}"
             )
         self._cpu_s, self._wall_s, self._memory, self._output = cpu_s, wall_s, memory_mb << 20, output

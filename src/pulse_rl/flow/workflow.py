@@ -195,11 +195,11 @@ def build(plugin: Plugin, *, seed: int, policies: Sequence[str]) -> Workflow:
     built = registry.build("workflow", plugin, seed=seed)
     if isinstance(built, Workflow):
         return built
-    if callable(built) and not inspect.isclass(built):
+    if inspect.iscoroutinefunction(getattr(built, "func", built)):  # a partial's, where it has settings
         return FunctionWorkflow(built, tuple(policies))
     raise ValueError(
-        f"workflow {plugin.name!r}: expected a class with roles, problem and play, or an async function, found "
-        f"{type(built).__name__}"
+        f"workflow: {plugin.name!r}: expected a class with roles, problem and play, or an async function, found "
+        f"{built if inspect.isroutine(built) else type(built).__name__}"
     )
 
 

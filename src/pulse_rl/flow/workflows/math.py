@@ -23,7 +23,7 @@ class Math:
 
     def __init__(self, seed: int, task: str = "chain_sum", reward: str = "score") -> None:
         self._task = Task(task, seed)
-        self._reward = registry.build("reward", Plugin(reward), key="workflow.reward")
+        self._reward = registry.build("reward", Plugin(reward), key="reward")
 
     def problem(self, number: int) -> Problem:
         """The problem of that number."""

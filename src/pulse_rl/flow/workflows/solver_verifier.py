@@ -30,7 +30,7 @@ class SolverVerifier:
 
     def __init__(self, seed: int, task: str = "chain_sum", rounds: int = 1) -> None:
         if rounds < 1:
-            raise ValueError(f"workflow.rounds: expected at least 1, found {rounds}")
+            raise ValueError(f"rounds: expected at least 1, found {rounds}")
         self._task = Task(task, seed)
         self._rounds = rounds
 

@@ -45,7 +45,7 @@ class ToolUse:
         shots: str | None = None,
     ) -> None:
         if turns < 1:
-            raise ValueError(f"workflow.turns: expected at least 1, found {turns}")
+            raise ValueError(f"turns: expected at least 1, found {turns}")
         self._task = Task(task, seed)
         self._tool = tool
         self._turns = turns

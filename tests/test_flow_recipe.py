@@ -1,0 +1,204 @@
+"""Recipes: what is refused, and in which words; `--set`; saving and resuming; plug-ins by name and import path."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pulse_rl.flow import recipe_file, registry, workflow
+from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
+from pulse_rl.flow.registry import Plugin
+
+TINY = ("model=tiny",)
+
+
+def _load(name: str = "math", *sets: str) -> Recipe:
+    return recipe_file.load(name, [*TINY, *sets])
+
+
+@pytest.mark.parametrize("name", recipe_file.built_in())
+def test_every_recipe_of_the_package_is_good_and_survives_its_file(name: str, tmp_path: Path) -> None:
+    recipe = _load(name, f"out={tmp_path}/run")
+    assert recipe.name == name
+    recipe_file.save(recipe)
+    assert recipe_file.saved(recipe.directory) == recipe
+
+
+def test_the_recipes_are_the_four_of_the_documentation() -> None:
+    assert recipe_file.built_in() == ["math", "solver-verifier", "tool-use", "two-regions"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("policies.verifier.lr=1e-6", lambda r: (r.policies["verifier"].lr, r.policies["solver"].lr) == (1e-6, 3e-6)),
+        ("lr=1e-6", lambda r: all(policy.lr == 1e-6 for policy in r.policies.values())),
+        ("steps=3", lambda r: r.steps == 3),
+        ("pools.near.workers=5", lambda r: r.pools[0].workers == 5),
+        ("pools.0.region=eu", lambda r: r.pools[0].region == "eu"),
+        ("workflow.rounds=2", lambda r: r.workflow.settings["rounds"] == 2),
+        ("workflow.group_size=4", lambda r: r.workflow.group_size == 4),
+        ("policies.solver.loss=dapo", lambda r: r.policies["solver"].loss == Plugin("dapo")),
+        ("policies.solver.loss.clip=0.1", lambda r: r.policies["solver"].loss == Plugin("grpo", {"clip": 0.1})),
+        ("policies.solver.betas=[0.5, 0.9]", lambda r: r.policies["solver"].betas == (0.5, 0.9)),
+        ("tools.python.cpu_s=1", lambda r: r.tools == {"python": Plugin("python", {"cpu_s": 1})}),
+        ("autoscale.most=3", lambda r: r.autoscale.most == 3),
+        ("policies.verifier.trained=false", lambda r: r.trained == ["solver"]),
+    ],
+)
+def test_set_changes_one_value(text: str, read: Callable[[Recipe], bool]) -> None:
+    assert read(_load("solver-verifier", text))
+
+
+# What is set, and what the sentence must hold: the key, what was expected, what was found.
+BAD = [
+    ("stesp=3", ["stesp", "did you mean steps"]),
+    ("policies.solvr.lr=1", ["policies", "solver", "'solvr'", "did you mean solver?"]),
+    ("policies.solver.learning_rate=1", ["policies.solver.learning_rate", "keys of policies.solver"]),
+    ("policies.solver.lr=abc", ["policies.solver.lr: expected a number, found 'abc'"]),
+    ("policies.solver.lr=0", ["policies.solver.lr: expected more than 0, found 0"]),
+    ("policies.solver.lr=nan", ["policies.solver.lr: expected more than 0, found nan"]),
+    ("policies.solver.betas=[0.9, 1.0]", ["policies.solver.betas", "below 1"]),
+    ("policies.solver.trained=1", ["policies.solver.trained: expected true or false, found 1"]),
+    ("policies.solver.trained=false", ["policies: expected at least one with trained = true"]),
+    ("policies.solver.order=lifo", ["policies.solver.order: expected task or deadline or newest, found 'lifo'"]),
+    ("policies.solver.codec=zip", ["policies.solver.codec: expected one of", "'zip'"]),
+    ("policies.solver.model=/nowhere", ["policies.solver.model", "'/nowhere'"]),
+    ("policies.solver.loss=gspoo", ["policies.solver.loss", "did you mean gspo"]),
+    ("policies.solver.loss.clipp=1", ["policies.solver.loss: 'grpo' has no setting 'clipp'", "did you mean clip?"]),
+    ("policies.solver.loss.clip=-1", ["policies.solver.loss: clip: expected more than 0, found -1"]),
+    ("policies.solver.replay=recent", ["policies.solver.replay_ratio", "with one"]),
+    ("policies.solver.replay_ratio=1.0", ["policies.solver.replay_ratio", "below 1"]),
+    ("policies.solver.filter=variants", ["policies.solver.filter", "did you mean variance?"]),
+    ("workflow.name=maths", ["workflow", "did you mean math?"]),
+    ("workflow.name=json:loads", ["workflow", "an async function"]),
+    ("workflow.name=nowhere.at_all:x", ["workflow", "nowhere.at_all cannot be imported"]),
+    ("workflow.name=json:nothing", ["workflow", "module json has no nothing"]),
+    ("workflow.name=solver-verifier", ["policies", "solver, verifier", "found solver"]),
+    ("workflow.tusk=1", ["workflow: 'math' has no setting 'tusk'", "did you mean task?"]),
+    ("workflow.task=chain_summ", ["workflow: task", "did you mean chain_sum"]),
+    ("workflow.reward=scores", ["workflow: reward", "did you mean score?"]),
+    ("workflow.group_size=1", ["workflow.group_size: expected at least 2", "found 1"]),
+    ("workflow=3", ["workflow: expected a table, found 3"]),
+    ("tools.python.cpu=1", ["tools.python: 'python' has no setting 'cpu'", "cpu_s"]),
+    ("tools.web=web", ["tools.web: expected calculator, python"]),
+    ("curator=everything", ["curator: expected all"]),
+    ("curator.problem=1", ["curator: 'all' has no setting 'problem'", "did you mean problems?"]),
+    ("curator=drop_solved", ["curator: 'drop_solved' needs its setting 'problems'"]),
+    ("pools=3", ["pools: expected tables [[pools]], found 3"]),
+    ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of near, found 'far'"]),
+    ("pools.near.workers=0", ["pools: expected at least one worker"]),
+    ("pools.near.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
+    ('pools.near.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),
+    ("autoscale.pool=far", ["autoscale.pool: expected one of near, found 'far'"]),
+    ("autoscale.grow=0.01", ["autoscale.grow: expected a share above autoscale.shrink"]),
+    ("store=memory://x", ["store", "memory://"]),
+    ("steps", ["--set", "key=value", "'steps'"]),
+    ("steps.x=1", ["--set steps.x=1: expected a table at steps, found 40"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), BAD, ids=[text for text, _ in BAD])
+def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        _load("math", text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:
+    with pytest.raises(ValueError, match="verifier is missing"):
+        _load("solver-verifier", 'pools.near.policies=["solver"]')
+
+
+def test_a_deterministic_run_takes_no_engine_with_a_cache() -> None:
+    with pytest.raises(ValueError, match=r"pools\[0\].kind: expected builtin"):
+        _load("math", "deterministic=true", "pools.near.kind=vllm")
+
+
+def test_a_recipe_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="did you mean tool-use"):
+        recipe_file.load("tool_use")
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ValueError, match=r"bad.toml: expected TOML"):
+        recipe_file.load(tmp_path / "bad.toml")
+
+
+def test_every_type_in_a_recipe_has_a_word_for_errors() -> None:
+    for kind in (Recipe, PolicyRecipe, PoolRecipe):
+        for name in kind.__struct_fields__:
+            if name in ("policies", "tools", "workflow", "pools", "autoscale", "evaluation"):
+                continue
+            with pytest.raises(ValueError, match=f"{name}: expected"):
+                recipe_file._field(kind, name, [object()], name)
+
+
+def test_resuming_keeps_the_recipe(tmp_path: Path) -> None:
+    recipe = _load("two-regions", f"out={tmp_path}/run")
+    recipe_file.save(recipe)
+    later = recipe_file.resumed(recipe.directory, ["steps=80", "pools.far.workers=3"])
+    assert (later.steps, later.pools[1].workers) == (80, 3)
+    assert msgspec.structs.replace(later, steps=40, pools=recipe.pools) == recipe
+    with pytest.raises(ValueError, match=r"only steps, .* found policies.solver.lr"):
+        recipe_file.resumed(recipe.directory, ["policies.solver.lr=1"])
+    with pytest.raises(FileNotFoundError):
+        recipe_file.resumed(tmp_path)
+
+
+def test_the_path_of_a_run_is_absolute_for_other_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = _load("math", "out=runs/x", "store=kept").with_absolute_paths()
+    monkeypatch.chdir("/")
+    assert recipe.directory == tmp_path / "runs/x"
+    assert recipe.store_url("solver") == str(tmp_path / "kept" / "solver")
+
+
+def test_a_document_of_nothing_is_no_recipe() -> None:
+    with pytest.raises(ValueError, match="policies: expected at least one table"):
+        check(recipe_file.parse(tomllib.loads("")))
+
+
+async def dice(problem: int, policies: Any, tools: Any, random: Any, *, sides: int = 6) -> None:
+    """A plug-in of this module."""
+
+
+class Taking:
+    """A plug-in that takes any setting, and needs one."""
+
+    def __init__(self, needed: int, **others: int) -> None:
+        self.given = {"needed": needed, **others}
+
+
+def test_plugins_by_import_path() -> None:
+    here = __name__
+    assert isinstance(
+        workflow.build(Plugin(f"{here}:dice", {"sides": 20}), seed=1, policies=["player"]), workflow.FunctionWorkflow
+    )
+    built = registry.build("curator", Plugin(f"{here}:Taking", {"needed": 1, "more": 2}))
+    assert built.given == {"needed": 1, "more": 2}
+    with pytest.raises(ValueError, match=r"key: .*needs its setting 'needed'"):
+        registry.check("curator", Plugin(f"{here}:Taking"), key="key")
+    with pytest.raises(ValueError, match=r"key: .*no setting 'side'.*did you mean sides"):
+        registry.check("workflow", Plugin(f"{here}:dice", {"side": 3}), key="key")
+
+
+def test_plugins_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "dicing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dicing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[pulse_rl.plugins.workflow]\ndice = {__name__}:dice\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "dice" in registry.names("workflow")
+    assert registry.load("workflow", "dice") is dice
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, found in registry.BUILTIN.items() for name in found],
+)
+def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
+    assert callable(registry.load(kind, name))
