@@ -81,25 +81,42 @@ class Trainer:
         records = []
         for number in range(self._config.round_steps):
             started = time.perf_counter()
-            chunks = self._pull(number * self._config.trainers + self._rank)
-            if chunks is None:
+            batch = self._pull(number * self._config.trainers + self._rank)
+            if batch is None:
                 return None
             pulled = time.perf_counter()
-            record = self._train_step(chunks, self._step + number)
+            record = self._train_step(batch, self._step + number)
             seconds = {"wait_s": pulled - started, "train_s": time.perf_counter() - pulled}
             records.append(record | seconds)
         return records
 
-    def _pull(self, batch: int) -> list[Chunk] | None:
+    def _pull(self, batch: int) -> Any:
         """Wait for a batch of the round; None if the run is stopped before the round's first batch."""
         while not self._buffer.stopping():
-            if (chunks := self._buffer.pull(batch)) is not None:
-                return chunks
+            if (found := self._find_batch(batch)) is not None:
+                return found
             time.sleep(IDLE_S)
         return None
 
-    def _train_step(self, chunks: list[Chunk], done: int) -> dict[str, Any]:
-        """Take one optimizer step on a batch; every token weighs the same. done: steps before this one."""
+    def _find_batch(self, batch: int) -> Any:
+        """The batch of that number in the round; None while it is not complete."""
+        return self._buffer.pull(batch)
+
+    def _train_step(self, batch: Any, done: int) -> dict[str, Any]:
+        """Take one optimizer step on a batch. done: steps before this one."""
+        config = self._config
+        record = self._add_gradients(batch)
+        self._group.average_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.grad_clip)
+        lr = config.lr * min(1.0, (done + 1) / max(1, config.warmup))
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return record | {"grad_norm": float(norm), "lr": lr}
+
+    def _add_gradients(self, chunks: list[Chunk]) -> dict[str, Any]:
+        """Add a batch's gradients; every token weighs the same. Returns what is recorded of it."""
         config = self._config
         total = sum(int(chunk.mask.sum()) for chunk in chunks)
         loss_sum = clipped = 0.0
@@ -112,21 +129,12 @@ class Trainer:
             (part.total / total).backward()  # type: ignore[no-untyped-call]
             loss_sum += part.total.item()
             clipped += part.clipped
-        self._group.average_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.grad_clip)
-        lr = config.lr * min(1.0, (done + 1) / max(1, config.warmup))
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad()
         rewards = np.concatenate([chunk.rewards for chunk in chunks])
         return {
             "reward": float(rewards.mean()),
             "solved": float((rewards == 1).mean()),
             "groups_with_variance": float((rewards.std(1) > 0).mean()),
             "loss": loss_sum / total,
-            "grad_norm": float(norm),
-            "lr": lr,
             "clipped": clipped / total,
             "tokens": total,
             "staleness": float(np.mean([self._version - chunk.version for chunk in chunks])),
