@@ -26,7 +26,7 @@ hypothesis.settings.register_profile("pulse-rl", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("pulse-rl")
 
 
-# Modules whose tests take up to a minute each: first, so that no process of the suite is left alone with one at the end.
+# Their tests take up to a minute each. They come first, so that no process is left alone with one at the end.
 LONG = ("test_run", "test_trainers", "test_flow_run", "test_loco_ft", "test_faults")
 
 
