@@ -1,0 +1,132 @@
+"""What changes a dataflow's state: the events that its journal keeps, and their bytes.
+
+The state follows from the events alone, in their order; each has the time at which it happened.
+"""
+
+import typing
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from pulse_rl.flow.samples import Group, Task
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Something happened.
+
+    Attributes:
+        at: Seconds since the run's first start, without the time in which no dataflow ran.
+    """
+
+    at: float
+
+
+class Registered(Event, frozen=True):
+    worker: str
+    kind: str
+    slots: int
+    policies: list[str]
+    region: str
+
+
+class Left(Event, frozen=True):
+    worker: str
+
+
+class Lost(Event, frozen=True):
+    worker: str
+    error: str
+
+
+class Leased(Event, frozen=True):
+    worker: str
+    task: Task
+    versions: dict[str, int]  # of each trained policy, at hand-out
+    source: Literal["new", "returned", "window", "wave"]
+
+
+class Pushed(Event, frozen=True):
+    group: Group
+
+
+class Failed(Event, frozen=True):
+    worker: str
+    number: int
+    error: str  # empty: given back untried
+
+
+class Began(Event, frozen=True):
+    policy: str
+    step: int
+    version: int
+    batches: int
+
+
+class Pulled(Event, frozen=True):
+    policy: str
+    number: int
+
+
+class Published(Event, frozen=True):
+    policy: str
+    version: int
+    digest: str
+    step: int
+
+
+class Committed(Event, frozen=True):
+    policy: str
+    batches: int
+
+
+class Finished(Event, frozen=True):
+    policy: str
+
+
+class Opened(Event, frozen=True):
+    tasks: list[Task]
+
+
+class Asked(Event, frozen=True):
+    window: str
+    tasks: list[Task]
+
+
+AnyEvent: TypeAlias = (
+    Registered
+    | Left
+    | Lost
+    | Leased
+    | Pushed
+    | Failed
+    | Began
+    | Pulled
+    | Published
+    | Committed
+    | Finished
+    | Opened
+    | Asked
+)
+
+
+def _to_bytes(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"expected an array, found {type(value).__name__}")
+
+
+def _to_array(kind: Any, value: Any) -> Any:
+    """An array that can be written to, of the dtype that its annotation names."""
+    dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
+    return np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype)
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+
+
+def decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """Decodes what ENCODER has made of a value of this type."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
