@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import msgspec
 
+from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.states import (
     BUSY,
     ROUTES,
@@ -153,7 +154,7 @@ class EngineClient:
                 paused=state.paused,
             )
         if state.phase != "staged":
-            raise failed(self.url, state.failure or Failure("stage", "RuntimeError", "nothing is staged"), state)
+            raise failed(state.failure or Failure("stage", "RuntimeError", "nothing is staged"), state, self.url)
         return state
 
     def apply(
@@ -226,7 +227,7 @@ class EngineClient:
             time.sleep(_LOOK_S)
             state = self._ask("verify", "GET", "state", EngineState)
         if state.failure is not None or state.digest is None:
-            raise failed(self.url, state.failure or Failure("verify", "RuntimeError", "no version is held"), state)
+            raise failed(state.failure or Failure("verify", "RuntimeError", "no version is held"), state, self.url)
         return state.digest
 
     def resume(self) -> EngineState:
@@ -307,21 +308,4 @@ class EngineClient:
                 status=status,
                 temporary=status in (502, 503, 504),  # a proxy whose engine restarts
             )
-        return failed(self.url, refusal.failure, refusal.state, status)
-
-
-def failed(url: str, failure: Failure, state: EngineState, status: int | None = None) -> EngineError:
-    """The error for what went wrong in an engine. state: what it holds after that."""
-    holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
-    then = ", and stays paused until an update succeeds" if state.paused else ""
-    return EngineError(
-        f"{url}: {failure.during} failed: {failure.kind}: {printable(failure.message)} ({holds}{then})",
-        url=url,
-        during=failure.during,
-        kind=failure.kind,
-        status=status,
-        temporary=failure.temporary,
-        version=state.version,
-        paused=state.paused,
-        fields=failure.fields,
-    )
+        return failed(refusal.failure, refusal.state, self.url, status)

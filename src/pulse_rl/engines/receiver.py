@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from pulse_rl.engines.ranks import Applied, RankState
 from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+_Jobs: TypeAlias = "SimpleQueue[tuple[During, Callable[[], None]] | None]"  # None ends the thread
 log = logger(__name__)
 
 _COMPILE = "from pulse_rl.kernels.cpu.warmup import warm_up; warm_up()"
@@ -102,9 +104,9 @@ class Receiver:
         self._synced = False  # whether it was brought to a version since the start
         # Whether the weights, or what the engine has computed from them, are of no version: it must not generate.
         self._stopped = False
-        self._jobs: SimpleQueue[tuple[During, Callable[[], None]] | None] = SimpleQueue()  # None ends the thread
+        self._jobs: _Jobs | None = None  # of the thread; None where none runs
+        self._thread: threading.Thread | None = None  # the last one
         self._for_engine: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._work, name="pulse-rl", daemon=True).start()
         if compiles:
             self._add("follow", _compile)
 
@@ -163,14 +165,21 @@ class Receiver:
         return Applied(self.state(), time.perf_counter() - start)
 
     def close(self) -> None:
-        """Drop what is staged, with its temporary files, and end the thread. No call may follow."""
-        self._add("follow", self._drop_staged)
-        self._jobs.put(None)  # a thread that went on would keep the engine's weights alive
+        """Forget the history and what is staged, with its temporary files, and end the thread. `follow` begins anew."""
+        with self._lock:
+            self._wanted = None
+        self._add("follow", self._forget)
+        with self._lock:
+            jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            jobs.put(None)  # a thread that went on would keep the engine's weights alive
 
     # What the thread does.
 
-    def _work(self) -> None:
-        while (found := self._jobs.get()) is not None:
+    def _work(self, jobs: _Jobs, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        while (found := jobs.get()) is not None:
             during, job = found
             failure = None
             try:
@@ -291,7 +300,12 @@ class Receiver:
     def _add(self, during: During, job: Callable[[], None]) -> None:
         with self._lock:
             self._pending += 1
-        self._jobs.put((during, job))
+            if self._jobs is None:
+                self._jobs = SimpleQueue()
+                work = partial(self._work, self._jobs, self._thread)
+                self._thread = threading.Thread(target=work, name="pulse-rl", daemon=True)
+                self._thread.start()
+            self._jobs.put((during, job))
 
     def _share(self, what: str, work: Callable[[], T]) -> T:
         """Do work on every rank. If it fails on one, all raise."""

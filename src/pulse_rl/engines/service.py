@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from pulse_rl.engines.outcomes import report, staged_for
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.states import (
@@ -181,12 +182,9 @@ class Service:
         async with self._updating:
             ranks = await self._idle("apply")
             before = await self._state(ranks)
-            staged = before.prepared
-            if staged is None or wanted.version not in (None, staged.version):
-                found = "nothing" if staged is None else f"version {staged.version}"
-                expected = "a version" if wanted.version is None else f"version {wanted.version}"
-                message = f"expected {expected} to be staged, found {found}: stage it"
-                raise _RefusedError(CONFLICT, Failure("apply", "VersionNotFoundError", message), before)
+            staged = staged_for(wanted.version, before.prepared)
+            if isinstance(staged, Failure):
+                raise _RefusedError(CONFLICT, staged, before)
             return await self._apply_staged(wanted, staged, ranks, before)
 
     async def _apply_staged(
@@ -214,14 +212,9 @@ class Service:
         end = time.perf_counter()
         if after.failure is not None:
             raise _RefusedError(FAILED, after.failure, await self._state(ranks))
-        return EngineReport(
-            version=staged.version,
-            previous=before.version,
-            digest=staged.digest,
-            route=staged.route,
-            changes=staged.changes,
-            fetched_nbytes=staged.fetched_nbytes,
-            stage_s=staged.stage_s,
+        return report(
+            staged,
+            before.version,
             drain_s=drained - start,
             apply_s=max(each.seconds for each in applied),
             pause_s=end - drained if pauses else 0.0,

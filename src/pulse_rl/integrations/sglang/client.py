@@ -20,7 +20,8 @@ from urllib.request import Request, urlopen
 
 import torch.distributed as dist
 
-from pulse_rl.engines.client import absolute, failed
+from pulse_rl.engines.client import absolute
+from pulse_rl.engines.outcomes import failed, report, staged_for
 from pulse_rl.engines.ranks import Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow
 from pulse_rl.errors import EngineError, one_line, printable
@@ -133,7 +134,7 @@ class SGLangEngine:
         """
         state = self._finish(self._brief("stage", "stage", version=version), "stage", timeout)
         if state.prepared is None:
-            raise failed(self.url, Failure("stage", "RuntimeError", "nothing is staged"), state)
+            raise failed(Failure("stage", "RuntimeError", "nothing is staged"), state, self.url)
         return state
 
     def verify(self, *, timeout: float = STAGE_S) -> str:
@@ -151,7 +152,7 @@ class SGLangEngine:
         """
         state = self._finish(self._brief("verify", "verify"), "verify", timeout)
         if state.digest is None:
-            raise failed(self.url, Failure("verify", "RuntimeError", "no version is held"), state)
+            raise failed(Failure("verify", "RuntimeError", "no version is held"), state, self.url)
         return state.digest
 
     def apply(self, version: int | None = None, *, pause: Pause = "keep", reset_caches: bool = True) -> EngineReport:
@@ -173,6 +174,9 @@ class SGLangEngine:
                 engine holds then: its old version, or it stays paused until an update succeeds.
         """
         before = self._brief("state", "reach")
+        staged = staged_for(version, before.prepared)
+        if isinstance(staged, Failure):
+            raise failed(staged, before, self.url)
         mode = "abort" if pause == "abort" else "retract" if reset_caches else "in_place"
         start = time.perf_counter()
         self._post("apply", "pause_generation", {"mode": mode})
@@ -192,16 +196,10 @@ class SGLangEngine:
             self._post("resume", "continue_generation", {})
         ended = time.perf_counter()
         if state.failure is not None or state.version is None:
-            raise failed(self.url, state.failure or Failure("apply", "RuntimeError", "the ranks differ"), state)
-        prepared = before.prepared
-        return EngineReport(
-            version=state.version,
-            previous=before.version,
-            digest=state.digest or "",
-            route=prepared.route if prepared else "none",
-            changes=prepared.changes if prepared else 0,
-            fetched_nbytes=prepared.fetched_nbytes if prepared else 0,
-            stage_s=prepared.stage_s if prepared else 0.0,
+            raise failed(state.failure or Failure("apply", "RuntimeError", "the ranks differ"), state, self.url)
+        return report(
+            staged,
+            before.version,
             drain_s=paused - start,
             apply_s=seconds,
             pause_s=ended - paused,
@@ -250,7 +248,7 @@ class SGLangEngine:
             state = self._brief("state", during)
         # One that follows already keeps the failure of its last stage, which is not of this call.
         if state.failure is not None and (during != "follow" or state.mapping is None):
-            raise failed(self.url, state.failure, state)
+            raise failed(state.failure, state, self.url)
         return state
 
     def _merged(self, ranks: list[RankState], *, paused: bool) -> EngineState:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from pulse_rl.engines.client import STAGE_S, absolute
+from pulse_rl.engines.outcomes import failed, report, staged_for
 from pulse_rl.engines.ranks import Applied, Outside, RankState, merge
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow
-from pulse_rl.errors import EngineError
 from pulse_rl.integrations.vllm.names import METHOD
 
 _LOOK_S = 0.005
@@ -102,29 +102,21 @@ class InProcess:
                 succeeded: the weights are of no version.
         """
         before = self._settled(STAGE_S)
-        staged, start = before.prepared, time.perf_counter()
-        if staged is None or version not in (None, staged.version):
-            found = "nothing" if staged is None else f"version {staged.version}"
-            wanted = "a version" if version is None else f"version {version}"
-            failure = Failure("apply", "VersionNotFoundError", f"expected {wanted} to be staged, found {found}")
-            raise _error(failure, before)
+        staged, start = staged_for(version, before.prepared), time.perf_counter()
+        if isinstance(staged, Failure):
+            raise failed(staged, before)
         found_by = self._llm.collective_rpc(METHOD, args=("apply", {"version": staged.version}))
         applied = [msgspec.convert(each, Applied) for each in found_by]
         after = self._state([each.state for each in applied])
         if after.version is not None:
             self._llm.update_weight_version(str(after.version))
         if after.failure is not None:
-            raise _error(after.failure, after)
+            raise failed(after.failure, after)
         if reset_caches:
             self._llm.reset_prefix_cache()
-        return EngineReport(
-            version=staged.version,
-            previous=before.version,
-            digest=staged.digest,
-            route=staged.route,
-            changes=staged.changes,
-            fetched_nbytes=staged.fetched_nbytes,
-            stage_s=staged.stage_s,
+        return report(
+            staged,
+            before.version,
             drain_s=0.0,
             apply_s=max(each.seconds for each in applied),
             pause_s=time.perf_counter() - start,
@@ -161,7 +153,7 @@ class InProcess:
         self._call("verify")
         state = self._settled(STAGE_S)
         if state.digest is None:
-            raise _error(Failure("verify", "VersionNotFoundError", "no version is held"), state)
+            raise failed(Failure("verify", "VersionNotFoundError", "no version is held"), state)
         return state.digest
 
     def _settled(self, timeout: float) -> EngineState:
@@ -172,7 +164,7 @@ class InProcess:
                 raise TimeoutError(f"the engine has not staged a version within {timeout:g} s")
             time.sleep(_LOOK_S)
         if state.failure is not None:
-            raise _error(state.failure, state)
+            raise failed(state.failure, state)
         return state
 
     def _call(self, verb: str, arguments: dict[str, Any] | None = None) -> list[RankState]:
@@ -182,15 +174,3 @@ class InProcess:
     def _state(self, ranks: list[RankState]) -> EngineState:
         stopped = any(rank.stopped for rank in ranks)
         return merge(ranks, Outside("", stopped, str(self._llm.get_weight_version())))
-
-
-def _error(failure: Failure, state: EngineState) -> EngineError:
-    return EngineError(
-        f"{failure.during} failed: {failure.kind}: {failure.message}",
-        during=failure.during,
-        kind=failure.kind,
-        temporary=failure.temporary,
-        version=state.version,
-        paused=state.paused,
-        fields=failure.fields,
-    )

@@ -24,12 +24,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
-from pulse_rl.engines.ranks import RankState
+from pulse_rl.engines.outcomes import failed
+from pulse_rl.engines.ranks import Outside, RankState, merge
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.service import serve
 from pulse_rl.engines.states import Follow
 from pulse_rl.engines.views import LiveViews
-from pulse_rl.errors import EngineError
 from pulse_rl.integrations.vllm.modules import live_views
 from pulse_rl.integrations.vllm.names import METHOD
 from pulse_rl.logs import logger
@@ -48,7 +48,7 @@ _LOOK_S = 0.005
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """The history to follow: the fields of `Follow`."""
 
-    store: str = ""
+    store: str
     cache: str | None = None
     public_key: str | None = None
     heartbeat: str | None = None
@@ -105,34 +105,27 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Go to a version. One that is not staged yet is staged first, in the pause."""
         staged = self.receiver.state().prepared
-        if staged is None or update_info.version not in (None, staged.version):
+        if staged is None or update_info.version != staged.version:
             self.receiver.stage(update_info.version)
             self._settle()
-        _check(self.receiver.apply(update_info.version).state)
+        self._check(self.receiver.apply(update_info.version).state)
 
     def finish_weight_update(self) -> None:
         """Nothing to do: what was applied is proved."""
 
     def shutdown(self) -> None:
+        """Forget the history. The engine may go on, with the weights that it has, and be told another one."""
         self.receiver.close()
 
     def _settle(self) -> None:
         """Wait for the receiver's thread. Raises what went wrong there."""
         while (state := self.receiver.state()).working:
             time.sleep(_LOOK_S)
-        _check(state)
+        self._check(state)
 
-
-def _check(state: RankState) -> None:
-    if (failure := state.failure) is not None:
-        raise EngineError(
-            f"{failure.during} failed: {failure.kind}: {failure.message}",
-            during=failure.during,
-            kind=failure.kind,
-            temporary=failure.temporary,
-            version=state.version,
-            fields=failure.fields,
-        )
+    def _check(self, rank: RankState) -> None:
+        if rank.failure is not None:
+            raise failed(rank.failure, merge([rank], Outside(str(self.model_config.model), rank.stopped, "")))
 
 
 def _serve(worker: Any, verb: str, arguments: dict[str, Any]) -> Any:
