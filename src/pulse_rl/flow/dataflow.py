@@ -64,8 +64,6 @@ class Dataflow(Board):
         self._dispatcher = self._state.dispatcher
         self._clock = clock
         self._offset = self._state.at - clock()
-        self._stopping = self._ended = False
-        self._dismissed: set[str] = set()  # workers that are asked to leave
         self._waits = {name: Share() for name in self._buffers}
         self._waiting: set[str] = set()  # policies whose trainers found no batch
         self._behind = 0  # calls of workers that got no task as their weights were too old
@@ -85,7 +83,6 @@ class Dataflow(Board):
 
     def leave(self, worker: str) -> None:
         """A worker ends. Its tasks are handed out anew."""
-        self._dismissed.discard(worker)
         self._state.record(events.Left(self._tick(), worker))
 
     def lost(self, worker: str, error: str = "its process died") -> None:
@@ -103,14 +100,14 @@ class Dataflow(Board):
         held = {name: each.get("version") for name, each in facts.get("policies", {}).items()}
         holder.versions = {name: version for name, version in held.items() if version is not None}
         self.report(worker, facts)
-        stop = self._ended or worker in self._dismissed
+        stop = self._state.ended or worker in self._state.dismissed
         return Orders(stop, {name: v for name, v in self._state.newest().items() if v is not None})
 
     def take(self, worker: str) -> Task | None:
         """The next task for a worker; None if there is nothing to do now."""
         now = self._tick()
         holder = self._known(worker, now)
-        if self._ended or worker in self._dismissed or not self._dispatcher.can_take(holder, now):
+        if self._state.ended or worker in self._state.dismissed or not self._dispatcher.can_take(holder, now):
             return None
         found = self._find(holder)
         if found is None:
@@ -204,30 +201,31 @@ class Dataflow(Board):
     def stopping(self, policy: str) -> bool:
         """Whether the policy gets no further batch. A version of which a batch was given is finished."""
         source = self._buffer(policy)
-        if source.state.finished or self._ended:
+        if source.state.finished or self._state.ended:
             return True
-        if not self._stopping or source.in_step() % source.settings.batches:
+        if not self._state.stopping or source.in_step() % source.settings.batches:
             return False
         return not self._deterministic or source.rounds() >= max(each.rounds() for each in self._buffers.values())
 
     # --- the driver -------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """A run goes on with a new driver, and none of its former workers is left: their tasks are handed out anew."""
+        """A run goes on with a new driver, no longer stopped. None of its former workers is left."""
+        self._state.record(events.Resumed(self._tick()))
         for worker in list(self._dispatcher.state.workers):
             self.leave(worker)
 
     def dismiss(self, worker: str) -> None:
-        """Ask a worker to finish what it plays, and to leave. A dataflow that is made again must be asked again."""
-        self._dismissed.add(worker)
+        """Ask a worker to finish what it plays, and to leave."""
+        self._state.record(events.Dismissed(self._tick(), worker))
 
     def stop(self) -> None:
         """Let no policy start another version. Ones of which a batch was given are finished."""
-        self._stopping = True
+        self._state.record(events.Stopped(self._tick(), False))
 
     def end(self) -> None:
         """The trainers have ended: workers may end too."""
-        self._stopping = self._ended = True
+        self._state.record(events.Stopped(self._tick(), True))
 
     def evaluate(self, window: str, problems: list[int], versions: dict[str, int | None]) -> str:
         """Open an evaluation window: play these problems at these versions, and train on nothing of it.
@@ -253,8 +251,8 @@ class Dataflow(Board):
             worker["facts"] = facts.get(name, {})
         return {
             "at": now,
-            "stopping": self._stopping,
-            "ended": self._ended,
+            "stopping": self._state.stopping,
+            "ended": self._state.ended,
             "policies": {name: source.status() for name, source in self._buffers.items()},
             "frozen": dict(self._state.frozen),
             "skipped": dict(self._state.curator.skipped),
@@ -281,7 +279,7 @@ class Dataflow(Board):
             return None
         if self._deterministic:
             return self._find_in_wave()
-        if self._stopping:
+        if self._state.stopping:
             return (self._new_task(), "new") if self._lacking() else None
         for name, source in self._buffers.items():
             waiting = name in self._waiting
@@ -294,7 +292,7 @@ class Dataflow(Board):
 
     def _find_in_wave(self) -> tuple[Task, Any] | None:
         if self._state.waves.first() is None:
-            stopping = self._stopping and all(self.stopping(name) for name in self._buffers)
+            stopping = self._state.stopping and all(self.stopping(name) for name in self._buffers)
             if size := self._state.waves.size(stopping=stopping):
                 versions = self._state.waves.versions(self._state.newest())
                 numbers = range(self._state.next, self._state.next + size)
@@ -304,7 +302,7 @@ class Dataflow(Board):
         return None if task is None else (task, "wave")
 
     def _may_hand_out(self, task: Task) -> bool:
-        return task.evaluation is not None or not self._stopping or self._deterministic or self._lacking() > 0
+        return task.evaluation is not None or not self._state.stopping or self._deterministic or self._lacking() > 0
 
     def _lacking(self) -> int:
         return max((source.lacking() for source in self._buffers.values()), default=0)

@@ -93,6 +93,18 @@ class Asked(Event, frozen=True):
     tasks: list[Task]
 
 
+class Dismissed(Event, frozen=True):
+    worker: str
+
+
+class Stopped(Event, frozen=True):
+    ended: bool  # the trainers have ended too
+
+
+class Resumed(Event, frozen=True):
+    pass
+
+
 AnyEvent: TypeAlias = (
     Registered
     | Left
@@ -107,6 +119,9 @@ AnyEvent: TypeAlias = (
     | Finished
     | Opened
     | Asked
+    | Dismissed
+    | Stopped
+    | Resumed
 )
 
 

@@ -26,6 +26,9 @@ class Snapshot(msgspec.Struct):
 
     at: float = 0.0
     next: int = 0
+    stopping: bool = False
+    ended: bool = False
+    dismissed: list[str] = []
     frozen: dict[str, int | None] = {}
     buffers: dict[str, buffer.State] = {}
     dispatcher: dispatch.State = msgspec.field(default_factory=dispatch.State)
@@ -55,6 +58,9 @@ class FlowState:
         self._deterministic = deterministic
         self.at = kept.at  # of the last event
         self.next = kept.next  # number of the next training task
+        self.stopping = kept.stopping
+        self.ended = kept.ended
+        self.dismissed = set(kept.dismissed)  # workers that are asked to leave
         self.frozen = {name: kept.frozen.get(name) for name, each in policies.items() if each is None}
         self.buffers = {
             name: PolicyBuffer(each, deterministic=deterministic, state=kept.buffers.get(name))
@@ -107,6 +113,9 @@ class FlowState:
         return Snapshot(
             at=self.at,
             next=self.next,
+            stopping=self.stopping,
+            ended=self.ended,
+            dismissed=sorted(self.dismissed),
             frozen=self.frozen,
             buffers={name: source.state for name, source in self.buffers.items()},
             dispatcher=self.dispatcher.state,
@@ -134,6 +143,7 @@ class FlowState:
             case events.Registered(at, worker, kind, slots, policies, region):
                 self._release(self.dispatcher.register(worker, kind, slots, policies, region, at))
             case events.Left():
+                self.dismissed.discard(event.worker)
                 self._release(self.dispatcher.leave(event.worker, event.at))
             case events.Lost():
                 self._release(self.dispatcher.lose(event.worker, event.error, event.at))
@@ -146,6 +156,12 @@ class FlowState:
                 self.waves.open(event.tasks)
             case events.Asked():
                 self.windows.open(event.window, event.tasks)
+            case events.Dismissed():
+                self.dismissed.add(event.worker)
+            case events.Stopped():
+                self.stopping, self.ended = True, self.ended or event.ended
+            case events.Resumed():
+                self.stopping = self.ended = False
         self.at = event.at
 
     def _on_leased(self, event: events.Leased) -> None:
