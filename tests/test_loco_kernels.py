@@ -12,7 +12,7 @@ from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.loco.gate import GATES, find_sends
-from pulse_rl.loco.payload import VALUE_DTYPES, rounded
+from pulse_rl.loco.payload import rounded
 
 SIZES = st.integers(0, 90)
 SEEDS = st.integers(0, 2**32)
@@ -60,13 +60,13 @@ def state(n: int, seed: int) -> tuple[Any, Any, Any]:
 
 
 @settings(max_examples=60)
-@given(SIZES, SEEDS, st.sampled_from(GATES))
-def test_kernels_equal_their_twins(n: int, seed: int, gate: str) -> None:
+@given(SIZES, SEEDS, st.sampled_from(GATES), st.sampled_from([1.0, 1.33, 7.0]))
+def test_kernels_equal_their_twins(n: int, seed: int, gate: str, scale: float) -> None:
     shared, live, residual = state(n, seed)
     width = UINTS[DTYPES[gate][1]]
     before, after = np.empty((2, 2, n), width)
     for kernel, form, row in ((loco, loco.FORMATS[gate], 0), (reference, gate, 1)):
-        assert kernel.gate(shared, live, residual, form, before[row], after[row])
+        assert kernel.gate(shared, live, residual, form, scale, before[row], after[row])
     assert (before[0] == before[1]).all()
     assert (after[0] == after[1]).all()
 
@@ -85,7 +85,7 @@ def test_kernels_equal_their_twins(n: int, seed: int, gate: str) -> None:
 
 
 @settings(max_examples=100)
-@given(SIZES, SEEDS, st.sampled_from(GATES), st.sampled_from(VALUE_DTYPES))
+@given(SIZES, SEEDS, st.sampled_from(GATES), st.sampled_from(["float32", "bfloat16"]))
 def test_send_plus_residual_is_s(n: int, seed: int, gate: str, value_dtype: str) -> None:
     """Bit for bit, for every element; a float32 value is sent whole or kept whole."""
     shared, live, residual = state(n, seed)

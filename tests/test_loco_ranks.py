@@ -7,22 +7,34 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loco_ranks import Model, Ranks, adam, bits, good, inner_step, seen, trainable
 
 import pulse_rl as pulse
+from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.loco import masters
+from pulse_rl.weights import digests
 
 
-def naive(size: int, rounds: int, every: int, *, dense: bool, gate: str, value_dtype: str) -> list[dict[str, bytes]]:
-    """Section 5 of the algorithm in plain torch, all ranks in one process: θ after each round."""
+def naive(
+    size: int,
+    rounds: int,
+    every: int,
+    *,
+    dense: bool,
+    gate: str = "bfloat16",
+    gate_scale: float = 1.0,
+    value_dtype: str = "float32",
+) -> list[dict[str, bytes]]:
+    """The algorithm as published, in plain torch, all ranks in one process: θ after each round."""
     shared = Model()
     outer = torch.optim.SGD(trainable(shared).values(), lr=0.7, momentum=0.9, nesterov=True)
     models = [Model() for _ in range(size)]
     inner = [adam(model) for model in models]
     residual = [{n: torch.zeros_like(p) for n, p in trainable(shared).items()} for _ in range(size)]
-    found, cast, value = [], getattr(torch, gate), getattr(torch, value_dtype)
+    found, cast = [], getattr(torch, gate)
     with torch.no_grad():
         for round_ in range(rounds):
             for rank, step in itertools.product(range(size), range(every)):
@@ -31,8 +43,11 @@ def naive(size: int, rounds: int, every: int, *, dense: bool, gate: str, value_d
                 total = torch.zeros_like(theta)
                 for rank in range(size):
                     s = residual[rank][name] + (theta - trainable(models[rank])[name])
-                    send = (seen(theta, cast) != seen(theta - s, cast)) | dense
-                    sent = torch.where(send, s.to(value).float(), 0)
+                    if value_dtype == "log8":
+                        sent = logarithms(name, theta, s, rank, gate, gate_scale)
+                    else:
+                        send = (seen(theta, cast) != seen(theta - gate_scale * s, cast)) | dense
+                        sent = torch.where(send, s.to(getattr(torch, value_dtype)).float(), 0)
                     residual[rank][name] = s - sent
                     total += sent
                 theta.grad = total / size
@@ -41,6 +56,20 @@ def naive(size: int, rounds: int, every: int, *, dense: bool, gate: str, value_d
                 model.load_state_dict(shared.state_dict())
             found.append(bits(trainable(shared)))
     return found
+
+
+def logarithms(name: str, theta: torch.Tensor, s: torch.Tensor, rank: int, gate: str, scale: float) -> torch.Tensor:
+    """What is sent of s, by the naive twins of the kernels."""
+    flat, rest = theta.reshape(-1).numpy(), s.reshape(-1).numpy()
+    turn = [0, 1 << 31, 1 << 30, 3 << 30][rank]
+    codes, sent = np.empty(len(flat), np.int8), np.zeros(len(flat), np.float32)
+    seed = digests.seed(name, "F32", tuple(theta.shape))
+    reference.log8(flat, flat, rest, gate, scale, seed, turn, codes)
+    at = np.flatnonzero(codes)
+    values = np.empty(len(at), np.float32)
+    reference.log8_values(codes[at], [reference.cast_one(flat[i], gate) for i in at], gate, scale, values)
+    sent[at] = values
+    return torch.from_numpy(sent).view_as(theta)
 
 
 def train(
@@ -74,18 +103,15 @@ def train(
         (3, {"gate": "float8_e4m3fn"}),
         (4, {"exchange": "gather"}),
         (4, {"exchange": "split", "gate": "float16"}),
+        (2, {"gate_scale": 7.0}),
+        (3, {"exchange": "gather", "value_dtype": "log8", "gate_scale": 7.0}),
+        (3, {"exchange": "split", "value_dtype": "log8", "gate": "float8_e4m3fn", "gate_scale": 2.0}),
     ],
 )
 def test_pulse_loco_equals_the_algorithm_in_plain_torch(ranks: Ranks, size: int, options: dict[str, Any]) -> None:
     rounds, every = 4, 2
-    expected = naive(
-        size,
-        rounds,
-        every,
-        dense=False,
-        gate=options.get("gate", "bfloat16"),
-        value_dtype=options.get("value_dtype", "float32"),
-    )
+    options = {"value_dtype": "float32"} | options
+    expected = naive(size, rounds, every, dense=False, **{n: v for n, v in options.items() if n != "exchange"})
     found = good(ranks(train, size, "PulseLoCo", rounds, every, 500, options))
     for parameters, reports, digest in found:
         assert parameters == expected
@@ -97,7 +123,7 @@ def test_pulse_loco_equals_the_algorithm_in_plain_torch(ranks: Ranks, size: int,
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_diloco_equals_the_algorithm_in_plain_torch(ranks: Ranks, size: int) -> None:
-    expected = naive(size, 3, 2, dense=True, gate="bfloat16", value_dtype="float32")
+    expected = naive(size, 3, 2, dense=True)
     for parameters, reports, _ in good(ranks(train, size, "DiLoCo", 3, 2, 500, {})):
         assert parameters == expected
         assert all(r.density == 1 and r.sent_nbytes == r.dense_nbytes and r.exchange == "dense" for r in reports)

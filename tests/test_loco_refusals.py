@@ -22,6 +22,9 @@ def test_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         pulse.DiLoCo(model, adam(model), sync_every=3, overlap=3)
     with pytest.raises(ValueError, match="gate: expected one of bfloat16, .* found 'int8'"):
         pulse.PulseLoCo(model, adam(model), sync_every=1, gate="int8")  # type: ignore[arg-type]
+    for scale in (0.0, -1.0, 1e9, float("nan")):
+        with pytest.raises(ValueError, match="gate_scale: expected None, or from 1/1024 to 1024"):
+            pulse.PulseLoCo(model, adam(model), sync_every=1, gate_scale=scale)
     with pytest.raises(ValueError, match="outer_lr"):
         pulse.PulseLoCo(model, adam(model), sync_every=1, outer_momentum=1.0)
     some = torch.optim.SGD([model.b], lr=1.0)
@@ -88,18 +91,19 @@ def differ(group: Any, rank: int, size: int, what: str) -> None:
     if what == "parameters" and rank == 1:
         with torch.no_grad():
             model.b[3] += 1e-3
-    options: dict[str, Any] = {"outer_lr": 0.5} if what == "options" and rank == 1 else {}
+    other = {"options": {"outer_lr": 0.5, "gate_scale": 7.0}, "scale": {"gate_scale": 1.0}}
+    options: dict[str, Any] = other.get(what, {}) if rank == 1 else {}
     with pulse.PulseLoCo(model, adam(model), sync_every=1, process_group=group, **options):
         pass
 
 
-@pytest.mark.parametrize("what", ["parameters", "options"])
+@pytest.mark.parametrize("what", ["parameters", "options", "scale"])
 def test_a_rank_that_starts_unlike_the_others_is_named_on_all(ranks: Ranks, what: str) -> None:
     errors = ranks(differ, 3, what)
     for error in errors:
         assert isinstance(error, pulse.IntegrityError)
         assert error.ranks == (1,)
-        assert f"{what} differ before round 1: rank 1 of 3" in str(error)
+        assert f"{what.replace('scale', 'options')} differ before round 1: rank 1 of 3" in str(error)
         assert (error.expected, error.found) == (errors[0].expected, errors[0].found)
         assert error.expected != error.found
 

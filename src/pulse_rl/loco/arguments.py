@@ -6,6 +6,8 @@ import torch
 
 from pulse_rl.weights.names import named_parameters
 
+SCALES = 1024  # the largest scale of a gate, and the inverse of the smallest
+
 
 def check_numbers(
     *, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, no_overlap: str | None
@@ -25,6 +27,18 @@ def check_numbers(
             f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "
             f"{outer_momentum}"
         )
+
+
+def check_scale(chosen: float | None) -> None:
+    """Raises ValueError for a gate's scale out of range."""
+    if chosen is not None and not 1 / SCALES <= chosen <= SCALES:
+        raise ValueError(f"gate_scale: expected None, or from 1/{SCALES} to {SCALES}, found {chosen}")
+
+
+def default_scale(value_dtype: str, outer_lr: float, outer_momentum: float) -> float:
+    """The gate's scale: with log8 what the outer optimizer makes of a sent value in all; else 1, as published."""
+    gain = outer_lr / (1 - outer_momentum)
+    return min(max(gain, 1 / SCALES), SCALES) if value_dtype == "log8" else 1.0
 
 
 def check_choices(*choices: tuple[str, str, Sequence[str]]) -> None:

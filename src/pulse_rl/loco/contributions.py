@@ -11,11 +11,11 @@ from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
-from pulse_rl.loco import exchange
+from pulse_rl.loco import exchange, log8
 from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
-from pulse_rl.loco.gate import Gate, Sends, cast, find_sends
+from pulse_rl.loco.gate import Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
-from pulse_rl.loco.payload import SharedSegment, ValueDtype, limit, rounded
+from pulse_rl.loco.payload import Coding, SharedSegment, limit, rounded
 from pulse_rl.parallel import ordered_map
 
 
@@ -61,17 +61,23 @@ class Contribution(Protocol):
 class SparseContribution:
     """The elements that pass the gate."""
 
-    def __init__(self, masters: Masters, gate: Gate, value_dtype: ValueDtype, method: Exchange) -> None:
+    def __init__(self, masters: Masters, coding: Coding, turn: int, method: Exchange) -> None:
+        """turn: of this trainer's phases, see `log8`."""
         self._masters = masters
-        self._gate = gate
-        self._value_dtype = value_dtype
+        self._coding = coding
+        self._turn = turn
         self._method = method
 
     def find(self) -> list[Sends] | NonFinite:
         def find(segment: MasterSegment) -> Sends | None:
             assert segment.residual is not None
-            sends = find_sends(segment.shared, self._masters.live(segment), segment.residual, self._gate)
-            return sends and sends._replace(values=rounded(sends.values, self._value_dtype))
+            gate, value_dtype, scale = self._coding
+            state = segment.shared, self._masters.live(segment), segment.residual
+            if value_dtype == "log8":
+                seed = self._masters.seed(segment)
+                return log8.find_sends(*state, gate, scale, seed=seed, start=segment.start, turn=self._turn)
+            sends = find_sends(*state, gate, scale)
+            return sends and sends._replace(values=rounded(sends.values, value_dtype))
 
         sends: list[Sends] = []
         for found in ordered_map(find, self._masters.segments):
@@ -111,10 +117,10 @@ class SparseContribution:
     def _fragment(self, fragment: range, sends: list[Sends]) -> Fragment:
         """sends: of all segments; an empty list where none of them is used."""
         shared = list(ordered_map(self._shared, [self._masters.segments[number] for number in fragment]))
-        return Fragment([sends[number] for number in fragment] if sends else [], shared, self._gate, self._value_dtype)
+        return Fragment([sends[number] for number in fragment] if sends else [], shared, self._coding)
 
     def _shared(self, segment: MasterSegment) -> SharedSegment:
-        return SharedSegment(segment.shape, segment.start, segment.stop, cast(segment.shared, self._gate).copy())
+        return SharedSegment(segment.shape, segment.start, segment.stop, cast(segment.shared, self._coding.gate).copy())
 
 
 class DenseContribution:

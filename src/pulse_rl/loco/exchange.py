@@ -28,7 +28,7 @@ from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.payload import SharedSegment
+from pulse_rl.loco.payload import Coding, SharedSegment
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import find_changes
 
@@ -66,8 +66,7 @@ class Fragment(NamedTuple):
 
     sends: Sequence[Sends]  # of each segment
     segments: Sequence[SharedSegment]
-    gate: str
-    value_dtype: str
+    coding: Coding
 
     def only(self, numbers: range) -> "Fragment":
         """These segments alone."""
@@ -80,7 +79,7 @@ class Fragment(NamedTuple):
 
     def encode(self) -> bytes:
         """The sends as a payload; no bytes where there are no segments."""
-        return payload.encode(self.sends, self.segments, self.gate, self.value_dtype) if self.segments else b""
+        return payload.encode(self.sends, self.segments, self.coding) if self.segments else b""
 
 
 class Timings:
@@ -154,7 +153,7 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     with fail_together(group):
         means = add_up(dict(enumerate(incoming)), own, group.rank)
         timings.spent("decode")
-        encoded = own._replace(sends=[mean.sparse() for mean in means], value_dtype="float32").encode()
+        encoded = own._replace(sends=[mean.sparse() for mean in means], coding=_of_means(fragment.coding)).encode()
         timings.spent("encode")
 
     # 3. All gather all means.
@@ -286,7 +285,12 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
 def open_sent(rank: int, data: memoryview, fragment: Fragment) -> list[Callable[[], Sends]]:
     """Open the payload of a rank; the functions decode one segment each. Raises ExchangeError with that rank."""
     with sent_by(rank):
-        return payload.open_payload(data, fragment.segments, fragment.gate, fragment.value_dtype)
+        return payload.open_payload(data, fragment.segments, fragment.coding)
+
+
+def _of_means(coding: Coding) -> Coding:
+    """How means are written: they are no values of any narrower dtype."""
+    return coding._replace(value_dtype="float32")
 
 
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
@@ -294,7 +298,7 @@ def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     if not part.segments:
         return []
     with sent_by(rank):
-        decoders = payload.open_payload(data, part.segments, part.gate)
+        decoders = payload.open_payload(data, part.segments, _of_means(part.coding))
         return list(ordered_map(lambda decode: Mean(*decode()), decoders))
 
 

@@ -37,7 +37,7 @@ def cast(values: F32, gate: str) -> UIntArray:
     return bits
 
 
-def find_sends(shared: F32, live: F32, residual: F32, gate: str) -> Sends | None:
+def find_sends(shared: F32, live: F32, residual: F32, gate: str, scale: float = 1.0) -> Sends | None:
     """What to send of a segment; None if any s is NaN or infinite.
 
     shared: θ (n,), as all trainers hold it. live: (n,), the weights after the inner steps. residual: (n,). None of them
@@ -45,7 +45,7 @@ def find_sends(shared: F32, live: F32, residual: F32, gate: str) -> Sends | None
     """
     n, itemsize = len(shared), DTYPES[gate][1]
     before, after = (cpu.buffer(f"{name}{itemsize}", n, UINTS[itemsize])[:n] for name in ("before", "after"))
-    if not loco.gate(shared, live, residual, loco.FORMATS[gate], before, after):
+    if not loco.gate(shared, live, residual, loco.FORMATS[gate], scale, before, after):
         return None
     found = find_changes(before, after).indices
     values = np.empty(len(found), np.float32)

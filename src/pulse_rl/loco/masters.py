@@ -170,6 +170,10 @@ class Masters:
         total = sum(self._digest(segment, each) for segment, each in zip(self.segments, values, strict=True))
         return (self.empty_digest + total) & digests.MASK
 
+    def seed(self, segment: MasterSegment) -> int:
+        """The digest's seed of a segment's tensor."""
+        return self._seeds[segment.name]
+
     def momentum_digest(self) -> int:
         """Likewise of the momentum."""
         return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK

@@ -3,13 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from pulse_rl.loco.arguments import check_choices
+from pulse_rl.loco import log8
+from pulse_rl.loco.arguments import check_choices, check_scale, default_scale
 from pulse_rl.loco.contributions import DenseContribution, SparseContribution
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
 from pulse_rl.loco.gate import GATES, Gate
 from pulse_rl.loco.meeting.group import StoreGroup
 from pulse_rl.loco.membership import Membership
-from pulse_rl.loco.payload import VALUE_DTYPES, ValueDtype
+from pulse_rl.loco.payload import VALUE_DTYPES, Coding, ValueDtype
 from pulse_rl.loco.rounds import LocalSteps
 
 
@@ -36,9 +37,14 @@ class PulseLoCo(LocalSteps):
         overlap: Inner steps that are taken while a round is exchanged, fewer than sync_every; 0 waits for the exchange.
         process_group: The trainers: a group of torch.distributed, a Membership if they come and go, a StoreGroup if
             they meet in an object store, or None for the default group.
-        gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". What rounds to the
-            same bits there is not sent yet.
-        value_dtype: "float32" sends values whole; "bfloat16" rounds them, and the rounding error stays in the residual.
+        gate: The format that the forward pass computes in: "bfloat16", "float16" or "float8_e4m3fn". The changes that
+            it can see are what a round is about.
+        gate_scale: By how much what is sent is to be multiplied before the gate looks at it, from 1/1024 to 1024. None
+            is what the outer optimizer makes of it in all, outer_lr / (1 - outer_momentum), with "log8", and 1 with the
+            other dtypes. A smaller one sends less.
+        value_dtype: "log8" sends few bits a value, and on average nothing late: it learns as DiLoCo does. "float32" is
+            PULSELoCo as published: an element is sent, whole, when the forward pass could see its change, which is
+            late. "bfloat16" is the same with rounded values. In all of them what is not sent stays in the residual.
         exchange: "gather" (every rank gets every payload), "split" (each rank adds up a range, then all get the means)
             or "auto", which takes the one with fewer bytes to receive. The result is the same.
 
@@ -67,7 +73,8 @@ class PulseLoCo(LocalSteps):
         overlap: int = 0,
         process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
         gate: Gate = "bfloat16",
-        value_dtype: ValueDtype = "float32",
+        gate_scale: float | None = None,
+        value_dtype: ValueDtype = "log8",
         exchange: Exchange = "auto",
     ) -> None:
         check_choices(
@@ -77,6 +84,7 @@ class PulseLoCo(LocalSteps):
             raise ValueError(
                 "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"
             )
+        check_scale(gate_scale)
         super().__init__(
             model,
             inner_optimizer,
@@ -87,13 +95,17 @@ class PulseLoCo(LocalSteps):
             process_group=process_group,
         )
         self.gate = gate
+        self.gate_scale = default_scale(value_dtype, outer_lr, outer_momentum) if gate_scale is None else gate_scale
         self.value_dtype = value_dtype
         self.exchange = exchange
-        self._contribution = SparseContribution(self._masters, gate, value_dtype, exchange)
+        rank = self._members.place.rank
+        turn = log8.turn_of_name(process_group.name) if isinstance(process_group, Membership) else log8.turn_of(rank)
+        coding = Coding(gate, value_dtype, self.gate_scale)
+        self._contribution = SparseContribution(self._masters, coding, turn, exchange)
 
     def _options(self) -> dict[str, object]:
-        own = {"gate": self.gate, "value_dtype": self.value_dtype, "exchange": self.exchange}
-        return super()._options() | own
+        names = "gate", "gate_scale", "value_dtype", "exchange"
+        return super()._options() | {name: getattr(self, name) for name in names}
 
 
 class DiLoCo(LocalSteps):

@@ -1,4 +1,4 @@
-"""The hot loops of PULSELoCo: the gate, error feedback, the sum of sends and the outer step.
+"""The hot loops of PULSELoCo: the gate, values as logarithms, error feedback, the sum of sends and the outer step.
 
 Each call handles one segment; arrays are float32 unless another dtype is named. The arithmetic is the same on every
 machine: no fast-math, and explicit fused multiply-adds where torch.optim.SGD has them. The naive twins are in
@@ -37,8 +37,22 @@ class Format(NamedTuple):
     sign: Any  # bits that the sign is shifted right by
 
 
+class Grid(NamedTuple):
+    """How the bits of a narrower format give the width of the value's cell: that of the exponent. All are uint32."""
+
+    magnitude: Any  # the bits of exponent and mantissa
+    shift: Any  # bits of the mantissa
+    lowest: Any  # smaller exponents count as this one
+    rebias: Any  # from the exponent to that of the width in float32, mod 2^32
+
+
 def _format(*fields: int) -> Format:
     return Format(*(np.uint32(field) for field in fields))
+
+
+def _grid(bits: int, mantissa: int, bias: int, lowest: int = 1) -> Grid:
+    fields = (1 << bits - 1) - 1, mantissa, lowest, (127 - bias - mantissa) % (1 << 32)
+    return Grid(*(np.uint32(field) for field in fields))
 
 
 FORMATS: dict[str, Format] = {
@@ -48,6 +62,13 @@ FORMATS: dict[str, Format] = {
     "float8_e4m3fn": _format(20, 120 << 23, 121 << 23, 141 << 23, 0x43E00000, 0x7E, 0x7F, 24),
     "float8_e5m2": _format(21, 112 << 23, 113 << 23, 134 << 23, 143 << 23, 0x7C, 0x7F, 24),
 }
+
+GRIDS: dict[str, Grid] = {
+    "bfloat16": _grid(16, 7, 127, lowest=70),  # a cell of 2^-64: far below any step, and its inverse is finite
+    "float16": _grid(16, 10, 15),
+    "float8_e4m3fn": _grid(8, 3, 7),
+}
+CODES = 127  # the largest code of `log8`
 
 
 @intrinsic
@@ -102,22 +123,125 @@ def cast(values: F32, form: Format, bits: UIntArray) -> None:
 
 
 @kernel
-def _gate(shared, live, residual, form, before, after):
+def _gate(shared, live, residual, form, scale, before, after):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
         s = residual[i] + (shared[i] - live[i])
         before[i] = _rounded(_bits(shared[i]), form)
-        after[i] = _rounded(_bits(np.float32(shared[i] - s)), form)
+        after[i] = _rounded(_bits(np.float32(shared[i] - np.float32(scale * s))), form)
         broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
     return broken == 0
 
 
-def gate(shared: F32, live: F32, residual: F32, form: Format, before: UIntArray, after: UIntArray) -> bool:
-    """Write the bits of θ and of θ − s in the gate's format, where s = residual + (θ − live).
+def gate(
+    shared: F32, live: F32, residual: F32, form: Format, scale: float, before: UIntArray, after: UIntArray
+) -> bool:
+    """Write the bits of θ and of θ − scale · s in the gate's format, where s = residual + (θ − live).
 
     Returns False if any s is NaN or infinite.
     """
-    return bool(_gate(read_only(shared), read_only(live), read_only(residual), form, before, after))
+    factor = np.float32(scale)
+    return bool(_gate(read_only(shared), read_only(live), read_only(residual), form, factor, before, after))
+
+
+@inlined
+def _width(code, grid):
+    """The bits of the width, in float32, of the cell that a narrower format's bits stand for."""
+    exponent = np.uint32((np.uint32(code) & grid.magnitude) >> grid.shift)
+    exponent = grid.lowest if exponent < grid.lowest else exponent
+    return np.uint32(np.uint32(exponent + grid.rebias) << np.uint32(23))
+
+
+@inlined
+def _scaled(value, scale, width):
+    """value / width · scale; the width is a power of two."""
+    return np.float32(np.float32(value * _float(np.uint32(np.uint32(254 << 23) - width))) * scale)
+
+
+@inlined
+def _nearest(units):
+    """The code from 1 up of the magnitude nearest to units: its exponent and first mantissa bit, rounded."""
+    # The codes of 2 and 1.5 would be 2 and 1: 1.5 is not one of the magnitudes, and 1 has its place.
+    code = np.int32(np.uint32((_bits(units) & _MAGNITUDE) + np.uint32(1 << 21)) >> np.uint32(22)) - np.int32(254)
+    code = np.int32(1) if code < np.int32(1) else code
+    return np.int32(CODES) if code > np.int32(CODES) else code
+
+
+@inlined
+def _mixed(x):
+    """The 32-bit finalizer of murmur3: a bijection of 32-bit integers."""
+    x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    x = np.uint32(np.uint32(x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@kernel
+def _log8(shared, live, residual, form, grid, scale, seed, turn, codes):
+    broken = np.uint32(0)
+    for i in range(shared.shape[0]):
+        s = residual[i] + (shared[i] - live[i])
+        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
+        units = _scaled(s, scale, _width(_rounded(_bits(shared[i]), form), grid))
+        turned = np.uint32(_mixed(np.uint32(seed + np.uint32(i))) + turn)
+        phase = np.float32(turned >> np.uint32(8)) * np.float32(2.0**-24)
+        whole = np.float32(np.floor(np.float32(units + phase)))
+        size = np.uint32(_bits(whole) & _MAGNITUDE)
+        code = _nearest(units)
+        code = np.int32(2) if size == np.uint32(0x40000000) else code
+        code = np.int32(1) if size == np.uint32(0x3F800000) else code
+        code = np.int32(0) if size == np.uint32(0) else code
+        codes[i] = np.int8(-code if whole < np.float32(0) else code)
+    return broken == 0
+
+
+def log8(
+    shared: F32,
+    live: F32,
+    residual: F32,
+    form: Format,
+    grid: Grid,
+    scale: float,
+    seed: int,
+    turn: int,
+    codes: NDArray[np.int8],
+) -> bool:
+    """Write the codes (n,) of s = residual + (θ − live), in units of 1 / scale of the width of θ's cell; 0 is not sent.
+
+    With u units and a phase p in [0, 1), which is fixed for each element, floor(u + p) is what is sent: the whole
+    number itself up to 2, above that the magnitude nearest to |u|. p is the hash of seed + i, plus turn, in 2^-32.
+    Returns False if any s is NaN or infinite.
+    """
+    factor, where = np.float32(scale), (np.uint32(seed), np.uint32(turn))
+    return bool(_log8(read_only(shared), read_only(live), read_only(residual), form, grid, factor, *where, codes))
+
+
+@kernel
+def _log8_values(codes, cells, grid, inverse, values):
+    for j in range(codes.shape[0]):
+        code = np.int32(codes[j])
+        size = np.uint32(-code if code < 0 else code)
+        # 1, 2, 3, 4, 6, 8, 12 …: exponent and first mantissa bit, from those of 2 up.
+        magnitude = _float(np.uint32(np.uint32(size + np.uint32(254)) << np.uint32(22)))
+        magnitude = np.float32(1) if size == np.uint32(1) else magnitude
+        value = np.float32(magnitude * np.float32(_float(_width(cells[j], grid)) * inverse))
+        values[j] = -value if code < 0 else value
+
+
+def log8_values(codes: NDArray[np.int8], cells: UIntArray, grid: Grid, scale: float, values: F32) -> None:
+    """Set values (k,) to what codes (k,), none of them 0, stand for; cells: θ's bits (k,) in the gate's format."""
+    _log8_values(read_only(codes), read_only(cells), grid, np.float32(1 / scale), values)
+
+
+@kernel
+def _log8_codes(values, cells, grid, scale, codes):
+    for j in range(values.shape[0]):
+        code = _nearest(_scaled(values[j], scale, _width(cells[j], grid)))
+        codes[j] = np.int8(-code if values[j] < np.float32(0) else code)
+
+
+def log8_codes(values: F32, cells: UIntArray, grid: Grid, scale: float, codes: NDArray[np.int8]) -> None:
+    """The inverse of `log8_values`."""
+    _log8_codes(read_only(values), read_only(cells), grid, np.float32(scale), codes)
 
 
 @kernel

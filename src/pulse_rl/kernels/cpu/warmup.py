@@ -121,7 +121,10 @@ def _warm_loco() -> None:
     for form, kind in (("bfloat16", np.uint16), ("float8_e4m3fn", np.uint8)):
         bits = np.empty(N, kind)
         loco.cast(shared, loco.FORMATS[form], bits)
-        loco.gate(shared, live, residual, loco.FORMATS[form], bits, bits.copy())
+        loco.gate(shared, live, residual, loco.FORMATS[form], 1.0, bits, bits.copy())
+        loco.log8(shared, live, residual, loco.FORMATS[form], loco.GRIDS[form], 1.0, 0, 0, np.empty(N, np.int8))
+        loco.log8_values(np.ones(4, np.int8), bits[:4], loco.GRIDS[form], 1.0, values)
+        loco.log8_codes(values, bits[:4], loco.GRIDS[form], 1.0, np.empty(4, np.int8))
     loco.pick(shared, live, residual, indices, values)
     loco.keep(shared, live, residual, indices, values)
     loco.add(shared, indices, values)

@@ -53,14 +53,59 @@ def cast(values: Any, name: str, bits: Any) -> None:
         bits[i] = cast_one(value, name)
 
 
-def gate(shared: Any, live: Any, residual: Any, name: str, before: Any, after: Any) -> bool:
+def gate(shared: Any, live: Any, residual: Any, name: str, scale: float, before: Any, after: Any) -> bool:
     finite = True
     for i in range(len(shared)):
         s = residual[i] + (shared[i] - live[i])
         finite = finite and bool(np.isfinite(s))
         before[i] = cast_one(shared[i], name)
-        after[i] = cast_one(shared[i] - s, name) if np.isfinite(s) else 0
+        after[i] = cast_one(shared[i] - np.float32(scale) * s, name) if np.isfinite(s) else 0
     return finite
+
+
+def width(code: int, name: str) -> Fraction:
+    """The distance between the magnitude of a format's code and the next one; bfloat16's is at least 2^-64."""
+    table = codes(name)
+    at = min(int(code) % (1 << sum(_FIELDS[name])), len(table) - 2)
+    found = table[at + 1] - table[at]
+    return max(found, Fraction(2) ** -64) if name == "bfloat16" else found
+
+
+def magnitudes() -> list[int]:
+    """What the codes from 1 to 127 stand for, in units: 1, then 2 and 3 times the powers of two."""
+    return [1] + [(2 + code % 2) * 2 ** (code // 2 - 1) for code in range(2, 128)]
+
+
+def mixed(x: int) -> int:
+    """The 32-bit finalizer of murmur3."""
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def log8(shared: Any, live: Any, residual: Any, name: str, scale: float, seed: int, turn: int, found: Any) -> bool:
+    finite = True
+    for i in range(len(shared)):
+        s = residual[i] + (shared[i] - live[i])
+        finite = finite and bool(np.isfinite(s))
+        units = s / np.float32(float(width(cast_one(shared[i], name), name))) * np.float32(scale)
+        phase = np.float32(((mixed((seed + i) % 2**32) + turn) % 2**32 >> 8) * 2.0**-24)
+        whole = int(np.floor(units + phase)) if np.isfinite(s) else 0
+        found[i] = np.sign(whole) * (abs(whole) if abs(whole) <= 2 else nearest(units))
+    return finite
+
+
+def nearest(units: Any) -> int:
+    """The code whose magnitude is nearest; the larger of two that are equally near."""
+    table = magnitudes()
+    exact = abs(Fraction(float(units)))
+    return 1 + min(range(len(table)), key=lambda at: (abs(table[at] - exact), -at))
+
+
+def log8_values(found: Any, cells: Any, name: str, scale: float, values: Any) -> None:
+    for j, code in enumerate(found):
+        unit = np.float32(float(width(cells[j], name))) * np.float32(1 / scale)
+        values[j] = np.sign(code) * (np.float32(magnitudes()[abs(int(code)) - 1]) * unit)
 
 
 def pick(shared: Any, live: Any, residual: Any, indices: Any, values: Any) -> None:
