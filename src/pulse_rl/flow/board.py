@@ -1,7 +1,6 @@
-"""What the services of a run show each other: facts by name, records of steps, and the files of each policy's model.
+"""What the services of a run show each other: facts by name, the files of each policy's model, and what ranks share.
 
-It is kept in memory only. After a restart of the dataflow, facts come back with the next reports; the driver keeps the
-records it has read.
+It is kept in memory only. After a restart of the dataflow, facts come back with the next reports.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ class Board:
 
     def __init__(self) -> None:
         self._facts: dict[str, dict[str, Any]] = {}
-        self._records: list[dict[str, Any]] = []
         self._assets: dict[str, dict[str, bytes]] = {}
         self._shared: dict[str, dict[int, Any]] = {}
 
@@ -26,14 +24,6 @@ class Board:
     def board(self) -> dict[str, dict[str, Any]]:
         """All facts, by service."""
         return {who: dict(facts) for who, facts in self._facts.items()}
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Keep the record of one step for the driver."""
-        self._records.append(record)
-
-    def records(self, start: int) -> list[dict[str, Any]]:
-        """All records from number `start` on."""
-        return self._records[start:]
 
     def offer_assets(self, policy: str, files: dict[str, bytes]) -> None:
         """Give workers the files from which they build a policy's model: configuration and tokenizer, not weights."""

@@ -93,6 +93,10 @@ class Asked(Event, frozen=True):
     tasks: list[Task]
 
 
+class Logged(Event, frozen=True):
+    record: dict[str, Any]
+
+
 class Dismissed(Event, frozen=True):
     worker: str
 
@@ -119,6 +123,7 @@ AnyEvent: TypeAlias = (
     | Finished
     | Opened
     | Asked
+    | Logged
     | Dismissed
     | Stopped
     | Resumed
