@@ -18,8 +18,9 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
+from pulse_rl.rl.config import RECIPE
 
-FILE = "recipe.toml"  # in the run's directory
+FILE = RECIPE  # in the run's directory
 SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "codec")  # --set of every policy at once
 FREE = ("steps", "checkpoint_every", "address")  # may change with --resume
 _SECTIONS: dict[str, type[msgspec.Struct]] = {

@@ -76,11 +76,11 @@ class PolicyTrainer(Trainer):
         given = recipe.policies[name]
         self._loss: PolicyLoss = registry.build("loss", given.loss, key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
-        board = _Board(name, dataflow, lambda: self._step)
+        board = _Board(name, dataflow, lambda: self._step, trained=given.trained)
         super().__init__(config, cast(DataBuffer, board), resume=begun(config.directory))
 
     def _find_batch(self, batch: int) -> Batch | None:
-        found = self._dataflow.pull(self._name)
+        found = self._dataflow.pull(self._name, self._step)
         return found and Batch(*found)
 
     def _add_gradients(self, batch: Batch) -> dict[str, Any]:
@@ -191,11 +191,11 @@ def _padded(rows: Sequence[Any], *, left: bool) -> tuple[torch.Tensor, torch.Ten
 class _Board:
     """What the reference run's trainer and its lead call a data buffer, for one policy of a Dataflow.
 
-    step: returns the trainer's steps so far.
+    step: returns the trainer's steps so far. trained: whether the policy is.
     """
 
-    def __init__(self, name: str, dataflow: Any, step: Callable[[], int]) -> None:
-        self._name, self._dataflow, self._step = name, dataflow, step
+    def __init__(self, name: str, dataflow: Any, step: Callable[[], int], *, trained: bool) -> None:
+        self._name, self._dataflow, self._step, self._trained = name, dataflow, step, trained
         self._begun = False
 
     def begin_step(self, step: int, version: int) -> None:
@@ -207,19 +207,20 @@ class _Board:
             if not self._begun:
                 self._dataflow.begin(self._name, self._step(), facts["version"])
                 self._begun = True
-            self._dataflow.publish(self._name, facts["version"], facts["digest"], self._step())
+            if self._trained:
+                self._dataflow.publish(self._name, facts["version"], facts["digest"], self._step())
         self._dataflow.report(f"{self._name}/{who}", dict(facts) | {"pid": os.getpid()})
 
     def log(self, record: dict[str, Any]) -> None:
-        self._dataflow.log({"policy": self._name} | record)
+        """Nothing: the driver reads the metrics."""
 
     def stopping(self) -> bool:
         return bool(self._dataflow.stopping(self._name))
 
     def board(self) -> dict[str, dict[str, Any]]:
         """What each worker holds of this policy."""
-        facts = {name: worker.get("facts", {}) for name, worker in self._dataflow.status()["workers"].items()}
-        return {name: each.get("policies", {}).get(self._name, {}) for name, each in facts.items()}
+        board = self._dataflow.board()
+        return {who: facts["policies"].get(self._name, {}) for who, facts in board.items() if "policies" in facts}
 
     def dropped_chunks(self) -> int:
         """Groups that were dropped, for whatever reason."""
@@ -229,4 +230,6 @@ class _Board:
         """Nothing: workers read them from the history's anchors."""
 
     def end(self) -> None:
-        """Nothing: the run ends when all of its trainers have."""
+        """The trainer needs no batch any more."""
+        if self._trained:
+            self._dataflow.finish(self._name)

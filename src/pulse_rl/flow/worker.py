@@ -29,6 +29,8 @@ from pulse_rl.flow import workflow
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.samples import Episode, Group, Orders, Task
 from pulse_rl.flow.sampling import PolicySampling, in_step, settle
+from pulse_rl.flow.tools import Toolbox
+from pulse_rl.flow.windows import window_of
 from pulse_rl.history.assets import load_assets
 from pulse_rl.logs import logger
 from pulse_rl.rl.config import RunConfig
@@ -84,6 +86,7 @@ class RolloutWorker:
         torch.set_num_threads(pool.threads)
         self._name, self._recipe, self._pool, self._dataflow = name, recipe, pool, dataflow
         self._policies = recipe.held_by(pool)
+        self._toolbox = Toolbox(recipe.tools)
         self._workflow = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=list(recipe.policies))
         self._slots = 1 if recipe.deterministic else pool.slots
         self._held: dict[str, _Held] = {}
@@ -187,6 +190,8 @@ class RolloutWorker:
     def _facts(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "restarting": False,
+            "versions": {name: held.version for name, held in self._held.items() if held.version is not None},
             "policies": {name: held.facts() for name, held in self._held.items()},
             "playing": len(self._playing),
             "played": self._played,
@@ -291,7 +296,7 @@ class RolloutWorker:
     def _plays(self, task: Task) -> int:
         """How often a task's problem is played."""
         windows = {window.name: window.samples for window in self._recipe.evaluation}
-        return self._recipe.workflow.group_size if task.evaluation is None else windows[task.evaluation]
+        return self._recipe.workflow.group_size if task.evaluation is None else windows[window_of(task.evaluation)]
 
     async def _episode(self, task: Task, problem: Any, number: int) -> Episode:
         clients = {name: _Client(held.sampling, number) for name, held in self._held.items()}
@@ -300,6 +305,7 @@ class RolloutWorker:
             problem,
             clients,
             random=Random(f"{self._seed(task)}/{number}"),
+            toolbox=self._toolbox,
             max_new_tokens=self._recipe.workflow.max_new_tokens,
         )
 

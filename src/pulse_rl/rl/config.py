@@ -12,6 +12,7 @@ from pulse_rl.errors import require
 from pulse_rl.rl import model_name
 
 FILE = "config.toml"
+RECIPE = "recipe.toml"  # in its place, where the run is one of a recipe
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -154,13 +155,13 @@ def remove(config: RunConfig) -> None:
 
 def begun(directory: Path) -> bool:
     """Whether a run has begun there: its settings are written just before its first version."""
-    return (directory / FILE).is_file()
+    return any((directory / name).is_file() for name in (FILE, RECIPE))
 
 
 def load(directory: Path) -> RunConfig:
     """Read a run's config.toml. Raises FileNotFoundError if there is no run, ValueError if it is broken."""
     path = directory / FILE
-    if not begun(directory):
+    if not path.is_file():
         raise FileNotFoundError(f"no run in {directory}: expected a {FILE} there")
     try:
         return msgspec.toml.decode(read_file(path), type=RunConfig)

@@ -22,6 +22,8 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
 REVIVALS = 1000  # of a service whose process dies; a fault that returns at once ends the run by then
 
+SHARE = 0.001  # of a region's resource, that each process there takes
+
 
 class Settings(Protocol):
     """What the engine needs to know of a run."""
@@ -180,17 +182,20 @@ def start(
     arguments: tuple[Any, ...],
     *,
     where: Literal["here", "anywhere"],
+    region: str = "",
 ) -> ProcessHandle:
     """Start a process that makes kind(*arguments) and runs it.
 
-    name: for messages. where: on the driver's node, or on the node with the least load.
+    name: for messages. where: on the driver's node, or on the node with the least load. region: on a node that offers
+    this as a resource of Ray, where the cluster has one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node = ray.get_runtime_context().get_node_id()
     strategy = "SPREAD" if where == "anywhere" else NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(num_cpus=0)(process).options(scheduling_strategy=strategy).remote()
+    needed = {region: SHARE} if ray.cluster_resources().get(region) else {}
+    actor = ray.remote(num_cpus=0, resources=needed)(process).options(scheduling_strategy=strategy).remote()
     return ProcessHandle(name, actor, kind, arguments)
 
 

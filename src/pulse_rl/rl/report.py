@@ -43,14 +43,14 @@ def html(summary: dict[str, Any], records: Records) -> str:
     if records:
         page.numbers(headline(summary, records))
         page.heading("What it learned")
-        page.plot(_reward(records))
+        page.plot(reward(records))
         page.heading("What it sent to the rollout workers")
-        page.plot(_density(records))
-        page.plot(_sent(records))
-        page.plot(_reduction(records))
+        page.plot(density(records))
+        page.plot(sent(records))
+        page.plot(reduction(records))
         page.heading("How far behind the workers were")
-        page.plot(_lag(records))
-        page.plot(_staleness(records))
+        page.plot(lag(records))
+        page.plot(staleness(records))
     page.table("Rollout workers at the end", *_workers(summary))
     if summary["trainer_sync"] and records:
         page.heading("What the trainers sent each other")
@@ -59,8 +59,8 @@ def html(summary: dict[str, Any], records: Records) -> str:
         page.table("All rounds together", ("", "of the run"), _exchange(summary["trainer_sync"]))
     if records:
         page.heading("Where the time went")
-        page.plot(_seconds(records))
-        page.table("Every version", *_versions(records), folded=True)
+        page.plot(seconds(records))
+        page.table("Every version", *versions(records), folded=True)
     return page.html()
 
 
@@ -83,7 +83,7 @@ def headline(summary: dict[str, Any], records: Records) -> list[tuple[str, str, 
     return found
 
 
-def _reward(records: Records) -> Plot:
+def reward(records: Records) -> Plot:
     rewards = [record["reward"] for record in records]
     smooth = [_mean(rewards[max(0, at + 1 - SMOOTH) : at + 1]) for at in range(len(rewards))]
     series: dict[str, Points] = {
@@ -99,7 +99,7 @@ def _reward(records: Records) -> Plot:
     )
 
 
-def _density(records: Records) -> Plot:
+def density(records: Records) -> Plot:
     return Plot(
         "Density",
         "The share of the elements whose bits changed from one version to the next. Only these are sent.",
@@ -107,7 +107,7 @@ def _density(records: Records) -> Plot:
     )
 
 
-def _sent(records: Records) -> Plot:
+def sent(records: Records) -> Plot:
     return Plot(
         "Bytes of a patch",
         "What a worker fetches for one version. The full weights are "
@@ -116,7 +116,7 @@ def _sent(records: Records) -> Plot:
     )
 
 
-def _reduction(records: Records) -> Plot:
+def reduction(records: Records) -> Plot:
     return Plot(
         "Reduction",
         "The bytes of the full weights, divided by those of the patch.",
@@ -124,7 +124,7 @@ def _reduction(records: Records) -> Plot:
     )
 
 
-def _lag(records: Records) -> Plot:
+def lag(records: Records) -> Plot:
     series: dict[str, list[tuple[float, float | None]]] = {}
     for record in records:
         for name, held in sorted(record["workers"].items()):
@@ -138,7 +138,7 @@ def _lag(records: Records) -> Plot:
     )
 
 
-def _staleness(records: Records) -> Plot:
+def staleness(records: Records) -> Plot:
     return Plot(
         "Staleness",
         "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
@@ -173,7 +173,7 @@ def _exchange_density(records: Records) -> Plot:
     )
 
 
-def _seconds(records: Records) -> Plot:
+def seconds(records: Records) -> Plot:
     series: dict[str, Points] = {
         "waiting": _series(records, "wait_s"),
         "training": _series(records, "train_s"),
@@ -237,7 +237,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {  # of the table of vers
 }
 
 
-def _versions(records: Records) -> Table:
+def versions(records: Records) -> Table:
     rows = [[form(record[name]) for name, (_, form) in COLUMNS.items()] for record in records]
     return [title for title, _ in COLUMNS.values()], rows
 

@@ -7,6 +7,7 @@ that it reports is proved.
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from pulse_rl.rl import policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.engine import ProcessHandle, RolloutProcess, start
 from pulse_rl.rl.sampler import BuiltinSampler, Sampler
 from pulse_rl.rl.tasks import Task
 
@@ -104,6 +106,23 @@ class RolloutWorker:
             versions=torch.full_like(done.tokens, self._sampler.version or 0).numpy(),
             rewards=torch.tensor(rewards).view(config.chunk, config.group_size).numpy(),
         )
+
+
+class Crew:
+    """The run's rollout workers, for the driver's pool of them."""
+
+    def __init__(self, config: RunConfig, buffer: DataBuffer) -> None:
+        self._config, self._buffer = config, buffer
+
+    def start(self, name: str) -> ProcessHandle:
+        return start(name, RolloutProcess, RolloutWorker, (name, self._config, self._buffer), where="anywhere")
+
+    def facts(self, name: str) -> Mapping[str, Any]:
+        return self._buffer.board().get(name, {})
+
+    def lost(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._buffer.release(name)
+        self._buffer.report(name, facts)
 
 
 def _sampler(name: str, config: RunConfig, assets: dict[str, bytes]) -> Sampler:

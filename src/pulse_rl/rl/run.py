@@ -21,6 +21,7 @@ from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.display import Display
 from pulse_rl.rl.engine import data_buffer, engine, wait
+from pulse_rl.rl.rollout import Crew
 from pulse_rl.rl.tasks import Task
 from pulse_rl.rl.trainer_pool import TrainerPool
 from pulse_rl.rl.worker_pool import WorkerPool
@@ -82,14 +83,14 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     require("ray", "run")
     absolute = config.with_absolute_paths()
     try:
-        with run_directory.lock(config.directory), _stop_requests() as stop_requested:
+        with run_directory.lock(config.directory), stop_requests() as stop_requested:
             if resume:
                 display.log(_where_it_continues(config))
             trainers = f"{config.trainers} trainers ({config.trainer_sync}), " * (config.trainers > 1)
             display.log(f"starting {config.model}, {trainers}{config.workers} rollout workers, in {config.out} …")
             with _nothing_left(config), engine(absolute), data_buffer(absolute) as buffer:
                 trainer_pool = TrainerPool(absolute, buffer, resume, display.log)
-                workers = WorkerPool(absolute, buffer, display.log)
+                workers = WorkerPool(Crew(absolute, buffer), display.log)
                 for _ in range(config.workers):
                     workers.add()
                 final = _watch(trainer_pool, workers, buffer, stop_requested, absolute, display)
@@ -146,7 +147,7 @@ def _recovery_hint(config: RunConfig) -> str:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether SIGINT or SIGTERM has arrived; a second signal raises KeyboardInterrupt.
 
     The handler only records the signal: an exception from it could interrupt the engine's code anywhere.

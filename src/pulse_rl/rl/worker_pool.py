@@ -1,19 +1,29 @@
 """The rollout workers of a run, as the driver sees them: it starts them, restarts those that die, collects results.
 
-After a worker died, the buffer's board shows it as `restarting` until its new process reports itself.
+After a worker died, the run's board shows it as `restarting` until its new process reports itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pulse_rl.errors import ProcessDiedError
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.engine import CAUSES, ProcessHandle, RolloutProcess, start
-from pulse_rl.rl.rollout import RolloutWorker
+from pulse_rl.rl.engine import CAUSES, ProcessHandle
 
 DEATHS = 5  # of one worker without a proved version between them; then the run ends
+
+
+class Crew(Protocol):
+    """What a pool knows of its run: how a worker is started, and where it reports."""
+
+    def start(self, name: str) -> ProcessHandle:
+        """Start a worker's process."""
+
+    def facts(self, name: str) -> Mapping[str, Any]:
+        """What it has reported last: `pid`, and whether it has `verified` a version."""
+
+    def lost(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Its process died: its work is to be done by others, and the board shows these facts of it."""
 
 
 @dataclass
@@ -28,23 +38,24 @@ class _Worker:
 class WorkerPool:
     """Any number of rollout workers, named worker-0, worker-1, …
 
-    log: shows a person one line.
+    log: shows a person one line. prefix: of the workers' names.
     """
 
-    def __init__(self, config: RunConfig, buffer: DataBuffer, log: Callable[[str], None]) -> None:
-        self._config = config
-        self._buffer = buffer
+    def __init__(self, crew: Crew, log: Callable[[str], None], prefix: str = "worker") -> None:
+        self._crew = crew
         self._log = log
+        self._prefix = prefix
         self._workers: list[_Worker] = []
 
     def add(self) -> str:
         """Start one more worker; return its name."""
-        name = f"worker-{len(self._workers)}"
-        self._workers.append(_Worker(name, self._start(name)))
+        name = f"{self._prefix}-{len(self._workers)}"
+        self._workers.append(_Worker(name, self._crew.start(name)))
         return name
 
-    def _start(self, name: str) -> ProcessHandle:
-        return start(name, RolloutProcess, RolloutWorker, (name, self._config, self._buffer), where="anywhere")
+    def names(self) -> list[str]:
+        """The workers that have not ended, in the order in which they were started."""
+        return [worker.name for worker in self._workers if worker.result is None]
 
     def running(self) -> list[ProcessHandle]:
         """The workers that have not ended."""
@@ -67,7 +78,7 @@ class WorkerPool:
                     self._restart(worker)
 
     def _restart(self, worker: _Worker) -> None:
-        facts = self._buffer.board().get(worker.name, {})
+        facts = self._crew.facts(worker.name)
         worker.futile = 1 if facts.get("verified") else worker.futile + 1
         pid = facts.get("pid")
         who = f"{worker.name} (pid {pid})" if pid else worker.name
@@ -76,8 +87,7 @@ class WorkerPool:
                 f"{who} died {DEATHS} times without proving a version in between ({CAUSES})", process=worker.name
             )
         worker.restarts += 1
-        self._buffer.release(worker.name)
         gone = {"pid": None, "version": None, "verified": False, "restarting": True, "restarts": worker.restarts}
-        self._buffer.report(worker.name, gone)
+        self._crew.lost(worker.name, gone)
         self._log(f"{who} died; starting again")
-        worker.handle = self._start(worker.name)
+        worker.handle = self._crew.start(worker.name)

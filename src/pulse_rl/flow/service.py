@@ -1,0 +1,35 @@
+"""The Dataflow of a recipe, as the engine makes it in a process, and makes it again when that process dies."""
+
+from pulse_rl.flow import registry
+from pulse_rl.flow.buffer import PolicySettings
+from pulse_rl.flow.dataflow import Dataflow
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+
+NAME = "dataflow"  # of the service, in the run's namespace
+
+
+class DataflowProcess(Dataflow):
+    """A recipe's Dataflow, with its journal in the run's directory. The operating system lists the process so."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(
+            {name: _settings(name, policy, recipe.seed) for name, policy in recipe.policies.items()},
+            registry.build("curator", recipe.curator, key="curator", seed=recipe.seed),
+            deterministic=recipe.deterministic,
+            directory=recipe.directory,
+        )
+
+
+def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | None:
+    """How a policy's samples are handled; None if it is not trained."""
+    if not policy.trained:
+        return None
+    replay = policy.replay and registry.build("replay", policy.replay, key=f"policies.{name}.replay", seed=seed)
+    return PolicySettings(
+        groups=policy.tasks_per_step,
+        max_staleness=policy.max_staleness,
+        order=policy.order,
+        filter=registry.build("filter", policy.filter, key=f"policies.{name}.filter", seed=seed),
+        replay=replay,
+        replay_ratio=policy.replay_ratio,
+    )

@@ -1,0 +1,45 @@
+"""When evaluation windows are opened: at the beginning, every so many steps of the first trained policy, at the end."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pulse_rl.flow.recipe import Recipe
+
+AT = "@"  # between the name of a window in the recipe and the step at which it was opened
+
+
+def window_of(evaluation: str) -> str:
+    """The recipe's name of a window, from a task's."""
+    return evaluation.rpartition(AT)[0]
+
+
+class Evaluations:
+    """The windows of a run. log: shows a person one line."""
+
+    def __init__(self, recipe: Recipe, dataflow: Any, log: Callable[[str], None]) -> None:
+        self._recipe, self._dataflow, self._log = recipe, dataflow, log
+        self._shown: set[str] = set()
+
+    def open(self, status: Mapping[str, Any], steps: Mapping[str, int], *, ended: bool) -> bool:
+        """Open the windows that are due; returns whether all are done. Shows those that are.
+
+        status: the Dataflow's. steps: of each trained policy. ended: whether all trainers have.
+        """
+        newest = {name: policy["version"] for name, policy in status["policies"].items()} | dict(status["frozen"])
+        if None in newest.values():
+            return False
+        step, opened = steps[self._recipe.trained[0]], 0
+        for window in self._recipe.evaluation:
+            before = [int(name.rpartition(AT)[2]) for name in status["windows"] if window_of(name) == window.name]
+            last = max(before, default=-1)
+            if last < 0 or step // window.every > last // window.every or (ended and step > last):
+                problems = list(range(window.first, window.first + window.problems))
+                self._dataflow.evaluate(f"{window.name}{AT}{step}", problems, newest)
+                opened += 1
+        for name, found in status["windows"].items():
+            if found["done"] and name not in self._shown:
+                self._shown.add(name)
+                passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
+                rewards = ", ".join(f"{policy} {reward:.3f}" for policy, reward in found["rewards"].items())
+                self._log(f"{name}: {passed or 'nothing was played'}; rewards: {rewards}")
+        return not opened and all(window["done"] for window in status["windows"].values())
