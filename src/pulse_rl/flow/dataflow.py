@@ -63,7 +63,8 @@ class Dataflow(Board):
         self._buffers = self._state.buffers
         self._dispatcher = self._state.dispatcher
         self._clock = clock
-        self._offset = self._state.at - clock()
+        self._called = clock()  # when, the last time
+        self._now = self._state.at  # seconds in which this process has run
         self._waits = {name: Share() for name in self._buffers}
         self._waiting: set[str] = set()  # policies whose trainers found no batch
         self._behind = 0  # calls of workers that got no task as their weights were too old
@@ -196,7 +197,7 @@ class Dataflow(Board):
         """A policy's trainer has made all its steps: it needs nothing more, and nobody waits for it."""
         self._buffer(policy)
         self._state.record(events.Finished(self._tick(), policy))
-        self._waits[policy].set(0.0, self._now())
+        self._waits[policy].set(0.0, self._now)
 
     def stopping(self, policy: str) -> bool:
         """Whether the policy gets no further batch. A version of which a batch was given is finished."""
@@ -305,7 +306,7 @@ class Dataflow(Board):
                 versions = self._state.waves.versions(self._state.newest())
                 numbers = range(self._state.next, self._state.next + size)
                 tasks = [Task(number, self._state.curator.choose(number), versions) for number in numbers]
-                self._state.record(events.Opened(self._now(), tasks))
+                self._state.record(events.Opened(self._now, tasks))
         task = self._state.waves.first()
         return None if task is None else (task, "wave")
 
@@ -357,16 +358,19 @@ class Dataflow(Board):
     def _count_dropped(self, reason: str) -> int:
         return sum(source.state.dropped.get(reason, 0) for source in self._buffers.values())
 
-    def _now(self) -> float:
-        return self._clock() + self._offset
-
     def _tick(self) -> float:
-        """The time; workers that have been silent for too long are lost."""
-        now = self._now()
-        while dead := self._dispatcher.silent(now):
-            silence = self._dispatcher.settings.dead_after
-            self._state.record(events.Lost(now, dead[0], f"not heard of for {silence:g} s"))
-        return now
+        """The time; workers that have been silent for too long are lost.
+
+        In a long time without any call, this process itself was stopped, and nobody could be heard: most of it is left
+        out.
+        """
+        settings = self._dispatcher.settings
+        called = self._clock()
+        self._now += min(called - self._called, settings.suspect_after / 2)
+        self._called = called
+        while dead := self._dispatcher.silent(self._now):
+            self._state.record(events.Lost(self._now, dead[0], f"not heard of for {settings.dead_after:g} s"))
+        return self._now
 
 
 def _can_play(holder: Worker, task: Task) -> bool:

@@ -181,7 +181,7 @@ class Dispatcher:
 
     def lease(self, task: Task, worker: str, versions: dict[str, int], now: float) -> None:
         """Hand a task to a worker."""
-        holder = self.state.workers[worker]
+        holder = self._alive(worker, now)
         self.state.leases[task.number] = Lease(task, worker, now, versions)
         holder.leases.append(task.number)
         self.loads.change(holder.region, now, busy=1)
@@ -225,11 +225,16 @@ class Dispatcher:
 
     def _release(self, number: int, now: float) -> tuple[Worker, Lease]:
         lease = self.state.leases.pop(number)
-        worker = self.state.workers[lease.worker]
+        worker = self._alive(lease.worker, now)
         worker.leases.remove(number)
-        if worker.state == "live":
-            self.loads.change(worker.region, now, busy=-1)
+        self.loads.change(worker.region, now, busy=-1)
         return worker, lease
+
+    def _alive(self, name: str, now: float) -> Worker:
+        """A worker that must be registered, and was heard of now."""
+        worker = self.heard(name, now)
+        assert worker is not None
+        return worker
 
     def _give_back(self, lease: Lease, error: str | None) -> None:
         """Hand a task out anew, or give it up. error: None if this was no try."""
