@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from pulse_rl.flow.calculator import Calculator, calculate
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.tools import Calculator, Python, Toolbox, ToolError, Tools, calculate
+from pulse_rl.flow.tools import Python, Toolbox, ToolError, Tools
 
 
 @pytest.mark.parametrize(
@@ -178,5 +179,5 @@ async def upper(text: str) -> str:
 def test_limits_that_are_none_are_refused() -> None:
     for limits in ({"cpu_s": 0}, {"wall_s": 0.0}, {"memory_mb": 1}, {"output": 0}):
         with pytest.raises(ValueError, match="cpu_s"):
-            Python(**limits)  # type: ignore[arg-type]
+            Python(**limits)
     assert isinstance(Toolbox()["calculator"], Calculator)

@@ -11,13 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pulse_rl.flow.calculator import Calculator
     from pulse_rl.flow.samples import Episode, Turn
     from pulse_rl.flow.scripted import Echo, Scripted
-    from pulse_rl.flow.tools import Calculator, Python, Toolbox, ToolError, Tools
+    from pulse_rl.flow.tools import Python, Toolbox, ToolError, Tools
     from pulse_rl.flow.workflow import Conversation, Policy, Rewards, play
 
 _HOME = {
-    "Calculator": "tools",
+    "Calculator": "calculator",
     "Conversation": "workflow",
     "Echo": "scripted",
     "Episode": "samples",

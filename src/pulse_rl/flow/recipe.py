@@ -14,6 +14,7 @@ A plug-in is a name ("grpo"), or a table with the name and its settings ({name =
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -113,6 +114,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     deterministic: bool = False  # the same seed gives the same bits, whatever the timing and the number of workers
     checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too
     address: str | None = None  # a Ray cluster's address; None: this machine
+    path: str | None = None  # directory of the user's plug-ins; None: that of the recipe's file
     policies: dict[str, PolicyRecipe] = {}
     workflow: WorkflowRecipe = WorkflowRecipe()
     curator: Plugin = _ALL
@@ -120,6 +122,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pools: list[PoolRecipe] = msgspec.field(default_factory=lambda: [PoolRecipe()])
     autoscale: AutoscaleRecipe | None = None
     evaluation: list[EvaluationRecipe] = []
+
+    def __post_init__(self) -> None:
+        # Wherever a recipe comes to, in whichever process, its plug-ins can be imported.
+        if self.path is not None and self.path not in sys.path:
+            sys.path.append(self.path)
 
     @property
     def directory(self) -> Path:

@@ -45,6 +45,9 @@ def load(name: str | Path, sets: Iterable[str] = ()) -> Recipe:
     Raises ValueError that names the key, what was expected and what was found; OSError if a file cannot be read.
     """
     document = _read(str(name))
+    if isinstance(path := document.get("path", ""), str):
+        beside = Path() if str(name) in built_in() else Path(name).expanduser().parent
+        document["path"] = str((beside / path).absolute())
     for text in sets:
         set_value(document, text)
     return check_recipe(parse(document))
@@ -240,6 +243,7 @@ def save(recipe: Recipe) -> None:
     from pulse_rl.disk import write_stream  # keeps --help fast
 
     tomli_w = require("tomli_w", "run")
+    recipe.directory.mkdir(parents=True, exist_ok=True)
     write_stream(recipe.directory / FILE, [tomli_w.dumps(to_document(recipe)).encode()])
 
 

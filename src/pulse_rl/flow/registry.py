@@ -17,9 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +56,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "reinforce": f"{_HERE}.losses:ReinforceLoss",
     },
     "tool": {
-        "calculator": f"{_HERE}.tools:Calculator",
+        "calculator": f"{_HERE}.calculator:Calculator",
         "python": f"{_HERE}.tools:Python",
     },
     "curator": {
@@ -100,8 +98,6 @@ def load(kind: str, name: str) -> Any:
     path = BUILTIN[kind].get(name)
     if path is None and _PATH.fullmatch(name):
         path = name
-        if os.getcwd() not in sys.path:  # `pulse-rl` is a script elsewhere; a user's module is where the user is
-            sys.path.append(os.getcwd())
     if path is None:
         found = {point.name: point.value for point in importlib.metadata.entry_points(group=f"{GROUP}.{kind}")}
         path = found.get(name)

@@ -5,22 +5,18 @@ limits (time, memory, output) keep a mistake from harming the worker. They are n
 all rights of the worker's user.
 """
 
-import ast
 import asyncio
 import contextlib
-import operator
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from pulse_rl.flow import registry
 from pulse_rl.flow.registry import Plugin
 
-EXPRESSION = 200  # characters, at most
-DIGITS = 400  # of a number in between
 SECONDS = 30.0  # that any tool may take
 ANSWER = 4000  # characters of any tool's answer
 
@@ -33,71 +29,6 @@ class Tool(Protocol):
     """A tool: it answers a text with a text, and raises ToolError."""
 
     async def __call__(self, text: str, /) -> str: ...
-
-
-class Calculator:
-    """Computes one expression of numbers, + − * / // % **, and parentheses."""
-
-    async def __call__(self, text: str, /) -> str:
-        return calculate(text)
-
-
-def calculate(text: str) -> str:
-    """The value of an expression as text: a whole number as one. Raises ToolError."""
-    text = text.strip().rstrip("=").strip()
-    if not text or len(text) > EXPRESSION:
-        raise ToolError(f"expected an expression of at most {EXPRESSION} characters, found {len(text)}")
-    try:
-        tree = ast.parse(text.replace("×", "*").replace("÷", "/").replace("−", "-"), mode="eval")
-        value = _value(tree.body)
-        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-            value = int(value)
-        return f"{value:.12g}" if isinstance(value, float) else str(value)
-    except ToolError:
-        raise
-    except ZeroDivisionError:
-        raise ToolError("division by zero") from None
-    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError, TypeError):
-        raise ToolError("expected an expression of numbers, + - * / // % ** and parentheses") from None
-
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-
-
-def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)  # type: ignore[arg-type]  # the line above says which it is
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        value = _value(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-            _check_power(left, right)  # before it is computed: 9**9**9 takes all memory
-        value = _BINARY[type(node.op)](left, right)
-        if isinstance(value, complex):
-            raise ToolError("expected a real number")
-        return _bounded(value)
-    raise ToolError("expected an expression of numbers, + - * / // % ** and parentheses")
-
-
-def _check_power(base: int, exponent: int) -> None:
-    if abs(base) > 1 and exponent * base.bit_length() > 4 * DIGITS:
-        raise ToolError(f"expected numbers of at most {DIGITS} digits")
-
-
-def _bounded(value: int | float) -> int | float:
-    if isinstance(value, int) and value.bit_length() > 4 * DIGITS:
-        raise ToolError(f"expected numbers of at most {DIGITS} digits")
-    return value
 
 
 # What the child does before the code: it lowers its limits, and reads the code. Root may start processes all the same:
