@@ -75,6 +75,10 @@ class _Following:
     def held(self) -> Sequence[Held]:
         return [Held(self.reported(), self.engine.places)]
 
+    def disturb(self) -> None:
+        with torch.no_grad():
+            next(parameter for parameter in self.engine.parameters() if parameter.numel()).zero_()
+
     def close(self) -> None:
         self._files.cleanup()
 

@@ -62,6 +62,9 @@ class HeldViews:
             raise UnmappedError("tensor 'up' is packed", name="up", reason="packed")
         return None
 
+    def prove_derived(self) -> None:
+        assert threading.current_thread().name != "pulse-rl"  # in the engine's thread
+
     def refresh(self) -> None:
         self._engine.refreshed += 1
         if self._engine.refresh_fails:

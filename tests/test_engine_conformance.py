@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 OTHER_TENSORS = {f"dtypes-{count}" for count in ("1-byte", "2-bytes", "4-bytes", "8-bytes")}
 OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes"}
 NO_CALLS = {"failing-call", "outage", "recovery", "torn-read", "failing-stage", "killed", "killed-writing"}
-SKIPPED = OTHER_TENSORS | NO_CALLS | {"disturbed", "staged-and-disturbed", "ranks-together", "one-rank-fails"}
+SKIPPED = OTHER_TENSORS | NO_CALLS | {"ranks-together", "one-rank-fails"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -184,6 +184,60 @@ def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
     assert client.verify() == trainer.digest
 
 
+def test_vllms_own_routes_for_trainers(trainer: Trainer, servers: list[Server], tmp_path: Path) -> None:
+    """init, pause, start, update, finish, resume, over HTTP; failures; released, and connected again."""
+    server = Server(trainer.checkpoint(), tmp_path / "log")
+    servers.append(server)
+    server.wait()
+    first = server.outputs()
+
+    def refused(path: str, body: dict[str, Any]) -> str:
+        with pytest.raises(HTTPError) as caught:
+            server.ask(path, body)
+        with caught.value as error:
+            return error.read().decode()
+
+    def update(version: int | None) -> None:
+        server.ask("/pause?mode=keep", {})
+        server.ask("/start_weight_update", {})
+        server.ask("/update_weights", {"update_info": {"version": version}})
+        server.ask("/finish_weight_update", {"weight_version": str(version)})
+        server.ask("/resume", {})
+
+    refused("/init_weight_transfer_engine", {"init_info": {}})  # which history is not said
+    refused("/init_weight_transfer_engine", {"init_info": {"store": str(tmp_path / "nothing")}})
+    init = {"init_info": {"store": str(trainer.store), "patience": 1.0}}
+    server.ask("/init_weight_transfer_engine", init)
+    assert server.outputs() == first
+    trainer.publish(2)
+    update(2)
+    client = EngineClient(server.url)
+    assert server.ask("/weight_info") == {"weight_version": "2"}
+    assert client.verify() == trainer.digest
+    second = server.outputs()
+    assert second != first
+    # A version that is not there fails, and ends the session; the engine goes on with what it has.
+    server.ask("/start_weight_update", {})
+    refused("/update_weights", {"update_info": {"version": 99}})
+    assert server.outputs() == second
+    # Staged by the plug-in's route while requests run, applied by vLLM's.
+    trainer.publish()
+    client.stage(3)
+    update(3)
+    assert (client.state().version, client.verify()) == (3, trainer.digest)
+    third = server.outputs()
+    assert third != second
+    # Released: the engine goes on, holds nothing that is proved, and takes another trainer.
+    server.ask("/shutdown_weight_transfer_engine", {})
+    assert server.outputs() == third
+    assert readiness(server)[0] == 503
+    trainer.publish()
+    server.ask("/init_weight_transfer_engine", init)
+    update(4)
+    assert client.verify() == trainer.digest
+    assert server.outputs() != third
+
+
 def test_two_ranks_of_tensor_parallelism_all_or_none(trainer: Trainer, servers: list[Server], tmp_path: Path) -> None:
     server = Server(trainer.checkpoint(), tmp_path / "log", arguments=("--tensor-parallel-size", "2"))
     servers.append(server)

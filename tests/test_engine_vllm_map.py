@@ -135,7 +135,8 @@ def test_layers_that_vllm_packs_or_quantises_are_refused() -> None:
     assert modules.derived_of(_layer(UnquantizedLinearMethod(), torch.nn.functional.linear), torch.bfloat16) == []
 
 
-def test_plain_experts_compute_what_packed_ones_do() -> None:
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_plain_experts_compute_what_packed_ones_do(activation: str) -> None:
     from types import SimpleNamespace
 
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
@@ -155,10 +156,10 @@ def test_plain_experts_compute_what_packed_ones_do() -> None:
         None,
         weights,
         experts,
-        "silu",
+        activation,
         "vec",
         False,
     )
     layer = SimpleNamespace(pulse_rl_plain=True, w1_bias=None, w2_bias=None)
-    plain_gemm._multiply_experts(layer, plain, hidden, w1, w2, weights, experts, MoEActivation.SILU)
+    plain_gemm._multiply_experts(layer, plain, hidden, w1, w2, weights, experts, MoEActivation(activation))
     torch.testing.assert_close(plain, packed, rtol=2e-2, atol=2e-2)

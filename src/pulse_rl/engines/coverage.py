@@ -46,14 +46,14 @@ def _check_order(trace: Trace) -> None:
         others.setdefault(storage_of(other.memory), []).append(other)
     for number, copy in enumerate(trace.copies):
         for other in others.get(storage_of(copy.memory), ()):
-            if number < other.after and _overlap(copy.memory, other.memory):
+            if number < other.after and overlap(copy.memory, other.memory):
                 reason = "the engine fills or computes its memory after it has copied it"
                 raise UnmappedError(
                     f"tensor {copy.name!r} cannot be followed in place: {reason}", name=copy.name, reason=reason
                 )
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two views of one storage may share elements: whether their extents meet."""
     if not one.numel() or not other.numel():
         return False

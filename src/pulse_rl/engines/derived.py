@@ -19,8 +19,8 @@ from pulse_rl.weights.digests import digest
 class Derived(NamedTuple):
     """What one module computes.
 
-    module: its name. sources: the weights that it computes from. results: where it keeps what it has computed, which is
-    the memory that `rebuild` writes to.
+    module: its name, or that of a tensor that is computed with. sources: the weights that it computes from. results:
+    where it keeps what it has computed, which is the memory that `rebuild` writes to.
     """
 
     module: str
@@ -36,13 +36,12 @@ class Rebuilding:
         self._derived = tuple(derived)
         self._built_from = [_bits(one.sources) for one in self._derived]
 
-    @property
-    def results(self) -> list[torch.Tensor]:
-        return [result for one in self._derived for result in one.results]
-
     def prove(self) -> None:
-        """Compute everything again from the weights as they are. Raises UnmappedError if that gives other bits."""
-        for one in self._derived:
+        """Compute everything again from the weights as they are. Raises UnmappedError if that gives other bits.
+
+        No step of the engine may run: in between, memory may hold what is half computed.
+        """
+        for number, one in enumerate(self._derived):
             before = [result.clone() for result in one.results]
             one.rebuild()
             if _bits(one.results) != _bits(before):
@@ -50,8 +49,9 @@ class Rebuilding:
                     result.copy_(kept)
                 reason = "what it has computed from its weights is not what it computes from them now"
                 raise UnmappedError(
-                    f"module {one.module!r} cannot be followed in place: {reason}", name=one.module, reason=reason
+                    f"{one.module!r} cannot be followed in place: {reason}", name=one.module, reason=reason
                 )
+            self._built_from[number] = _bits(one.sources)
 
     def refresh(self) -> int:
         """Compute again what comes from weights that have changed. Returns for how many modules."""

@@ -4,8 +4,8 @@ An engine calls it between its steps, in the thread that runs them, and all rank
 What takes long is done in a thread, one job after the other, so all ranks do the same jobs too, and each job's ranks
 agree (`Ranks.share`) before they go on: none waits for one that has failed.
 
-Two things are done in the engine's own thread: finding the map, since the model's loader runs for it and no step may
-run meanwhile (the thread asks, and the next call does it), and applying.
+Two things are done in the engine's own thread: finding the map and proving what is derived, since the model's loader
+runs for it and no step may run meanwhile (the thread asks, and the next call does it), and applying.
 
 No call raises for what went wrong with a history or a store: the state says it.
 """
@@ -58,6 +58,8 @@ class Views(Protocol):
     def weights(self) -> dict[str, Any]: ...
 
     def prove(self, history: History, checkpoint: Path | None, ranks: Ranks | None) -> int | None: ...
+
+    def prove_derived(self) -> object: ...
 
     def refresh(self) -> object: ...
 
@@ -220,6 +222,7 @@ class Receiver:
             tied = head.tied if head else {}
             found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors, tied)))
             found.prove(subscriber.history, self._checkpoint, self._ranks)
+            self._share("prove what is derived from the weights", lambda: self._in_engine(found.prove_derived))
             subscriber.overwrite = True  # the memory is proved, whether by a version or by the engine's own files
         weights, ignored = found.weights(), found.ignored
         with self._lock:

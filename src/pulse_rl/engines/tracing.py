@@ -45,6 +45,7 @@ class Overwritten(NamedTuple):
     memory: torch.Tensor
     after: int  # how many copies it has made before
     constant: bool  # whether that is a constant, as for the rows that pad a vocabulary
+    names: tuple[str, ...] = ()  # of the published tensors that it is computed from, where that is known
 
 
 class Trace(NamedTuple):
@@ -227,7 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif known:
             for one in known:
                 self._refuse(one.names, one.reason or f"it is computed by {packet.__name__}")
-            self._note(target, False)
+            self._note(target, False, tuple(name for one in known for name in one.names))
         else:
             self._note(target, packet in _FILLS)
         return target if len(written) == 1 else tuple(written)
@@ -247,10 +248,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except NotBoxes as error:
                 reason = f"it is made of {error}"
         self._refuse(known.names, reason)
-        self._note(target, False)
+        self._note(target, False, known.names)
 
-    def _note(self, target: torch.Tensor, constant: bool) -> None:
-        self.trace.others.append(Overwritten(target.detach(), len(self.trace.copies), constant))
+    def _note(self, target: torch.Tensor, constant: bool, names: tuple[str, ...] = ()) -> None:
+        self.trace.others.append(Overwritten(target.detach(), len(self.trace.copies), constant, names))
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         for name in names:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from pulse_rl.engines.adoption import prove
+from pulse_rl.engines.computed import computed, recomputed
 from pulse_rl.engines.coverage import check_coverage
 from pulse_rl.engines.derived import Derived, Rebuilding
 from pulse_rl.engines.geometry import NotBoxes, cells
-from pulse_rl.engines.tracing import LoadWeights, Written, torch_dtype, trace
+from pulse_rl.engines.tracing import LoadWeights, Written, storage_of, torch_dtype, trace
 from pulse_rl.errors import UnmappedError
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
@@ -30,13 +31,19 @@ log = logger(__name__)
 class LiveViews:
     """Published name → the engine's live memory.
 
-    views: of live memory. kept: tensors that the engine does not hold, in host memory. rebuilding: what is
-    derived from the weights.
+    views: of live memory. kept: tensors in host memory, which the engine does not hold, or has computed with.
+    rebuilding: what is derived from the weights. ignored: the names of those that it does not hold.
     """
 
-    def __init__(self, views: Mapping[str, Any], kept: Mapping[str, torch.Tensor], rebuilding: Rebuilding) -> None:
+    def __init__(
+        self,
+        views: Mapping[str, Any],
+        kept: Mapping[str, torch.Tensor],
+        rebuilding: Rebuilding,
+        ignored: tuple[str, ...],
+    ) -> None:
         self._views, self._kept, self._rebuilding = dict(views), dict(kept), rebuilding
-        self._ignored = tuple(kept)
+        self._ignored = ignored
 
     @classmethod
     def of(
@@ -47,27 +54,39 @@ class LiveViews:
         *,
         tied: Mapping[str, str] | None = None,
         derived: Iterable[Derived] = (),
+        computes: bool = False,
     ) -> LiveViews:
         """Find where a history's tensors live. Nothing is written.
 
         tensors: of the history, by name. tied: its further names of tensors → the name that stands for them; an engine
-        may hold them apart. derived: what the engine has computed from its weights. Raises UnmappedError, which names
-        what cannot be followed in place, and why.
+        may hold them apart. derived: what the engine has computed from its weights. computes: whether small tensors
+        that the loader computes with are kept beside the engine, and given to the loader again; for one process. Raises
+        UnmappedError, which names what cannot be followed in place, and why.
         """
-        rebuilding = Rebuilding(derived)
         further = {alias: tensors[owner] for alias, owner in (tied or {}).items() if owner in tensors}
         named = {**tensors, **further}
         found = trace(model, load_weights, named)
+        again = [
+            recomputed(name, named[name], results, load_weights)
+            for name, results in (computed(found, named) if computes else {}).items()
+        ]
+        sources = {one.module: one.sources[0] for one in again}
+        derived = list(derived)
         for name, reason in found.refused.items():
+            if name in sources:
+                continue
             raise UnmappedError(f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason)
-        check_coverage(model, found, rebuilding.results)
+        check_coverage(model, found, (result for one in derived for result in one.results))
         copies: dict[str, list[Written]] = {}
         for copy in found.copies:
+            if copy.name in sources:
+                continue
             copies.setdefault(copy.name, []).append(copy)
-        views = {name: _view(name, named[name], copies[name]) for name in named if name in copies}
-        unheld = {name: spec for name, spec in tensors.items() if name not in copies}
+        owners = {storage_of(owner): owner for owner in (*model.buffers(), *model.parameters())}
+        views = {name: _view(name, named[name], copies[name], owners) for name in named if name in copies}
+        unheld = {name: spec for name, spec in tensors.items() if name not in copies and name not in sources}
         kept = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in unheld.items()}
-        return cls(views, kept, rebuilding)
+        return cls(views, {**kept, **sources}, Rebuilding([*again, *derived]), tuple(kept))
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -76,7 +95,7 @@ class LiveViews:
 
     @property
     def kept_nbytes(self) -> int:
-        """Host memory of the tensors that the engine does not hold. They are kept since the digest counts them."""
+        """Host memory of the tensors that lie nowhere in the engine. They are kept since the digest counts them."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def weights(self) -> dict[str, Any]:
@@ -94,22 +113,31 @@ class LiveViews:
             passed = ranks.share("find what no rank holds", lambda: list(self._kept), list[str])
             self._ignored = tuple(name for name in passed[0] if all(name in names for names in passed))
             self._kept = {name: self._kept[name] for name in self._ignored} if ranks.rank == 0 else {}
-        version = prove(self._views, self._kept, history, checkpoint, ranks)
+        return prove(self._views, self._kept, history, checkpoint, ranks)
+
+    def prove_derived(self) -> None:
+        """Prove, after `prove` and before the first write, that what is derived from weights is computed as the engine
+        has computed it. No step of the engine may run. Raises UnmappedError."""
         self._rebuilding.prove()
-        return version
 
     def refresh(self) -> int:
         """Compute again what the engine has derived from weights that have changed. Returns for how many modules."""
         return self._rebuilding.refresh()
 
 
-def _view(name: str, spec: TensorSpec, copies: list[Written]) -> Any:
-    """What a process holds of one tensor."""
+def _view(name: str, spec: TensorSpec, copies: list[Written], owners: Mapping[int, torch.Tensor]) -> Any:
+    """What a process holds of one tensor.
+
+    owners: parameters and buffers by their storage. Views of them see torch's count of writes to them, which those that
+    a loader takes by `.data` do not.
+    """
     found: dict[Box, torch.Tensor] = {}
     try:
         for copy in copies:
+            owner = owners.get(storage_of(copy.memory), copy.memory)
+            source = (owner if owner.dtype == copy.memory.dtype else copy.memory).detach()
             for box, memory in cells(tuple(spec.shape), copy.copied):
-                view = copy.memory.as_strided(memory.sizes, memory.strides, memory.offset)
+                view = source.as_strided(memory.sizes, memory.strides, memory.offset)
                 if box in found and _place(found[box]) != _place(view):
                     raise NotBoxes("elements that the engine holds twice")
                 found[box] = view

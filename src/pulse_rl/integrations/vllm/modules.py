@@ -23,10 +23,17 @@ _EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that read the weights where 
 
 
 def live_views(
-    model: Any, dtype: torch.dtype, tensors: Mapping[str, TensorSpec], tied: Mapping[str, str] | None = None
+    model: Any,
+    dtype: torch.dtype,
+    tensors: Mapping[str, TensorSpec],
+    tied: Mapping[str, str] | None = None,
+    *,
+    alone: bool = True,
 ) -> LiveViews:
-    """Find a history's tensors in a model of vLLM. dtype: of its activations. Raises UnmappedError."""
-    return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived_of(model, dtype))
+    """Find a history's tensors in a model of vLLM. dtype: of its activations. alone: whether this process holds all of
+    the model. Raises UnmappedError."""
+    derived = derived_of(model, dtype)
+    return LiveViews.of(model, model.load_weights, tensors, tied=tied, derived=derived, computes=alone)
 
 
 def derived_of(model: Any, dtype: torch.dtype) -> list[Derived]:
@@ -70,7 +77,7 @@ def _check_method(name: str, module: Any, method: Any) -> None:
                 name,
                 kind,
                 f"vLLM packs these experts on a CPU: start it with {plain_gemm.VARIABLE}=1, which knows the "
-                "activations silu and gelu",
+                "activations silu, gelu and swigluoai",
             )
         if not on_cpu and backend not in _EXPERTS:
             raise _refusal(name, kind, f"the backend {backend} repacks experts: start vLLM with --moe-backend triton")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from pulse_rl.logs import logger
@@ -70,9 +70,33 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+@cache
+def _activations() -> dict[str, Callable[[Any], Any]]:
+    """What is done between an expert's two products. Each takes gate and up together, (tokens, 2 × intermediate)."""
+    from torch.nn import functional
+
+    def gated(activate: Callable[..., Any]) -> Callable[[Any], Any]:
+        def halves(both: Any) -> Any:
+            gate, up = both.chunk(2, dim=-1)
+            return activate(gate) * up
+
+        return halves
+
+    def swigluoai(both: Any) -> Any:  # GPT-OSS's: gate and up in turn
+        gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * (gate * (1.702 * gate).sigmoid())
+
+    return {
+        "silu": gated(functional.silu),
+        "gelu": gated(functional.gelu),
+        "gelu_tanh": gated(partial(functional.gelu, approximate="tanh")),
+        "swigluoai": swigluoai,
+    }
+
+
 def _keep_experts(self: Any, layer: Any) -> None:
     """In place of `process_weights_after_loading`: keep the weights of experts whose activation is known here."""
-    self.pulse_rl_plain = layer.pulse_rl_plain = self.moe_config.activation.value in ("silu", "gelu", "gelu_tanh")
+    self.pulse_rl_plain = layer.pulse_rl_plain = self.moe_config.activation.value in _activations()
     if not self.pulse_rl_plain:
         _Plain.packing(self, layer)
 
@@ -81,7 +105,7 @@ def _multiply_experts(
     self: Any,
     output: Any,  # (tokens, hidden), to be filled
     hidden_states: Any,  # (tokens, hidden)
-    w1: Any,  # (experts, 2 × intermediate, hidden): gate, then up
+    w1: Any,  # (experts, 2 × intermediate, hidden): gate and up
     w2: Any,  # (experts, hidden, intermediate)
     topk_weights: Any,  # (tokens, k)
     topk_ids: Any,  # (tokens, k)
@@ -96,19 +120,14 @@ def _multiply_experts(
     import torch
     from torch.nn import functional
 
-    activations: dict[str, Callable[..., Any]] = {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    }
-    activate = activations[activation.value]
+    activate = _activations()[activation.value]
     once = options.get("apply_router_weight_on_input", bool(others and others[-1]))
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         rows, places = torch.where(topk_ids == expert)
         bias = [None if one is None else one[expert] for one in (self.w1_bias, self.w2_bias)]
-        gate, up = functional.linear(hidden_states[rows], w1[expert], bias[0]).chunk(2, dim=-1)
-        found = functional.linear(activate(gate) * up, w2[expert], bias[1]).float()
+        between = activate(functional.linear(hidden_states[rows], w1[expert], bias[0]))
+        found = functional.linear(between, w2[expert], bias[1]).float()
         total.index_add_(0, rows, found if once else found * topk_weights[rows, places, None].float())
     output.copy_(total)
 

@@ -92,7 +92,8 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         )
 
     def _find_views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
-        return live_views(self.model, self.model_config.dtype, tensors, tied)
+        alone = get_world_group().world_size == 1
+        return live_views(self.model, self.model_config.dtype, tensors, tied, alone=alone)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Follow a history. Returns when its tensors are found in the weights."""
