@@ -61,7 +61,7 @@ class Letters(Scripted):
     async def complete(self, context: Sequence[int], **settings: Any) -> Turn:
         turn = await super().complete(context, **settings)
         text = self.tokenizer.decode(turn.tokens.tolist(), skip_special_tokens=True)
-        tokens = [self.tokenizer.convert_tokens_to_ids(letter) for letter in text]
+        tokens = [self.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in text]
         if turn.tokens[-1] == self.tokenizer.eos_token_id:
             tokens.append(self.tokenizer.eos_token_id)
         return turn._replace(

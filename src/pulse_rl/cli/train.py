@@ -1,13 +1,12 @@
 """`pulse-rl train` and `pulse-rl rollout`: do a run, or add rollout workers to one."""
 
 import json
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pulse_rl.cli import output
+from pulse_rl.cli import output, recipes
 from pulse_rl.errors import printable
 from pulse_rl.rl.config import RunConfig, check, resumed
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _D = RunConfig()
-_RUN, _GRPO, _SYNC, _TRAINERS, _ENGINE = "Run", "GRPO", "Weights", "Several trainers", "Engine"
+_RUN, _RECIPE, _GRPO, _SYNC, _TRAINERS, _ENGINE = "Run", "Recipe", "GRPO", "Weights", "Several trainers", "Engine"
 
 
 def _option(text: str, panel: str, *names: str) -> Any:
@@ -33,6 +32,24 @@ def train(
     ] = _D.out,
     resume: Annotated[
         Path | None, _option("Continue the run in this directory, with the settings it has.", _RUN)
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        _option(
+            "Do the run of a recipe, with one policy or several, workflows and pools: math, solver-verifier, tool-use, "
+            "two-regions, or a TOML file. It has all settings, so most other options are refused beside it.",
+            _RECIPE,
+        ),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting of the recipe, as in policies.solver.lr=1e-6, pools.near.workers=4 or model=tiny. "
+            "May be given several times.",
+            rich_help_panel=_RECIPE,
+        ),
     ] = None,
     model: Annotated[
         str, _option("smollm2; tiny (random weights, for trying out); or a directory or hub id for Transformers.", _RUN)
@@ -153,18 +170,25 @@ def train(
     Train on longer sums: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
 
     Continue that run: pulse-rl train --resume runs/sums --steps 400
+
+    Two policies that learn together: pulse-rl train --recipe solver-verifier
     """
     given = {
         name: value
         for name, value in context.params.items()
         if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
     }
+    if recipe is not None or sets or (resume is not None and recipes.begun(resume)):
+        recipes.train(recipe, resume, sets or [], given, as_json)
+        return
     # What can be said at once is said before seconds of imports.
     with output.checking():
         if resume is not None:
             config = resumed(resume, given)
         else:
-            config = check(RunConfig(**{"out": _free(_D.out)} | given))
+            config = check(RunConfig(**{"out": recipes.numbered(_D.out)} | given))
+            if recipes.begun(config.directory):
+                raise ValueError(f"out: expected a directory without a run, found the run of a recipe in {config.out}")
     from pulse_rl.errors import require
 
     for module in ("torch", "ray", "reasoning_gym"):
@@ -185,14 +209,6 @@ def train(
         typer.echo(json.dumps(summary, indent=2))
     else:
         _print_summary(summary)
-
-
-def _free(name: str) -> str:
-    """The first of name, name-2, name-3, … that holds no run."""
-    from pulse_rl.rl.directory import free
-
-    numbered = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(out for out in numbered if free(Path(out)))
 
 
 def rollout(

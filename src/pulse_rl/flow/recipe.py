@@ -109,7 +109,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     name: str = "run"
     seed: int = 0
     steps: int = 40  # optimizer steps of each trained policy
-    out: str = "runs/flow"  # the run's directory
+    out: str = "runs/run"  # the run's directory; a file that does not say it means runs/NAME
     store: str | None = None  # URL below which each policy has its history; None: `store` in the run's directory
     deterministic: bool = False  # the same seed gives the same bits, whatever the timing and the number of workers
     checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too

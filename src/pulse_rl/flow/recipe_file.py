@@ -50,6 +50,7 @@ def load(name: str | Path, sets: Iterable[str] = ()) -> Recipe:
         document["path"] = str((beside / path).absolute())
     for text in sets:
         set_value(document, text)
+    document.setdefault("out", f"runs/{document.get('name', Recipe().name)}")
     return check_recipe(parse(document))
 
 

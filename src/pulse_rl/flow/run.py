@@ -46,7 +46,7 @@ def prepare(recipe: Recipe) -> Recipe:
     """
     _check(recipe)
     run_directory.refuse_running(recipe.directory)
-    if settings.begun(recipe.directory):
+    if settings.begun(recipe.directory) or recipe_file.begun(recipe.directory):
         raise FileExistsError(
             f"{recipe.out} holds a run already: continue it with --resume {recipe.out}, or choose another out"
         )
@@ -139,6 +139,8 @@ class _Driver:
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
         self._records = _Records(recipe)
+        self._pid: int | None = None  # of the Dataflow's process
+        self._revived = 0  # times that it was made again
 
     def watch(self) -> dict[str, dict[str, Any]]:
         """Follow the run until the trainers have ended, and the windows are done; return what the trainers returned."""
@@ -160,6 +162,9 @@ class _Driver:
                 self._display.log("stopping after the current steps and their checkpoints (Ctrl-C again: at once)")
             for _ in range(run_directory.requested_workers(self._recipe.directory)):
                 self._display.log(f"{self._pools.add()} joins")
+            for _ in range(run_directory.requested_workers(self._recipe.directory, leaving=True)):
+                if name := self._pools.dismiss():
+                    self._display.log(f"{name} leaves")
             self._pools.poll()
             self._pools.scale()
             done = stopping or self._windows.open(status, self._records.steps, ended=not running)
@@ -179,11 +184,17 @@ class _Driver:
             wait(left, POLL_S)
             self._pools.poll()
             self._update()
-        status = self._dataflow.status()
-        return summary(self._recipe, finals, self._pools.results(), status, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        status = self._update() | {"restarts": self._revived}
+        return summary(self._recipe, finals, self._pools.results(), status, seconds)
 
     def _update(self) -> dict[str, Any]:
         status: dict[str, Any] = self._dataflow.status()
+        if self._pid not in (None, status["pid"]):
+            self._revived += 1
+            self._display.log(f"the dataflow (pid {self._pid}) died; it goes on from its journal")
+            self._pools.repeat()
+        self._pid = status["pid"]
         self._display.update(self._records.new(), status, self._dataflow.board())
         return status
 
