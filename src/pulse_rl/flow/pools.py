@@ -14,6 +14,8 @@ from pulse_rl.flow.worker import RolloutWorker
 from pulse_rl.rl.engine import ProcessHandle, RolloutProcess, start
 from pulse_rl.rl.worker_pool import WorkerPool
 
+SETTLE, MEMORY = 8, 80  # decisions: in which nothing changes after a change; for which the rule remembers
+
 
 class _Crew:
     """How the workers of a pool are started, and where they report."""
@@ -50,13 +52,33 @@ class Pools:
         self._scale = recipe.autoscale
         self._rule: Autoscaler | None = None
         if scale := self._scale:
-            self._rule = WaitRule(least=scale.least, most=scale.most, grow=scale.grow, shrink=scale.shrink)
+            self._rule = WaitRule(
+                least=scale.least,
+                most=scale.most,
+                grow=scale.grow,
+                shrink=scale.shrink,
+                settle=SETTLE * scale.every,
+                memory=MEMORY * scale.every,
+            )
             self._scaled = scale.pool or recipe.pools[0].name
             self._next_decision = time.monotonic() + scale.every
 
     def add(self, pool: str | None = None) -> str:
         """Start one more worker, in the first pool or in another; return its name."""
         return self._pools[pool or self._recipe.pools[0].name].add()
+
+    def dismiss(self) -> str | None:
+        """Let the newest worker of the first pool leave, unless it is the last; return its name."""
+        there = self._there(self._pools[self._recipe.pools[0].name])
+        if len(there) < 2:
+            return None
+        self._leaving.add(there[-1])
+        self._dataflow.dismiss(there[-1])
+        return there[-1]
+
+    def _there(self, pool: WorkerPool) -> list[str]:
+        """The workers of a pool that are not leaving."""
+        return [name for name in pool.names() if name not in self._leaving]
 
     def running(self) -> list[ProcessHandle]:
         """The workers that have not ended."""
@@ -78,13 +100,17 @@ class Pools:
             return
         self._next_decision = time.monotonic() + self._scale.every
         pool = self._pools[self._scaled]
-        there = [name for name in pool.names() if name not in self._leaving]
+        there = self._there(pool)
         balance = self._dataflow.balance()
         wanted = self._rule.target(balance, len(there))
         for _ in range(wanted - len(there)):
             self._log(f"{pool.add()} joins: {balance.sentence()}")
         for name in there[wanted:]:
             self._leaving.add(name)
+            self._dataflow.dismiss(name)
             self._log(f"{name} leaves: {balance.sentence()}")
-        for name in self._leaving & set(pool.names()):
-            self._dataflow.dismiss(name)  # again, as a dataflow that was made anew has forgotten it
+
+    def repeat(self) -> None:
+        """Dismiss again who is leaving: a dataflow that was made anew has forgotten it."""
+        for name in self._leaving & {name for pool in self._pools.values() for name in pool.names()}:
+            self._dataflow.dismiss(name)

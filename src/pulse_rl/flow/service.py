@@ -1,5 +1,8 @@
 """The Dataflow of a recipe, as the engine makes it in a process, and makes it again when that process dies."""
 
+import os
+from typing import Any
+
 from pulse_rl.flow import registry
 from pulse_rl.flow.buffer import PolicySettings
 from pulse_rl.flow.dataflow import Dataflow
@@ -18,6 +21,10 @@ class DataflowProcess(Dataflow):
             deterministic=recipe.deterministic,
             directory=recipe.directory,
         )
+
+    def status(self) -> dict[str, Any]:
+        """As `Dataflow.status`, and the process."""
+        return super().status() | {"pid": os.getpid()}
 
 
 def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | None:

@@ -32,6 +32,7 @@ def summary(
         "steps": min(policies[name]["steps"] for name in recipe.trained),
         "policies": policies,
         "workers": [_worker(worker) for worker in workers],
+        "dataflow_restarts": status["restarts"],
         "tasks": status["tasks"],
         "skipped": status["skipped"],
         "given_up": status["given_up"],

@@ -19,12 +19,13 @@ from typing import IO
 
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
-from pulse_rl.rl.config import RunConfig, begun
+from pulse_rl.rl.config import RECIPE, RunConfig, begun
 from pulse_rl.store.objects import open_store
 
 RUNNING = "running"
 LOG = "ray.log"
 REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
+DISMISSAL = "remove-workers-"  # likewise, for fewer
 PROBE = "probe-"  # prefix of objects that are written and deleted to check that a store can be written
 
 
@@ -60,8 +61,9 @@ def make(config: RunConfig) -> None:
 
 def remove(config: RunConfig) -> None:
     """Remove what a run has made that has not begun, in the directory and the directory itself; nothing else in it."""
-    for name in (RUNNING, LOG, *(path.name for path in config.directory.glob(f"{REQUEST}*"))):
-        (config.directory / name).unlink(missing_ok=True)
+    requests = (path for prefix in (REQUEST, DISMISSAL) for path in config.directory.glob(f"{prefix}*"))
+    for path in (config.directory / RUNNING, config.directory / LOG, *requests):
+        path.unlink(missing_ok=True)
     for empty in (config.directory / "store", config.directory):
         with suppress(OSError):  # it holds something
             empty.rmdir()
@@ -118,22 +120,26 @@ def _already_running(directory: Path) -> FileExistsError:
     )
 
 
-def request_workers(directory: Path, count: int) -> None:
-    """Ask the run in a directory for more rollout workers; its driver starts them.
+def request_workers(directory: Path, count: int, *, leaving: bool = False) -> None:
+    """Ask the run in a directory for more rollout workers; its driver starts them. leaving: for fewer, instead.
 
-    Raises ValueError if count is not positive, FileNotFoundError if no run is going on there.
+    Raises ValueError if count is not positive, or if workers of this run cannot leave, FileNotFoundError if no run is
+    going on there.
     """
     if count < 1:
-        raise ValueError(f"add: expected at least 1 worker, found {count}")
+        raise ValueError(f"{'remove' if leaving else 'add'}: expected at least 1 worker, found {count}")
     if not running(directory):
         raise FileNotFoundError(f"no run is going on in {directory}")
-    write_stream(directory / f"{REQUEST}{secrets.token_hex(4)}", [str(count).encode()])
+    if leaving and not (directory / RECIPE).is_file():
+        raise ValueError(f"remove: expected the run of a recipe, whose workers may leave, found none in {directory}")
+    name = DISMISSAL if leaving else REQUEST
+    write_stream(directory / f"{name}{secrets.token_hex(4)}", [str(count).encode()])
 
 
-def requested_workers(directory: Path) -> int:
-    """How many workers were requested since the last call."""
+def requested_workers(directory: Path, *, leaving: bool = False) -> int:
+    """How many workers were requested since the last call; leaving: how many were to leave."""
     total = 0
-    for request in sorted(directory.glob(f"{REQUEST}*")):
+    for request in sorted(directory.glob(f"{DISMISSAL if leaving else REQUEST}*")):
         total += int(read_file(request))
         request.unlink()
     return total

@@ -1,0 +1,80 @@
+"""Whole runs of recipes with tiny models from the command line, each in a new process."""
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runs import COMMAND, children
+
+from pulse_rl.flow.trainer import directory
+from pulse_rl.rl import metrics
+
+HERE = Path(__file__).parent
+GAME = HERE / "flow_game.toml"
+ROLES = ("digits", "letters")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(HERE)}  # where the workflow is
+
+
+def start(out: Path, *sets: str, resume: bool = False) -> "subprocess.Popen[str]":
+    """Begin a run of the game. sets: changes of its recipe, and "--option"s."""
+    what = ["--resume", str(out)] if resume else ["--recipe", str(GAME), "--set", f"out={out}"]
+    options = [word for text in sets for word in ([text] if text.startswith("--") else ["--set", text])]
+    return subprocess.Popen(
+        [*COMMAND, "train", *what, *options, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
+    """The summary of a run, and what it said."""
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    summary: dict[str, Any] = json.loads(stdout)
+    return summary, stderr
+
+
+def run(out: Path, *sets: str, resume: bool = False) -> dict[str, Any]:
+    return finish(start(out, *sets, resume=resume))[0]
+
+
+def steps(out: Path) -> int:
+    """Steps that all policies have done."""
+    return min(len(metrics.read(directory(out, name))) for name in ROLES)
+
+
+def kill(title: str, below: int) -> int | None:
+    """Kill the first process of a kind, if there is one; returns its id."""
+    for pid in children(f"ray::{title}", below):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            return pid
+    return None
+
+
+def check(summary: dict[str, Any], out: Path) -> None:
+    """Every worker ended with the bits of every trainer, and every step was trained and recorded once."""
+    import pulse_rl as pulse
+
+    for name, policy in summary["policies"].items():
+        held = [worker for worker in policy["workers"] if not _left(summary, worker["id"])]
+        assert held
+        for worker in policy["workers"]:
+            assert worker["verified"]
+        for worker in held:
+            assert (worker["version"], worker["digest"]) == (policy["trainer_version"], policy["trainer_digest"])
+        head = pulse.History(pulse.open_store(out / "store" / name)).head()
+        assert head is not None
+        assert (head.version, head.digest) == (policy["trainer_version"], policy["trainer_digest"])
+        records = metrics.read(directory(out, name))
+        assert [record["step"] for record in records] == list(range(1, policy["steps"] + 1))
+
+
+def _left(summary: dict[str, Any], worker: str) -> bool:
+    return next(bool(each["left"]) for each in summary["workers"] if each["id"] == worker)

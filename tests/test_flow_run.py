@@ -1,0 +1,115 @@
+"""Whole runs of recipes: two policies of tiny models, processes that are killed, workers that come and go."""
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import flow_runs
+import pytest
+from flow_runs import ROLES, check, finish, kill, run, start, steps
+from runs import COMMAND, wait_for
+
+
+def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, "steps=100000", "checkpoint_every=5")
+    try:
+        wait_for(lambda: steps(out) >= 6 or process.poll() is not None)
+        assert len(flow_runs.children("ray::TrainerProcess", process.pid)) == len(ROLES)
+        dataflow = kill("DataflowProcess", process.pid)
+        assert kill("TrainerProcess", process.pid) is not None
+        assert kill("RolloutProcess", process.pid) is not None
+        before = steps(out)
+        subprocess.run([*COMMAND, "rollout", str(out), "--add", "1"], check=True, timeout=60)
+        wait_for(lambda: steps(out) > before + 6)
+        process.send_signal(signal.SIGINT)
+        summary, said = finish(process)
+    finally:
+        process.kill()
+    check(summary, out)
+    lines = said.splitlines()
+    assert any(line.startswith("near-0") and line.endswith("died; starting again") for line in lines)
+    assert f"the dataflow (pid {dataflow}) died; it goes on from its journal" in lines
+    assert "near-1 joins" in lines
+    assert sum("the trainer of" in line and "died; it goes on from step" in line for line in lines) == 1
+    assert [(each["id"], each["restarts"]) for each in summary["workers"]] == [("near-0", 1), ("near-1", 0)]
+    assert summary["dataflow_restarts"] == 1
+    assert sum(policy["restarts"] for policy in summary["policies"].values()) == 1
+    assert len({policy["steps"] for policy in summary["policies"].values()}) == 2  # nobody waited for the other
+    page = (out / "report.html").read_text()
+    assert all(policy["trainer_digest"] in page for policy in summary["policies"].values())
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_gives_the_same_bits_whatever_the_workers_and_the_deaths(tmp_path: Path) -> None:
+    """Two policies; against one worker without an accident."""
+    whole = run(tmp_path / "whole", "deterministic=true", "steps=6")
+    check(whole, tmp_path / "whole")
+    out = tmp_path / "killed"
+    process = start(out, "deterministic=true", "steps=6", "pools.near.workers=3", "checkpoint_every=2")
+    for number, title in enumerate(("RolloutProcess", "TrainerProcess", "DataflowProcess")):
+        wait_for(lambda number=number: steps(out) >= 1 + number or process.poll() is not None)
+        kill(title, process.pid)
+    killed, _ = finish(process)
+    check(killed, out)
+    parts = run(tmp_path / "parts", "deterministic=true", "steps=3")
+    assert parts["steps"] == 3
+    parts = run(tmp_path / "parts", "steps=6", resume=True)
+    for name in ROLES:
+        expected = whole["policies"][name]
+        for other in (killed, parts):
+            assert other["policies"][name]["trainer_digest"] == expected["trainer_digest"]
+            assert other["policies"][name]["reward"] == expected["reward"]
+        assert len(set(expected["reward"])) > 1  # there was something to differ in
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, "steps=100000", "checkpoint_every=5")
+    wait_for(lambda: steps(out) > 7 or process.poll() is not None)
+    left = flow_runs.children("ray::", process.pid)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(map(_alive, left)))
+    done = max(len(flow_runs.metrics.read(flow_runs.directory(out, name))) for name in ROLES)
+    summary = run(out, f"steps={done + 3}", resume=True)
+    check(summary, out)
+    assert {policy["steps"] for policy in summary["policies"].values()} == {done + 3}
+
+
+@pytest.mark.slow
+def test_workers_join_and_leave_by_the_rule_while_the_run_goes_on(tmp_path: Path) -> None:
+    recipe = ["pools.near.workers=3", "autoscale.least=1", "autoscale.most=3", "autoscale.every=1", "steps=100000"]
+    process = start(tmp_path / "run", *recipe)
+    try:
+        wait_for(lambda: steps(tmp_path / "run") >= 3 or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        summary, _ = finish(process)
+    finally:
+        process.kill()
+    check(summary, tmp_path / "run")
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_evaluation_windows_are_played_at_their_versions(tmp_path: Path) -> None:
+    recipe = flow_runs.GAME.read_text() + '\n[[evaluation]]\nname = "held"\nevery = 3\nproblems = 4\nsamples = 2\n'
+    file = tmp_path / "game.toml"
+    file.write_text(recipe)
+    summary: dict[str, Any] = run(tmp_path / "run", "--recipe", str(file))
+    check(summary, tmp_path / "run")
+    assert {"held@0", "held@6"} <= summary["windows"].keys()
+    for window in summary["windows"].values():
+        assert window["done"]
+        assert window["played"] == 4
+        assert set(window["pass"]) == {"1", "2"}
