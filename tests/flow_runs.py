@@ -16,7 +16,8 @@ from pulse_rl.rl import metrics
 HERE = Path(__file__).parent
 GAME = HERE / "flow_game.toml"
 ROLES = ("digits", "letters")
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(HERE)}  # where the workflow is
+PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # the first is where the workflow is
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
 
 
 def start(out: Path, *sets: str, resume: bool = False) -> "subprocess.Popen[str]":

@@ -5,10 +5,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import flow_runs
 import pytest
-from flow_runs import ROLES, check, finish, kill, run, start, steps
-from runs import COMMAND, wait_for
+from flow_runs import GAME, ROLES, check, finish, kill, run, start, steps
+from runs import COMMAND, children, wait_for
+
+from pulse_rl.flow.trainer import directory
+from pulse_rl.rl import metrics
 
 
 def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_
     process = start(out, "steps=100000", "checkpoint_every=5")
     try:
         wait_for(lambda: steps(out) >= 6 or process.poll() is not None)
-        assert len(flow_runs.children("ray::TrainerProcess", process.pid)) == len(ROLES)
+        assert len(children("ray::TrainerProcess", process.pid)) == len(ROLES)
         dataflow = kill("DataflowProcess", process.pid)
         assert kill("TrainerProcess", process.pid) is not None
         assert kill("RolloutProcess", process.pid) is not None
@@ -69,11 +71,11 @@ def test_a_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> Non
     out = tmp_path / "run"
     process = start(out, "steps=100000", "checkpoint_every=5")
     wait_for(lambda: steps(out) > 7 or process.poll() is not None)
-    left = flow_runs.children("ray::", process.pid)
+    left = children("ray::", process.pid)
     process.kill()
     process.communicate()
     wait_for(lambda: not any(map(_alive, left)))
-    done = max(len(flow_runs.metrics.read(flow_runs.directory(out, name))) for name in ROLES)
+    done = max(len(metrics.read(directory(out, name))) for name in ROLES)
     summary = run(out, f"steps={done + 3}", resume=True)
     check(summary, out)
     assert {policy["steps"] for policy in summary["policies"].values()} == {done + 3}
@@ -103,7 +105,7 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_evaluation_windows_are_played_at_their_versions(tmp_path: Path) -> None:
-    recipe = flow_runs.GAME.read_text() + '\n[[evaluation]]\nname = "held"\nevery = 3\nproblems = 4\nsamples = 2\n'
+    recipe = GAME.read_text() + '\n[[evaluation]]\nname = "held"\nevery = 3\nproblems = 4\nsamples = 2\n'
     file = tmp_path / "game.toml"
     file.write_text(recipe)
     summary: dict[str, Any] = run(tmp_path / "run", "--recipe", str(file))

@@ -22,7 +22,7 @@ def write(run: Path, summary: dict[str, Any]) -> Path:
 
     Raises MissingExtraError without the extra `study`, OSError if the file cannot be written.
     """
-    records = {name: metrics.read(directory(run, name)) for name in summary["policies"]}
+    records: dict[str, Records] = {name: metrics.read(directory(run, name)) for name in summary["policies"]}
     write_stream(run / REPORT, [html(summary, records).encode()])
     return run / REPORT
 

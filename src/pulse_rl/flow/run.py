@@ -35,6 +35,7 @@ from pulse_rl.rl import metrics, model_name
 from pulse_rl.rl.checkpoints import saved_step
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import engine, service, wait
+from pulse_rl.rl.report import REPORT
 from pulse_rl.rl.run import FINISH_S, POLL_S, stop_requests
 
 
@@ -123,7 +124,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
     try:
         report.write(recipe.directory, result)
     except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
-        display.log(f"no {report.REPORT}: {error}")
+        display.log(f"no {REPORT}: {error}")
     if result["steps"] < recipe.steps:
         display.log(f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}")
     return result

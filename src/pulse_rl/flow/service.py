@@ -31,12 +31,15 @@ def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | No
     """How a policy's samples are handled; None if it is not trained."""
     if not policy.trained:
         return None
-    replay = policy.replay and registry.build("replay", policy.replay, key=f"policies.{name}.replay", seed=seed)
+
+    def build(kind: str, plugin: registry.Plugin) -> Any:
+        return registry.build(kind, plugin, key=f"policies.{name}.{kind}", seed=seed)
+
     return PolicySettings(
         groups=policy.tasks_per_step,
         max_staleness=policy.max_staleness,
         order=policy.order,
-        filter=registry.build("filter", policy.filter, key=f"policies.{name}.filter", seed=seed),
-        replay=replay,
+        filter=build("filter", policy.filter),
+        replay=policy.replay if policy.replay is None else build("replay", policy.replay),
         replay_ratio=policy.replay_ratio,
     )

@@ -108,11 +108,11 @@ def score(model: Any, completions: Completions, temperature: float, group: torch
     group: (P,) int64, where groups differ in size.
     """
     ids, mask, tokens, sampled, _ = completions
-    group = len(tokens) // len(ids) if group is None else group
-    first, cache = _prefill(model, ids, mask, group)
+    size = len(tokens) // len(ids) if group is None else group
+    first, cache = _prefill(model, ids, mask, size)
     logits = first[:, None]
     if tokens.shape[1] > 1:
-        seen = mask.repeat_interleave(group, 0)
+        seen = mask.repeat_interleave(size, 0)
         position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1)
         # All tokens may attend, also those after a completion's end: the loss leaves these out.
         out = model(

@@ -6,7 +6,7 @@ several. `trainer_group` keeps the trainers' weights together. A round ends in a
 """
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -115,9 +115,9 @@ class Trainer:
         self._optimizer.zero_grad()
         return record | {"grad_norm": float(norm), "lr": lr}
 
-    def _add_gradients(self, chunks: list[Chunk]) -> dict[str, Any]:
+    def _add_gradients(self, batch: Any) -> dict[str, Any]:
         """Add a batch's gradients; every token weighs the same. Returns what is recorded of it."""
-        config = self._config
+        config, chunks = self._config, cast(list[Chunk], batch)
         total = sum(int(chunk.mask.sum()) for chunk in chunks)
         loss_sum = clipped = 0.0
         for chunk in chunks:
