@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from flow_runs import check, finish, kill, start, steps
 from runs import children, wait_for
@@ -41,7 +42,7 @@ def main() -> None:
     print(json.dumps({"kills": done, "by_service": totals, "seconds": time.monotonic() - begun}))
 
 
-def one(out: Path, seed: int, kills: int) -> dict:
+def one(out: Path, seed: int, kills: int) -> dict[str, Any]:
     """A run with so many kills; raises AssertionError if it does not end whole."""
     shutil.rmtree(out, ignore_errors=True)
     chance, killed, begun = random.Random(seed), Counter[str](), time.monotonic()
