@@ -14,7 +14,7 @@ from pulse_rl.flow.registry import Plugin
 from pulse_rl.flow.workflow import build
 from pulse_rl.rl.tasks import Task
 
-GAME = Path(__file__).parents[1] / "examples" / "flow_game.toml"
+GAME = Path(__file__).parents[1] / "examples" / "sum_game.toml"
 
 
 def _play(workflow: Any, number: int, *players: Scripted, max_new_tokens: int = 64) -> Episode:
@@ -251,6 +251,8 @@ def test_the_recipe_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> Non
     assert recipe.workflow.settings == {"digits": 1}
     assert recipe.path == str(GAME.parent)
     assert len(GAME.with_suffix(".py").read_text().splitlines()) < 60
+    page = (GAME.parents[1] / "docs" / "workflows.md").read_text()
+    assert all(GAME.with_suffix(suffix).read_text() in page for suffix in (".py", ".toml"))
 
 
 def test_a_script_that_has_ended_says_so() -> None:
