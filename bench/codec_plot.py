@@ -20,7 +20,8 @@ import numpy as np
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import field_of
-from pulse_rl.kernels.cpu import context, moves, rangecoder
+from pulse_rl.kernels.cpu import coding, context, moves, rangecoder
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import Layout
@@ -57,25 +58,28 @@ def code_bits(states: Any, counts: Any) -> Any:
 @contextmanager
 def counted() -> Iterator[list[tuple[Any, Any, int]]]:
     """Collect the segments that are coded inside: each one's first states, its counts, and the bytes of its stream."""
-    original: Any = context.encode_segment
+    original = coding.encode_segments
     found: list[tuple[Any, Any, int]] = []
 
-    def spy(place: context.Place, start: context.Start, *given: Any) -> Any:
-        *others, limit = given
-        if limit is None:
-            return original(place, start, *given)
-        first, counts = start.states.copy(), np.zeros_like(start.states)
-        original(place, start._replace(states=counts), *others, None)
-        stream = original(place, start, *given)
-        if stream is not None:
-            found.append((first, counts, len(stream)))
-        return stream
+    def spy(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]:
+        streams = original(memory, kind, starts, changes)
+        for number, stream in enumerate(streams):
+            if stream is None:
+                continue
+            one, (a, b) = [number], changes.edges[number : number + 2]
+            alone = Kind(*kind[:2], *(each[one] for each in kind[2:]))
+            mine = Coded(changes.edges[number : number + 2] - a, changes.indices[a:b], changes.moved.at(slice(a, b)))
+            counts = starts._replace(states=np.zeros_like(starts.states))
+            coding.count_bits(memory.of(one), alone, counts, mine)
+            which = kind.classes[number]
+            found.append((starts.states[which], counts.states[which], len(stream)))
+        return streams
 
-    context.encode_segment = spy  # type: ignore[assignment]
+    coding.encode_segments = spy
     try:
         yield found
     finally:
-        context.encode_segment = original
+        coding.encode_segments = original
 
 
 def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:

@@ -1,5 +1,7 @@
 """The kernels of the context codec, each compared with its naive twin; the range coder with exact arithmetic."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from fuzz_context import Segment
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 from test_context import segments
 
 from pulse_rl.codecs import model
-from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
-from pulse_rl.kernels.cpu import moves, rangecoder
+from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
+from pulse_rl.kernels.cpu import coding, moves, rangecoder
+from pulse_rl.kernels.cpu.context import Start, tables
 from pulse_rl.kernels.reference import context as reference
 
 # The range coder
@@ -142,6 +145,19 @@ def test_log2_against_exact_arithmetic(values: list[int]) -> None:
             assert log == exact
 
 
+def hot_elements(old: Any, field: Field, threshold: int) -> list[tuple[int, int]]:
+    """The hot elements that the kernels find, and their exponents."""
+    kind = old.dtype.type
+    indices, exponents = np.empty(old.size, np.uint32), np.empty(old.size, np.uint16)
+    mask, shift = kind(field.mask), kind(field.shift)
+    if threshold < field.exponents:
+        find = moves.hot_flat if old.ndim == 1 else moves.hot_in_rows
+        count = find(old, mask, kind(threshold << field.shift), shift, indices, exponents)
+    else:
+        count = moves.every_in_rows(old.reshape(-1, 1) if old.ndim == 1 else old, mask, shift, indices, exponents)
+    return list(zip(indices[:count].tolist(), exponents[:count].tolist(), strict=True))
+
+
 @settings(max_examples=150)
 @given(segments(), st.floats(0, 1), st.sampled_from([1, 2, 16]))
 def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: float, every: int) -> None:
@@ -149,9 +165,8 @@ def test_hot_elements_and_counts_equal_their_twins(segment: Segment, share: floa
     exponents = [reference.exponent(segment.dtype, bits, old) for old in segment.old.tolist()]
     assert kind.exponents == reference.exponents_of(segment.dtype, bits)
     for threshold in {0, 1, round(share * kind.exponents), kind.exponents - 1, kind.exponents}:
-        hot = moves.find_hot(segment.old, kind, threshold)
-        assert hot.indices.tolist() == [i for i, e in enumerate(exponents) if e < threshold]
-        assert hot.exponents.tolist() == [e for e in exponents if e < threshold]
+        hot = [(i, e) for i, e in enumerate(exponents) if e < threshold]
+        assert hot_elements(segment.old, kind, threshold) == hot
     counted = [e for i, e in enumerate(exponents) if i // 64 % every == 0]
     expected = np.bincount(counted, minlength=kind.exponents) * every
     assert moves.count_exponents(segment.old, kind, every).tolist() == expected.tolist()
@@ -168,8 +183,7 @@ def test_hot_elements_and_counts_in_rows_are_those_of_a_copy(dtype: str, rows: i
     old = data.view(UINTS[itemsize]).reshape(rows, run + 5)[:, 3 : 3 + run]
     flat = old.flatten()
     for threshold in (0, round(share * kind.exponents), kind.exponents):
-        expected = [column.tolist() for column in moves.find_hot(flat, kind, threshold)]
-        assert [column.tolist() for column in moves.find_hot(old, kind, threshold)] == expected
+        assert hot_elements(old, kind, threshold) == hot_elements(flat, kind, threshold)
     for every in (1, 2):
         counted = moves.count_exponents(flat, kind, every)
         assert moves.count_exponents(old, kind, every).tolist() == counted.tolist()
@@ -201,11 +215,70 @@ def test_moves_equal_their_twins(segment: Segment) -> None:
 @given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
 def test_merge_equals_sorting(first: set[int], second: set[int]) -> None:
     runs = np.array(sorted(first) + sorted(second), np.uint32)
-    out = moves.merge(runs, (runs * 3).astype(np.uint16), len(first))
-    assert (out is None) == bool(first & second)
-    if out is not None:
-        assert out[0].tolist() == sorted(first | second)
-        assert out[1].tolist() == [3 * index for index in out[0].tolist()]
+    merged, values = np.empty_like(runs), np.empty(len(runs), np.uint16)
+    sound = moves.merge_runs(runs, (runs * 3).astype(np.uint16), len(first), merged, values)
+    assert sound == (not first & second)
+    if sound:
+        assert merged.tolist() == sorted(first | second)
+        assert values.tolist() == [3 * index for index in merged.tolist()]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "F64", "I16"])
+def test_segments_in_one_call_are_coded_where_they_lie(dtype: str) -> None:
+    """Rows that lie apart, in both directions, memory that is not aligned, and flat memory, with few and with all
+    elements hot: the streams are those of contiguous copies, one call for each, and decode to the changes."""
+    field, itemsize = field_of(dtype), ITEMSIZES[dtype]
+    rng = np.random.default_rng(itemsize)
+    data = rng.integers(0, 256, itemsize * 6000 + 1, np.uint8)
+    apart = data[:-1].view(UINTS[itemsize])[:1500].reshape(15, 100)
+    olds = [
+        apart[:, 7:80],
+        apart[::-1, 20:],
+        apart[3:4, 1:65],
+        data[1:].view(UINTS[itemsize])[2000:2777],
+        data[:-1].view(UINTS[itemsize])[3000:3100],
+    ]
+    starts = coding.starts_of([start_of(field, threshold) for threshold in (field.exponents // 2, field.exponents, 0)])
+    strides = np.array([old.shape[-1] if old.ndim == 2 else 64 for old in olds])
+    kind = coding.Kind(field, itemsize, strides, np.array([0, 0, 0, 5, 63]), np.array([0, 1, 0, 2, 0]))
+    indices = [np.flatnonzero(rng.random(old.size) < 0.2).astype(np.uint32) for old in olds]
+    before = [old.reshape(-1)[where] for old, where in zip(olds, indices, strict=True)]
+    after = [bits ^ bits.dtype.type(3) for bits in before]
+    edges = np.concatenate([[0], np.cumsum([len(where) for where in indices])])
+    moved = moves.find_moves(np.concatenate(before), np.concatenate(after), field)
+    changes = coding.Coded(edges, np.concatenate(indices), moved)
+    memory = coding.memory_of(olds)
+    streams = coding.encode_segments(memory, kind, starts, changes)
+    counts = starts._replace(states=np.zeros_like(starts.states))
+    coding.count_bits(memory, kind, counts, changes)
+
+    one_by_one = starts._replace(states=np.zeros_like(starts.states))
+    for number, old in enumerate(olds):
+        copy = coding.memory_of([old.flatten()])
+        mine = slice(*edges[number : number + 2])
+        alone = coding.Kind(field, itemsize, *(each[number : number + 1] for each in kind[2:]))
+        change = coding.Coded(edges[number : number + 2] - edges[number], indices[number], moved.at(mine))
+        assert coding.encode_segments(copy, alone, starts, change) == [streams[number]]
+        coding.count_bits(copy, alone, one_by_one, change)
+        every = np.array([1])
+        exponents = coding.count_exponents(memory.of([number]), field, itemsize, every)
+        assert exponents.tolist() == [moves.count_exponents(old.flatten(), field, 1).tolist()]
+    assert (counts.states == one_by_one.states).all()
+
+    coded = [memoryview(stream) for stream in streams if stream is not None]
+    assert len(coded) == len(olds)
+    decoded = coding.decode_segments(coded, memory, kind, starts, edges)
+    assert not isinstance(decoded, int)
+    assert decoded[0].tolist() == changes.indices.tolist()
+    assert decoded[1].tolist() == np.concatenate(after).tolist()
+    coded[3] = memoryview(b"")  # reads as zeros: a gap without end
+    assert coding.decode_segments(coded, memory, kind, starts, edges) == 3
+
+
+def start_of(field: Field, threshold: int) -> Start:
+    size = tables(field.exponents).size
+    states = np.full(size, (1 << 31) << rangecoder.SEEN, np.int64)
+    return Start(threshold, np.full(field.exponents, 1 << 13, np.int64), states)
 
 
 @pytest.mark.parametrize("odds", [-64, -63, -1, 0, 1, 2, 3, 63, 64])

@@ -9,6 +9,7 @@ and decoder agree without a flag.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import mul
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import FormatError
+from pulse_rl.kernels.cpu.coding import Lies, Memory
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.segments import SEGMENT
 
@@ -66,6 +68,7 @@ class SegmentChanges(NamedTuple):
     changes: Changes  # of a dense segment: every element
     read: Read
     replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
+    lies: Lies | None = None  # where the old bits lie in host memory, if they can be used there without `read`
 
 
 class Unit(NamedTuple):
@@ -78,6 +81,25 @@ class Unit(NamedTuple):
 
     segments: int  # how many
     decode: Callable[[Sequence[Read]], list[Changes]]
+
+
+class Units(NamedTuple):
+    """The units of a span.
+
+    `decode` takes the numbers of some of them, ascending, and of the segments of these one reader each and where their
+    old bits lie in host memory, or None. It returns and raises what their own `decode` would, and is faster where a
+    span has many units.
+    """
+
+    sizes: Sequence[int]  # segments of each
+    decode: Callable[[Sequence[int], Sequence[Read], Memory | None], list[Changes]]
+
+    def each(self) -> list[Unit]:
+        """The units one by one."""
+        return [Unit(size, partial(self._decode, number)) for number, size in enumerate(self.sizes)]
+
+    def _decode(self, number: int, reads: Sequence[Read]) -> list[Changes]:
+        return self.decode([number], reads, None)
 
 
 class Codec(Protocol):
@@ -98,7 +120,7 @@ class Codec(Protocol):
 
     def open(
         self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
-    ) -> list[Callable[[memoryview], list[Unit]]]:
+    ) -> list[Callable[[memoryview], Units]]:
         """For each span of a block, what gives the span's units from its bytes. This is cheap: it decodes no segment.
 
         Both raise FormatError for malformed bytes.
@@ -122,7 +144,7 @@ def consecutive(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T
 def open_block(codec: Codec, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
     """The units of a block of one span, with what it shares before it. Raises FormatError."""
     shared, span = codec.split(block)
-    return codec.open(shared, specs, [len(specs)])[0](span)
+    return codec.open(shared, specs, [len(specs)])[0](span).each()
 
 
 _EVERY = np.arange(SEGMENT, dtype=np.uint32)

@@ -12,22 +12,22 @@ the bits of a segment are in `kernels.cpu.context`.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Unit, consecutive
+from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Units, consecutive
 from pulse_rl.codecs.model import Ints, Model
-from pulse_rl.dtypes import UINTS, Field, UIntArray, field_of
+from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import context, moves
+from pulse_rl.kernels.cpu import coding, context, moves
+from pulse_rl.kernels.cpu.coding import Starts
 from pulse_rl.kernels.cpu.context import Start
-from pulse_rl.kernels.cpu.moves import Moves
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
@@ -35,6 +35,7 @@ from pulse_rl.weights.changes import Changes, find_changes
 SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
 SAMPLED_EVERY = 64
 SAMPLE = 32  # segments of a class whose contexts are counted
+BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 
 
 class ContextCodec:
@@ -60,7 +61,7 @@ class ContextCodec:
         streams = [b""] * len(segments)
         for dtype, members in _groups([one.spec for one in segments]).items():
             group = [segments[number] for number in members]
-            classes, models, coded = _encode_group(field_of(dtype), group, self._price)
+            classes, models, coded = _encode_group(dtype, group, self._price)
             numbers += _group_numbers(field_of(dtype), group, classes, models, coded)
             kinds += _kinds(field_of(dtype), len(members))
             for number, stream in zip(members, coded, strict=True):
@@ -81,7 +82,7 @@ class ContextCodec:
 
     def open(
         self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
-    ) -> list[Callable[[memoryview], list[Unit]]]:
+    ) -> list[Callable[[memoryview], Units]]:
         groups = _groups(specs)
         kinds = [kind for dtype, members in groups.items() for kind in _kinds(field_of(dtype), len(members))]
         numbers = decode_numbers(shared, np.array(kinds, np.uint8))
@@ -94,20 +95,17 @@ class ContextCodec:
             for number, stream in zip(members, found, strict=True):
                 streams[number] = stream
             numbers = numbers[count:]
-        paired = list(zip(specs, streams, strict=True))
-        return [partial(_units, members) for members in consecutive(paired, spans)]
+        cut = zip(consecutive(specs, spans), consecutive(streams, spans), strict=True)
+        return [partial(_units, *parts) for parts in cut]
 
 
-def _units(segments: Sequence[tuple[SegmentSpec, "_Stream"]], payload: memoryview) -> list[Unit]:
+def _units(specs: Sequence[SegmentSpec], streams: Sequence["_Stream"], payload: memoryview) -> Units:
     """The units of a span: its segments."""
-    expected = sum(stream.nbytes for _, stream in segments)
-    if expected != len(payload):
-        raise FormatError(f"context block: expected {expected} bytes, found {len(payload)}")
-    units, at = [], 0
-    for spec, stream in segments:
-        units.append(Unit(1, _decoder(payload[at : at + stream.nbytes], spec, stream.start)))
-        at += stream.nbytes
-    return units
+    at = [0, *accumulate(stream.nbytes for stream in streams)]
+    if at[-1] != len(payload):
+        raise FormatError(f"context block: expected {at[-1]} bytes, found {len(payload)}")
+    held = [_Held(spec, payload[a:b], stream) for spec, stream, a, b in zip(specs, streams, at, at[1:], strict=False)]
+    return Units([1] * len(held), partial(_decode, held))
 
 
 def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
@@ -148,7 +146,8 @@ class _Stream(NamedTuple):
     """What the head says of a segment's stream."""
 
     nbytes: int
-    start: Start | None  # None for a plain stream
+    starts: Starts | None  # of its group; None for a plain stream, and where nothing changes
+    number: int = 0  # of its class
 
 
 def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> list[_Stream]:
@@ -158,7 +157,7 @@ def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> li
     for place in range(min(model.CLASSES, len(specs))):
         before = models[-1] if models else None
         models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, field))
-    starts = [one.start() for one in models]
+    starts = coding.starts_of([one.start() for one in models])
     mean, *rest = numbers[len(models) * width :].tolist()
     streams = []
     for spec, number, residue in zip(specs, rest[::2], model.unzigzag(np.array(rest[1::2])).tolist(), strict=True):
@@ -166,96 +165,146 @@ def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> li
         nbytes = full if number == len(models) else ((spec.changed * mean) >> 8) + residue
         if number > len(models) or not 0 <= nbytes <= full:
             raise FormatError(f"context block: a segment of {full} bytes has class {number} and {nbytes} bytes")
-        streams.append(_Stream(nbytes, starts[number] if number < len(starts) else None))
+        streams.append(_Stream(nbytes, starts if number < len(models) else None, number))
     return streams
 
 
 # Encoding
 
 
-def _encode_group(field: Field, parts: Sequence[SegmentChanges], price: int) -> tuple[Ints, list[Model], list[bytes]]:
+def _encode_group(dtype: str, parts: Sequence[SegmentChanges], price: int) -> tuple[Ints, list[Model], list[bytes]]:
     """Code segments of one dtype, with what is learned from them.
 
     Returns the class of each segment (len(models) for a plain one), the models, and the streams.
     """
+    group = _Group(dtype, parts)
+    field, batches = group.field, group.batches()
     # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
-
-    def measure(part: SegmentChanges) -> tuple[Moves, Ints, Ints]:
-        old = part.read()
-        before = _gathered(old, part.changes.indices) if part.replaced is None else part.replaced
-        moved = moves.find_moves(before, part.changes.values, field)
-        changes = np.bincount(moved.exponents, minlength=field.exponents)
-        every = SAMPLED_EVERY if old.size > SAMPLED_SIZE else 1
-        return moved, np.maximum(moves.count_exponents(old, field, every), changes), changes
-
-    all_moved, all_elements, all_changes = zip(*ordered_map(measure, parts), strict=True)
-    elements, changes = np.stack(all_elements), np.stack(all_changes)
-    members = list(zip(parts, all_moved, strict=True))
+    counted = list(ordered_map(group.measure, batches))
+    elements, changes = (np.concatenate(each) for each in zip(*counted, strict=True))
+    np.maximum(elements, changes, out=elements)  # of a sample, there may be fewer
     classes, activities = model.classify(elements, changes)
     thresholds = [
         model.threshold(elements[classes == number].sum(0), changes[classes == number].sum(0), activity, price)
         for number, activity in enumerate(activities)
     ]
     # 2. Count every context's bits in a sample of each class, and learn its model from the counts.
-    size = context.tables(field.exponents).size
-    shares = [model.share(activity) for activity in activities]
-
-    def count(item: tuple[int, _Member]) -> tuple[int, Ints]:
-        number, member = item
-        counts = np.zeros(size, np.int64)
-        _encode_segment(field, member, Start(thresholds[number], shares[number], counts), None)
-        return number, counts
-
-    counted = np.zeros((len(activities), size), np.int64)
-    for number, counts in ordered_map(count, _sample(classes, members)):
-        counted[number] += counts
+    nothing = np.zeros(context.tables(field.exponents).size, np.int64)
+    blank = [
+        Start(threshold, model.share(activity), nothing)
+        for threshold, activity in zip(thresholds, activities, strict=True)
+    ]
+    counts = np.zeros((len(blank), len(nothing)), np.int64)
+    sampled = group.batches(_sample(classes))
+    for found in ordered_map(partial(group.count, classes=classes, starts=blank), sampled):
+        counts += found
     models = [
-        model.learn(field, thresholds[number], activity, counted[number], counted.sum(0))
+        model.learn(field, thresholds[number], activity, counts[number], counts.sum(0))
         for number, activity in enumerate(activities)
     ]
     # 3. Code every segment from its model; one that would take more bytes than its elements is written plain.
-    starts = [learned.start() for learned in models]
-
-    def code(item: tuple[int, _Member]) -> bytes | None:
-        number, member = item
-        fresh = starts[number]._replace(states=starts[number].states.copy())
-        return _encode_segment(field, member, fresh, member[0].spec.size * member[0].spec.itemsize)
-
-    streams = []
-    for place, stream in enumerate(ordered_map(code, zip(classes.tolist(), members, strict=True))):
-        if stream is None:
-            classes[place] = len(models)
-            stream = _plain(parts[place])
-        streams.append(stream)
+    starts = coding.starts_of([learned.start() for learned in models])
+    streams = list[bytes]()
+    for coded in ordered_map(partial(group.code, classes=classes, starts=starts), batches):
+        for stream in coded:
+            if stream is None:
+                classes[len(streams)] = len(models)
+                stream = _plain(parts[len(streams)])
+            streams.append(stream)
     return classes, models, streams
 
 
-_Member: TypeAlias = tuple[SegmentChanges, Moves]
+class _Group:
+    """Segments of one dtype that are coded together, in batches: ascending numbers of some of them."""
+
+    def __init__(self, dtype: str, parts: Sequence[SegmentChanges]) -> None:
+        self.field, self._itemsize, self._parts = field_of(dtype), ITEMSIZES[dtype], parts
+        _, sizes, changed, strides, phases = zip(*(part.spec for part in parts), strict=True)
+        self._sizes, self._strides, self._phases = (np.array(each, np.int64) for each in (sizes, strides, phases))
+        self._edges = np.concatenate([[0], np.cumsum(changed)])
+        self._moved = moves.no_moves(int(self._edges[-1]))  # filled in by `measure`
+
+    def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
+        """Some of the segments, or all, in runs of BATCH elements or more."""
+        chosen = range(len(self._parts)) if numbers is None else numbers
+        return list(_batches(chosen, self._sizes.tolist()))
+
+    def measure(self, batch: Sequence[int]) -> tuple[Ints, Ints]:
+        """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
+        parts = [self._parts[number] for number in batch]
+        every = np.where(self._sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
+        elements = coding.count_exponents(self._memory(batch), self.field, self._itemsize, every)
+        before = [_replaced(part) for part in parts]
+        edges = self._edges[batch[0] : batch[-1] + 2]
+        mine = self._moved.at(slice(edges[0], edges[-1]))
+        after = np.concatenate([part.changes.values for part in parts])
+        moves.find_moves(np.concatenate(before), after, self.field, mine)
+        width = self.field.exponents
+        which = np.repeat(np.arange(len(batch)) * width, np.diff(edges)) + mine.exponents
+        changes = np.bincount(which, minlength=len(batch) * width).reshape(-1, width)
+        return elements, changes
+
+    def count(self, batch: Sequence[int], *, classes: Ints, starts: Sequence[Start]) -> Ints:
+        """Count the bits of a batch, (classes, contexts)."""
+        counts = coding.starts_of(starts)
+        coding.count_bits(*self._given(batch, classes), counts, self._changes(batch))
+        return counts.states
+
+    def code(self, batch: Sequence[int], *, classes: Ints, starts: Starts) -> list[bytes | None]:
+        """Each segment's stream; None for one that would be too long."""
+        return coding.encode_segments(*self._given(batch, classes), starts, self._changes(batch))
+
+    def _given(self, batch: Sequence[int], classes: Ints) -> tuple[coding.Memory, coding.Kind]:
+        strides, phases = self._strides[batch], self._phases[batch]
+        return self._memory(batch), coding.Kind(self.field, self._itemsize, strides, phases, classes[batch])
+
+    def _memory(self, batch: Sequence[int]) -> coding.Memory:
+        """The old bits, read where they cannot be used as they lie."""
+        parts = [self._parts[number] for number in batch]
+        places = [part.lies for part in parts if part.lies is not None]
+        if len(places) == len(parts):
+            return coding.memory_at(places, parts)
+        return coding.memory_of([part.read() for part in parts])
+
+    def _changes(self, batch: Sequence[int]) -> coding.Coded:
+        indices = np.concatenate([self._parts[number].changes.indices for number in batch])
+        edges = np.concatenate([[0], np.cumsum([len(self._parts[number].changes.indices) for number in batch])])
+        first, last = self._edges[batch[0]], self._edges[batch[-1] + 1]
+        if len(batch) == batch[-1] - batch[0] + 1:
+            return coding.Coded(edges, indices, self._moved.at(slice(first, last)))  # a view
+        chosen = [np.arange(*self._edges[number : number + 2]) for number in batch]
+        return coding.Coded(edges, indices, self._moved.at(np.concatenate(chosen)))
 
 
-def _sample(classes: Ints, members: Sequence[_Member]) -> list[tuple[int, _Member]]:
-    """Up to SAMPLE segments of each class, evenly spaced, each with its class."""
-    chosen = []
+def _batches(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Divide numbers into runs whose sizes add up to BATCH or more, but for the last."""
+    batch, size = list[int](), 0
+    for number in numbers:
+        batch.append(number)
+        size += sizes[number]
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _sample(classes: Ints) -> list[int]:
+    """Up to SAMPLE segments of each class, evenly spaced, ascending."""
+    chosen: list[int] = []
     for number in range(int(classes.max()) + 1):
         mine = np.flatnonzero(classes == number)
-        chosen += [(number, members[i]) for i in mine[:: -(-len(mine) // SAMPLE) or 1].tolist()]
-    return chosen
+        chosen += mine[:: -(-len(mine) // SAMPLE) or 1].tolist()
+    return sorted(chosen)
 
 
-def _encode_segment(field: Field, member: _Member, start: Start, limit: int | None) -> bytes | None:
-    """Code one segment; start's states are changed. limit: as in the kernel."""
-    part, moved = member
-    hot = moves.find_hot(part.read(), field, start.threshold)
-    return context.encode_segment(_place(part.spec), start, hot, part.changes.indices, moved, limit)
-
-
-def _place(spec: SegmentSpec) -> context.Place:
-    return context.Place(spec.size, 8 * spec.itemsize, spec.stride, spec.phase)
-
-
-def _gathered(old: UIntArray, indices: NDArray[np.uint32]) -> UIntArray:
-    values = np.empty(len(indices), old.dtype)
-    (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, indices, values)
+def _replaced(part: SegmentChanges) -> UIntArray:
+    """The old bits of the elements that change."""
+    if part.replaced is not None:
+        return part.replaced
+    old = part.read()
+    values = np.empty(len(part.changes.indices), old.dtype)
+    (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, part.changes.indices, values)
     return values
 
 
@@ -269,23 +318,66 @@ def _plain(part: SegmentChanges) -> bytes:
 # Decoding
 
 
-def _decoder(stream: memoryview, spec: SegmentSpec, start: Start | None) -> Callable[[Sequence[Read]], list[Changes]]:
-    def decode(reads: Sequence[Read]) -> list[Changes]:
-        if not spec.changed:
-            return [Changes(np.empty(0, np.uint32), np.empty(0, UINTS[spec.itemsize]))]
-        old = reads[0]()
-        if start is None:
-            changes = find_changes(old.reshape(-1), np.frombuffer(bytes(stream), UINTS[spec.itemsize]))
-            if len(changes.indices) != spec.changed:
-                raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
-            return [changes]
-        fresh = start._replace(states=start.states.copy())
-        decoded = context.decode_segment(stream, _place(spec), fresh, old, field_of(spec.dtype), spec.changed)
-        if decoded is None:
-            raise FormatError(
-                f"context segment: a stream of {len(stream)} bytes does not hold {spec.changed} changes of "
-                f"{spec.size} elements"
-            )
-        return [Changes(*decoded)]
+class _Held(NamedTuple):
+    """A segment that can be decoded."""
 
-    return decode
+    spec: SegmentSpec
+    data: memoryview
+    stream: _Stream
+
+
+def _decode(
+    span: Sequence[_Held], numbers: Sequence[int], reads: Sequence[Read], memory: coding.Memory | None
+) -> list[Changes]:
+    """The changes of some segments of a span."""
+    segments = [span[number] for number in numbers]
+    found: list[Changes | None] = [None] * len(segments)
+    by_dtype: dict[str, list[int]] = {}
+    for number, (spec, _, stream) in enumerate(segments):
+        if not spec.changed:
+            found[number] = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[spec.itemsize]))
+        elif stream.starts is None:
+            found[number] = _decode_plain(segments[number], reads[number]())
+        else:
+            by_dtype.setdefault(spec.dtype, []).append(number)
+    sizes = [one.spec.size for one in segments]
+    for members in by_dtype.values():
+        for batch in _batches(members, sizes):
+            old = memory.of(batch) if memory else coding.memory_of([reads[number]() for number in batch])
+            decoded = _decode_batch([segments[number] for number in batch], old)
+            for number, changes in zip(batch, decoded, strict=True):
+                found[number] = changes
+    return [changes for changes in found if changes is not None]
+
+
+def _decode_batch(segments: Sequence[_Held], memory: coding.Memory) -> Iterator[Changes]:
+    """Decode segments of one dtype and block."""
+    specs, streams, held = zip(*segments, strict=True)
+    dtype, starts = specs[0].dtype, held[0].starts
+    _, _, changed, strides, phases = zip(*specs, strict=True)
+    kind = coding.Kind(
+        field_of(dtype),
+        ITEMSIZES[dtype],
+        np.array(strides, np.int64),
+        np.array(phases, np.int64),
+        np.array([one.number for one in held], np.int64),
+    )
+    edges = np.concatenate([[0], np.cumsum(changed)])
+    decoded = coding.decode_segments(streams, memory, kind, starts, edges)
+    if isinstance(decoded, int):
+        broken, spec = streams[decoded], specs[decoded]
+        raise FormatError(
+            f"context segment: a stream of {len(broken)} bytes does not hold {spec.changed} changes of "
+            f"{spec.size} elements"
+        )
+    indices, values = decoded
+    at = edges.tolist()
+    return (Changes(indices[a:b], values[a:b]) for a, b in zip(at, at[1:], strict=False))
+
+
+def _decode_plain(segment: _Held, old: UIntArray) -> Changes:
+    spec, data, _ = segment
+    changes = find_changes(old.reshape(-1), np.frombuffer(bytes(data), UINTS[spec.itemsize]))
+    if len(changes.indices) != spec.changed:
+        raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
+    return changes

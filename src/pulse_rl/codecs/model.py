@@ -84,6 +84,9 @@ def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
     mine = np.empty(len(elements), np.int64)
     mine[order] = np.minimum(classes - 1, classes * (reached - 1) // reached[-1])
     prior = (128 * all_changes) // np.maximum(all_elements, 1)  # eight elements of the average, in sixteenths
+    # An exponent that no element has adds nothing to any cost, and most are such.
+    seen = np.flatnonzero(all_elements)
+    elements, changes, prior = elements[:, seen], changes[:, seen], prior[seen]
     for _ in range(ROUNDS):
         activity = []
         for number in range(classes):
@@ -94,7 +97,14 @@ def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
         if np.array_equal(nearest, mine):
             break
         mine = nearest
-    return mine, activity
+    return mine, [_spread(found, seen, len(all_elements)) for found in activity]
+
+
+def _spread(activity: Ints, seen: Ints, exponents: int) -> Ints:
+    """The odds of all exponents, from those of the ones that elements have."""
+    every = np.full(exponents, _odds(np.array([1]), np.array([129]))[0])
+    every[seen] = activity
+    return every
 
 
 def threshold(elements: Ints, changes: Ints, activity: Ints, price: int) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Unit, consecutive, every_index, split_values
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Units, consecutive, every_index, split_values
 from pulse_rl.errors import FormatError
 from pulse_rl.weights.changes import Changes
 
@@ -34,13 +34,13 @@ class RawCodec:
 
     def open(
         self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
-    ) -> list[Callable[[memoryview], list[Unit]]]:
+    ) -> list[Callable[[memoryview], Units]]:
         if len(shared):
             raise FormatError(f"raw block: expected that its spans share nothing, found {len(shared)} bytes")
         return [partial(self._units, members) for members in consecutive(specs, spans)]
 
-    def _units(self, specs: Sequence[SegmentSpec], payload: memoryview) -> list[Unit]:
-        return [Unit(len(specs), lambda reads: self._decode(payload, specs))]
+    def _units(self, specs: Sequence[SegmentSpec], payload: memoryview) -> Units:
+        return Units([len(specs)], lambda numbers, reads, memory: self._decode(payload, specs))
 
     def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
         return block[:0], block

@@ -20,17 +20,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Unit, consecutive
+from pulse_rl.codecs.base import Units, consecutive
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import Target, holds, spots_of, targets
+from pulse_rl.patch.targets import Target, holds, memory_at, spots_of, targets
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Positions
@@ -68,20 +69,19 @@ class _Work:
 
     segments: list[Segment]
     tensors: Sequence[_Tensor]  # of the part, by its segments' numbers
-    units: list[tuple[int, Unit]]  # each with the number of its first segment here
+    units: Units  # of the span that they are from
+    numbers: list[int]  # of these units, which of them
     keep: bool  # whether the changes stay in memory from proof to write
     spots: cpu.Spots | None  # where all of them lie in live memory, if that is known
+    memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
     changes: list[Changes] | None = None  # of each segment, while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
     def decode(self) -> list[Changes]:
         """The changes of each segment."""
-        found: list[Changes] = []
-        for first, unit in self.units:
-            members = self.segments[first : first + unit.segments]
-            found += unit.decode([partial(self._read, segment) for segment in members])
-        return found
+        reads = [partial(self._read, segment) for segment in self.segments]
+        return self.units.decode(self.numbers, reads, self.memory)
 
     def _read(self, segment: Segment) -> UIntArray:
         return rows_of(self.tensors[segment.tensor].before[0], segment.place)
@@ -206,18 +206,17 @@ class Application:
             if self._before is self._live:
                 spots = spots_of(part.segments, [tensor.seed for tensor in tensors], self._live, self._shared)
             counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
+            sizes = part.segments.sizes()
             for span, units in part.opened():
-                work = _Work([], tensors, [], keep_all, None)
+                work = _Work([], tensors, units, [], keep_all, None)
                 held: list[int] = []
                 at = span.segments.numbers.start
-                for unit, members in zip(
-                    units, consecutive(list(span.segments), [unit.segments for unit in units]), strict=True
-                ):
+                for number, members in enumerate(consecutive(list(span.segments), units.sizes)):
                     if any(self._holds(tensors[segment.tensor], segment) for segment in members):
-                        work.units.append((len(work.segments), unit))
+                        work.numbers.append(number)
                         work.segments += members
-                        held += range(at, at + unit.segments)
-                    at += unit.segments
+                        held += range(at, at + len(members))
+                    at += len(members)
                 if not held:
                     continue
                 widths, mine = change_nbytes[held], counts[held]
@@ -227,6 +226,7 @@ class Application:
                     found = spots.of(held)
                     if ((found.addresses > 0) | (mine == 0)).all():
                         work.spots = found
+                    work.memory = memory_at(found, sizes[held], int(widths[0]) - 4, tensors)
                 yield work
 
     def _holds(self, tensor: _Tensor, segment: Segment) -> bool:

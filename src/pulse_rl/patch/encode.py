@@ -8,15 +8,18 @@ once the parts' deltas are added up, the digests are known, and `finish` puts th
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
-from pulse_rl.codecs.base import Codec, SegmentChanges, every_index
+from pulse_rl.codecs.base import Codec, SegmentChanges, SegmentSpec, every_index
+from pulse_rl.kernels.cpu.coding import Lies
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.scan import Scan, rows_of
-from pulse_rl.patch.segments import groups_of, spec_of
+from pulse_rl.patch.segments import Segments, groups_of, spec_of
+from pulse_rl.patch.targets import lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
@@ -125,15 +128,20 @@ def find(
     table = patch_format.entries_of(new)
     scan = Scan(old, new, digest_old)
     counts: list[int] = []
-    for group in groups_of(table, format_version=patch_format.FORMAT_VERSION):
+    groups = groups_of(table, format_version=patch_format.FORMAT_VERSION)
+    lying: Iterator[Lies | None] = repeat(None)
+    if any(codec.conditional for codec in codecs):
+        lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()})
+    for group in groups:
         entries = [table[number] for number in group.tensors]
         found = scan.find(group, entries)
         for tile, place in enumerate(group.places):
             boundary = group.boundary(tile)
-            for entry, (changes, replaced) in zip(entries, found, strict=False):
+            dtype, size, _, stride, phase = spec_of(entries[0], place, 0)  # of each of the entries
+            for entry, (changes, replaced), lies in zip(entries, found, lying, strict=False):
                 counts.append(len(replaced))
-                spec = spec_of(entry, place, len(replaced))
-                segment = SegmentChanges(spec, changes, partial(rows_of, old[entry.name], place), replaced)
+                spec = SegmentSpec(dtype, size, len(replaced), stride, phase)
+                segment = SegmentChanges(spec, changes, partial(rows_of, old[entry.name], place), replaced, lies)
                 for coding in codings:
                     dense = coding.codec.is_dense(spec)
                     coding.add(_dense(segment, new[entry.name], place) if dense else segment, boundary)

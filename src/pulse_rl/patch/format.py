@@ -17,7 +17,7 @@ Blocks are decoded in `apply`, not here.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
@@ -28,12 +28,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, Read, Unit
+from pulse_rl.codecs.base import Codec, Read, Unit, Units
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
+from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, disjoint, whole
@@ -163,20 +164,20 @@ class Patch(NamedTuple):
         """The runs of segments that can be decoded alone, in order, of all spans that were read. Raises as `opened`."""
         for span, units in self.opened():
             at = 0
-            for unit in units:
+            for unit in units.each():
                 yield span.segments[at : at + unit.segments], unit
                 at += unit.segments
 
-    def opened(self) -> Iterator[tuple[Span, list[Unit]]]:
+    def opened(self) -> Iterator[tuple[Span, Units]]:
         """The units of each span that was read, in order.
 
-        Raises PatchFormatError for a span that no encoder wrote; so does a unit's `decode`.
+        Raises PatchFormatError for a span that no encoder wrote; so does `decode` of units.
         """
         for block in self.blocks:
             if any(span.number in self.payloads for span in block.spans):
                 yield from self._opened(block)
 
-    def _opened(self, block: Block) -> Iterator[tuple[Span, list[Unit]]]:
+    def _opened(self, block: Block) -> Iterator[tuple[Span, Units]]:
         with translate(FormatError, to=PatchFormatError):
             shared, payloads = block.shared, self.payloads
             if shared is None:
@@ -189,7 +190,7 @@ class Patch(NamedTuple):
                 continue
             with translate(FormatError, to=PatchFormatError):
                 found = units(payloads[span.number])
-            yield span, [Unit(unit.segments, partial(_decode, unit.decode)) for unit in found]
+            yield span, found._replace(decode=partial(_decode, found))
 
     def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""
@@ -200,9 +201,9 @@ class Patch(NamedTuple):
         return self._replace(payloads=dict(payloads))
 
 
-def _decode(decode: Callable[[Sequence[Read]], list[Changes]], reads: Sequence[Read]) -> list[Changes]:
+def _decode(units: Units, numbers: Sequence[int], reads: Sequence[Read], memory: Memory | None) -> list[Changes]:
     with translate(FormatError, to=PatchFormatError):
-        return decode(reads)
+        return units.decode(numbers, reads, memory)
 
 
 def decoded_nbytes(segments: Sequence[Segment]) -> int:

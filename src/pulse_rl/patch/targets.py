@@ -6,7 +6,8 @@ target takes the changes that are its own; the others are another process's.
 Most segments are rows in plain host memory. `spots_of` says where, so that one call checks or writes many of them.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import Lies, Memory
 from pulse_rl.patch.live import Copies
-from pulse_rl.patch.segments import Entry, Group, Segments
+from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, Positions, Run, Shape, rows_in, whole
 from pulse_rl.weights.changes import Changes
@@ -81,7 +83,8 @@ def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies
             pieces = [] if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
             boxes = tuple(box for box, _ in pieces)
             if boxes not in lying:
-                lying[boxes] = _lying(group, entry.shape, boxes)
+                kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
+                lying[boxes] = (_lying_and_kept if kept else _lying)(group.places, entry.shape, boxes)
             start, held = lying[boxes][:2]
             addresses = np.array([*(address for _, address in pieces), 0], np.int64)[held]
             addresses += np.where(held < 0, 0, ITEMSIZES[entry.dtype] * start)
@@ -98,6 +101,36 @@ def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies
     return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64))
 
 
+def memory_at(spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, held: object) -> Memory | None:
+    """The memory of segments of these spots and sizes, elements; None unless all of it can be used as it lies.
+
+    held: what keeps the memory.
+    """
+    memory, usable = _lines(spots, sizes, itemsize, held)
+    return memory if usable.all() else None
+
+
+def lies_of(segments: Segments, old: Mapping[str, Copies]) -> Iterator[Lies | None]:
+    """Where the old bits of each segment of a patch lie; None where they cannot be used as they lie.
+
+    old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
+    """
+    spots = spots_of(segments, [0] * len(segments.table), old, ())
+    memory, usable = _lines(spots, segments.sizes(), segments.change_nbytes() - 4, None)
+    columns = zip(*(each.tolist() for each in memory[:4]), strict=True)
+    return (Lies(*lies) if fits else None for lies, fits in zip(columns, usable.tolist(), strict=True))
+
+
+def _lines(
+    spots: cpu.Spots, sizes: NDArray[np.int64], itemsizes: int | NDArray[np.int64], held: object
+) -> tuple[Memory, NDArray[np.bool_]]:
+    """The memory of segments, and of which it can be used as it lies: for kernels that compare many lanes at once."""
+    rows = sizes // spots.runs
+    aligned = spots.addresses.view(np.int64) % itemsizes == 0
+    usable = (spots.addresses > 0) & aligned & ((rows == 1) | (spots.runs >= cpu.LANES))
+    return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
+
+
 def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int]]:
     """The box and the address of each piece of a tensor, if all of them lie in host memory, and are counted here."""
     pieces = pieces_of(copies[0]) if len(copies) == 1 else ()
@@ -109,15 +142,15 @@ def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int]]:
     return found if len(found) == len(pieces) else []
 
 
-def _lying(group: Group, shape: Shape, boxes: tuple[Box, ...]) -> NDArray[np.int64]:
+def _lying(places: Sequence[Place], shape: Shape, boxes: tuple[Box, ...]) -> NDArray[np.int64]:
     """Where each place of a group lies in memory that holds these boxes of a tensor.
 
     Returns (6, places): where its rows start in the memory of a box, the number of the box (−1 for none), the distance
     of rows there, their start and distance in the tensor, and their length.
     """
-    found = np.zeros((6, len(group.places)), np.int64)
+    found = np.zeros((6, len(places)), np.int64)
     found[1], found[5] = -1, 1
-    for number, place in enumerate(group.places):
+    for number, place in enumerate(places):
         if isinstance(place, Run):
             if boxes == (whole(shape),):
                 found[:, number] = (place.start, 0, place.size, place.start, place.size, place.size)
@@ -128,7 +161,11 @@ def _lying(group: Group, shape: Shape, boxes: tuple[Box, ...]) -> NDArray[np.int
             if rows is not None:
                 (position, stride, run), (memory, apart, _) = rows
                 found[:, number] = (memory, around[0], apart, position, stride, run)
+    found.flags.writeable = False
     return found
+
+
+_lying_and_kept = lru_cache(maxsize=64)(_lying)  # a model has few shapes
 
 
 def boxes_of(tensor: Bits) -> tuple[Box, ...]:

@@ -106,14 +106,14 @@ def scatter(target: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -
 
 
 @kernel
-def _gather(source, indices, values):
+def gather_flat(source, indices, values):
     for j in range(indices.shape[0]):
         values[j] = source[indices[j]]
 
 
 def gather(source: UIntArray, indices: NDArray[np.uint32], values: UIntArray) -> None:
     """Set values (k,) to source[indices]. The indices (k,) must be in range: they are not checked here."""
-    _gather(read_only(source), read_only(indices), values)
+    gather_flat(read_only(source), read_only(indices), values)
 
 
 @kernel
@@ -133,7 +133,7 @@ def scatter_rows(target: UIntArray, indices: NDArray[np.uint32], values: UIntArr
 
 
 @kernel
-def _gather_rows(source, indices, values):
+def gather_in_rows(source, indices, values):
     run = np.uint32(source.shape[1])
     for j in range(indices.shape[0]):
         row = np.uint32(indices[j] // run)
@@ -145,7 +145,7 @@ def gather_rows(source: UIntArray, indices: NDArray[np.uint32], values: UIntArra
 
     The indices must be in range: they are not checked here.
     """
-    _gather_rows(read_only(source), read_only(indices), values)
+    gather_in_rows(read_only(source), read_only(indices), values)
 
 
 @kernel

@@ -17,9 +17,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.arrays import buffer, read_only
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
 from pulse_rl.kernels.cpu.rangecoder import (
     SLACK,
@@ -251,7 +248,7 @@ def _encode_cold(coder, out, start, indices, moved, left):
 
 
 @kernel
-def _encode_segment(out, place, start, hot, indices, moved, leans):
+def encode_stream(out, place, start, hot, indices, moved, leans):
     """Both phases. Returns the bytes of the stream; −1 if it becomes longer than out without its slack."""
     coder, left = _encode_hot(start_encoder(), out, place, start, hot, indices, moved, leans)
     if left > 0:
@@ -344,48 +341,9 @@ def _decode_cold(coder, data, place, start, k, changed):
 
 
 @kernel
-def _decode_segment(data, place, start, hot, leans, changed):
+def decode_stream(data, place, start, hot, leans, changed):
     """Both phases. Returns the number of hot changes; −1 for a broken stream."""
     coder, k = _decode_hot(start_decoder(data), data, place, start, hot, leans, changed)
     if k < 0 or not _decode_cold(coder, data, place, start, k, changed):
         return -1
     return k
-
-
-# The functions that the codec calls
-
-
-def encode_segment(
-    place: Place,
-    start: Start,
-    hot: moves.Hot,
-    indices: NDArray[np.uint32],
-    moved: moves.Moves,
-    limit: int | None,
-) -> bytes | None:
-    """Code one segment's changes.
-
-    start: its states are changed. hot: the elements below start.threshold. indices, moved: the changes, (k,) each.
-    limit: the longest stream, bytes. Returns None for a longer one. A limit of None counts instead: states, zeros at
-    first, become ones << 32 | bits of each context, and None is returned.
-    """
-    out = None if limit is None else buffer("out", limit + SLACK, np.uint8)[: limit + SLACK]
-    count = _encode_segment(out, place, start, hot, read_only(indices), moved, np.zeros(place.row, np.int32))
-    return None if out is None or count < 0 else out[:count].tobytes()
-
-
-def decode_segment(
-    stream: memoryview, place: Place, start: Start, old: UIntArray, field: Field, count: int
-) -> tuple[NDArray[np.uint32], UIntArray] | None:
-    """The inverse. old: the old bits, as in `moves.find_hot`. count: how many elements change.
-
-    Returns the indices (count,), ascending and in range, and the new values (count,). None for a broken stream.
-    """
-    hot = moves.find_hot(old, field, start.threshold)
-    changed = Changed(np.empty(count, np.uint32), np.empty(count, np.bool_), np.empty(count, np.uint64))
-    leans = np.zeros(place.row, np.int32)
-    split = _decode_segment(read_only(np.frombuffer(stream, np.uint8)), place, start, hot, leans, changed)
-    if split < 0:
-        return None
-    values = moves.apply_moves(old, *changed, field)
-    return (changed.indices, values) if split in (0, count) else moves.merge(changed.indices, values, split)

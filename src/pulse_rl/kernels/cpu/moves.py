@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import Field, UIntArray
-from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, buffer, lanes_below, prefetch, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, lanes_below, prefetch, read_only, trailing_zeros
 from pulse_rl.kernels.cpu.changes import gather, gather_rows
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
@@ -18,7 +18,8 @@ _U0, _U1 = np.uint64(0), np.uint64(1)
 
 
 @kernel
-def _find_hot(old, mask, bound, shift, indices, exponents):
+def hot_flat(old, mask, bound, shift, indices, exponents):
+    """Find the elements of old (n,) whose exponent is below a threshold, `bound >> shift`. Returns how many."""
     n = old.shape[0]
     whole = n - n % LANES
     k = np.int64(0)
@@ -39,7 +40,8 @@ def _find_hot(old, mask, bound, shift, indices, exponents):
 
 
 @kernel
-def _find_hot_rows(old, mask, bound, shift, indices, exponents):
+def hot_in_rows(old, mask, bound, shift, indices, exponents):
+    """As `hot_flat` for old (rows, run) that lie apart; indices count through all rows, which have at least LANES."""
     run = old.shape[1]
     whole = run - run % LANES
     line = 64 // old.itemsize  # elements
@@ -64,7 +66,19 @@ def _find_hot_rows(old, mask, bound, shift, indices, exponents):
 
 
 @kernel
-def _count_exponents(old, mask, shift, every, counts):
+def every_in_rows(old, mask, shift, indices, exponents):
+    """As `hot_in_rows`, of all elements; rows may have any length."""
+    k = np.int64(0)
+    for r in range(old.shape[0]):
+        for i in range(old.shape[1]):
+            indices[k] = k
+            exponents[k] = (old[r, i] & mask) >> shift
+            k += 1
+    return k
+
+
+@kernel
+def count_flat(old, mask, shift, every, counts):
     n = old.shape[0]
     for start in range(0, n, LANES * every):
         for i in range(start, min(n, start + LANES)):
@@ -72,7 +86,7 @@ def _count_exponents(old, mask, shift, every, counts):
 
 
 @kernel
-def _count_exponents_rows(old, mask, shift, every, counts):
+def count_in_rows(old, mask, shift, every, counts):
     run = old.shape[1]
     n = old.shape[0] * run
     for start in range(0, n, LANES * every):
@@ -106,7 +120,7 @@ def _find_moves(old, new, sign, mask, shift, floating, moved):
 
 
 @kernel
-def _apply_moves(ups, sizes, sign, floating, values):
+def undo_moves(ups, sizes, sign, floating, values):
     """values: the old ones, which become the new ones."""
     top = np.uint64(1) << np.uint64(8 * values.itemsize - 1)
     every = top | (top - _U1)
@@ -120,7 +134,7 @@ def _apply_moves(ups, sizes, sign, floating, values):
 
 
 @kernel
-def _merge(indices, values, split, out_indices, out_values):
+def merge_runs(indices, values, split, out_indices, out_values):
     """Merge two ascending runs, [0, split) and [split, k); returns False if an index is in both."""
     a, b, count = 0, split, indices.shape[0]
     for k in range(count):
@@ -142,6 +156,10 @@ class Moves(NamedTuple):
     ups: NDArray[np.bool_]  # (k,) whether towards +∞
     sizes: NDArray[np.uint64]  # (k,) steps, at least 1
 
+    def at(self, where: slice | NDArray[np.int64]) -> "Moves":
+        """Some of them."""
+        return Moves(self.exponents[where], self.ups[where], self.sizes[where])
+
 
 class Hot(NamedTuple):
     """The elements of a segment whose exponent is below a threshold."""
@@ -150,42 +168,27 @@ class Hot(NamedTuple):
     exponents: NDArray[np.uint16]  # (h,)
 
 
-def find_hot(old: UIntArray, field: Field, threshold: int) -> Hot:
-    """Find the elements of old below a threshold. The result is valid until this thread's next call.
-
-    old: (n,), contiguous; or (rows, run) that lie apart, whose indices count through all rows. The elements of a row
-    lie one after another, and are at least LANES.
-    """
-    count = old.size
-    indices = buffer("indices", count, np.uint32)
-    exponents = buffer("exponents", count, np.uint16)
-    kind = old.dtype.type
-    if threshold >= field.exponents:
-        # All elements: a bound above the largest magnitude may not fit the element's width.
-        indices[:count] = np.arange(count, dtype=np.uint32)
-        exponents[:count] = ((old & kind(field.mask)) >> kind(field.shift)).reshape(-1)
-    else:
-        find = _find_hot if old.ndim == 1 else _find_hot_rows
-        bound = kind(threshold << field.shift)
-        count = int(find(read_only(old), kind(field.mask), bound, kind(field.shift), indices, exponents))
-    return Hot(indices[:count], exponents[:count])
-
-
 def count_exponents(old: UIntArray, field: Field, every: int) -> NDArray[np.int64]:
     """Estimate how many elements of old have each exponent, (E,), from every `every`-th run of 64; 1 is exact.
 
-    old: as in `find_hot`.
+    old: (n,), contiguous; or (rows, run) that lie apart, where the elements of a row lie one after another, and are at
+    least LANES.
     """
     counts = np.zeros(field.exponents, np.int64)
     kind = old.dtype.type
-    count = _count_exponents if old.ndim == 1 else _count_exponents_rows
+    count = count_flat if old.ndim == 1 else count_in_rows
     count(read_only(old), kind(field.mask), kind(field.shift), every, counts)
     return counts
 
 
-def find_moves(old: UIntArray, new: UIntArray, field: Field) -> Moves:
-    """The moves that turn old (k,) into new (k,)."""
-    moved = Moves(np.empty(len(old), np.uint16), np.empty(len(old), np.bool_), np.empty(len(old), np.uint64))
+def no_moves(count: int) -> Moves:
+    """Memory for this many moves."""
+    return Moves(np.empty(count, np.uint16), np.empty(count, np.bool_), np.empty(count, np.uint64))
+
+
+def find_moves(old: UIntArray, new: UIntArray, field: Field, moved: Moves | None = None) -> Moves:
+    """The moves that turn old (k,) into new (k,). moved: the memory for them, if they are not to be in new memory."""
+    moved = moved or no_moves(len(old))
     sign, mask, shift = np.uint64(field.sign), np.uint64(field.mask), np.uint64(field.shift)
     _find_moves(read_only(old), read_only(new), sign, mask, shift, field.floating, moved)
     return moved
@@ -196,15 +199,9 @@ def apply_moves(
 ) -> UIntArray:
     """The new values (k,) at indices (k,) of old, which are in range: the inverse of `find_moves`.
 
-    old: as in `find_hot`.
+    old: as in `count_exponents`; indices count through all rows.
     """
     values = np.empty(len(indices), old.dtype)
     (gather if old.ndim == 1 else gather_rows)(old, indices, values)
-    _apply_moves(ups, sizes, np.uint64(field.sign), field.floating, values)
+    undo_moves(ups, sizes, np.uint64(field.sign), field.floating, values)
     return values
-
-
-def merge(indices: NDArray[np.uint32], values: UIntArray, split: int) -> tuple[NDArray[np.uint32], UIntArray] | None:
-    """Merge two ascending runs of indices, [0, split) and [split, k), and their values; None if an index is in both."""
-    merged = np.empty(len(indices), np.uint32), np.empty(len(indices), values.dtype)
-    return merged if _merge(indices, values, split, *merged) else None

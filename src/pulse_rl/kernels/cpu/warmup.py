@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl.dtypes import UINTS, Field, field_of
-from pulse_rl.kernels.cpu import compiled, context, loco, moves, rangecoder, study
+from pulse_rl.kernels.cpu import coding, compiled, context, loco, moves, rangecoder, study
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
     find_changes,
@@ -91,21 +91,22 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     apart = np.zeros((2, 2 * N), kind)[:, :N]
     moves.count_exponents(old, field, 1)
     moves.count_exponents(apart, field, 1)
-    threshold = field.exponents // 2
-    moves.find_hot(apart, field, threshold)
-    hot = moves.find_hot(old, field, threshold)
-    place = context.Place(N, 8 * kind.itemsize, N, 0)
-    share = np.full(field.exponents, 1 << 15, np.int64)
+    one = np.ones(1, np.int64)
+    memory = coding.memory_of([old])
+    coding.count_exponents(memory, field, kind.itemsize, one)
+    segment = coding.Kind(field, kind.itemsize, N * one, 0 * one, 0 * one)
+    changes = coding.Coded(np.array([0, len(indices)]), indices, moved)
 
-    def start(state: int) -> context.Start:
-        return context.Start(threshold, share, np.full(context.tables(field.exponents).size, state, np.int64))
+    def starts(state: int) -> coding.Starts:
+        share = np.full(field.exponents, 1 << 15, np.int64)
+        states = np.full(context.tables(field.exponents).size, state, np.int64)
+        return coding.starts_of([context.Start(field.exponents // 2, share, states)])
 
-    context.encode_segment(place, start(0), hot, indices, moved, None)
-    fresh = (1 << 31) << rangecoder.SEEN
-    stream = context.encode_segment(place, start(fresh), hot, indices, moved, 100 * N)
-    if stream is None or context.decode_segment(memoryview(stream), place, start(fresh), old, field, N // 2) is None:
+    coding.count_bits(memory, segment, starts(0), changes)
+    fresh = starts((1 << 31) << rangecoder.SEEN)
+    (stream,) = coding.encode_segments(memory, segment, fresh, changes)
+    if stream is None or coding.decode_segments([memoryview(stream)], memory, segment, fresh, changes.edges) == 0:
         raise AssertionError("a stream of the context codec that does not decode")
-    moves.merge(indices, old[indices], N // 4)
 
 
 def _warm_numbers() -> None:
