@@ -28,6 +28,8 @@ from pulse_rl.flow.dispatch import DispatchSettings, Worker
 from pulse_rl.flow.samples import Batch, Group, Orders, Task, split
 from pulse_rl.flow.state import FlowState
 
+QUESTIONS = 500  # for work that find none, of all workers in a second, at most
+
 
 class Dataflow(Board):
     """See the module.
@@ -102,7 +104,8 @@ class Dataflow(Board):
         holder.versions = {name: version for name, version in held.items() if version is not None}
         self.report(worker, facts)
         stop = self._state.ended or worker in self._state.dismissed
-        return Orders(stop, {name: v for name, v in self._state.newest().items() if v is not None})
+        newest = {name: version for name, version in self._state.newest().items() if version is not None}
+        return Orders(stop, newest, self._dispatcher.live / QUESTIONS)
 
     def take(self, worker: str) -> Task | None:
         """The next task for a worker; None if there is nothing to do now."""
@@ -267,6 +270,7 @@ class Dataflow(Board):
             "skipped": dict(self._state.curator.skipped),
             "windows": {name: window.summary() for name, window in self._state.windows.state.windows.items()},
             "behind": self._behind,
+            "journal": self._state.journal(),
             "balance": self._balance(now).plain(),
             **dispatched,
         }
@@ -341,9 +345,12 @@ class Dataflow(Board):
                     )
 
     def _known(self, worker: str, now: float) -> Worker:
-        holder = self._dispatcher.heard(worker, now)
+        holder = self._dispatcher.state.workers.get(worker)
         if holder is None:
             raise LookupError(f"worker {worker} is not registered: expected a call of register before")
+        if holder.state == "dead":
+            self._state.record(events.Revived(now, worker))
+        self._dispatcher.heard(worker, now)
         return holder
 
     def _buffer(self, policy: str) -> PolicyBuffer:

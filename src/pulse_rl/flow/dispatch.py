@@ -173,6 +173,11 @@ class Dispatcher:
         if worker.state == "live":
             self.loads.change(worker.region, now, slots=-worker.slots, busy=-len(worker.leases), workers=-1)
 
+    @property
+    def live(self) -> int:
+        """Workers that are neither suspect nor dead."""
+        return len(self._heard)
+
     # --- tasks ------------------------------------------------------------------------------------------------------
 
     def can_take(self, worker: Worker, now: float) -> bool:

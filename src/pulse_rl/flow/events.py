@@ -39,6 +39,10 @@ class Lost(Event, frozen=True):
     error: str
 
 
+class Revived(Event, frozen=True):
+    worker: str
+
+
 class Leased(Event, frozen=True):
     worker: str
     task: Task
@@ -113,6 +117,7 @@ AnyEvent: TypeAlias = (
     Registered
     | Left
     | Lost
+    | Revived
     | Leased
     | Pushed
     | Failed

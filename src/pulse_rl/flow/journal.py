@@ -42,13 +42,14 @@ class Journal:
         else:
             self._write(b"")
         self._file: BinaryIO = path.open("ab", buffering=0)
-        self.size = path.stat().st_size
+        self.size = self.written = path.stat().st_size
         self.compact_size = self.size  # after the last compaction
 
     def append(self, payload: bytes, *, sync: bool) -> None:
         """Add an event. sync: return only when the disk has it; otherwise it survives the process, not the machine."""
         self._file.write(_frame(payload))
         self.size += _HEAD.size + len(payload)
+        self.written += _HEAD.size + len(payload)
         if sync:
             os.fsync(self._file.fileno())
 
@@ -58,6 +59,7 @@ class Journal:
         self._file.close()
         self._file = self._path.open("ab", buffering=0)
         self.size = self.compact_size = self._path.stat().st_size
+        self.written += self.size
 
     def close(self) -> None:
         self._file.close()

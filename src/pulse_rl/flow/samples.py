@@ -56,6 +56,7 @@ class Orders(NamedTuple):
 
     stop: bool  # finish, and leave
     versions: dict[str, int]  # the newest version of each policy that has one
+    pause: float = 0.0  # seconds from a question for work that found none to the next, at least
 
 
 class PolicyGroup(NamedTuple):

@@ -103,9 +103,9 @@ class FlowState:
         if journal is not None and journal.size > 2 * journal.compact_size + COMPACT_NBYTES:
             journal.compact(events.ENCODER.encode(self._snapshot()))
 
-    def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+    def journal(self) -> dict[str, int] | None:
+        """Bytes of the journal now, and all that this process has written; None if there is none."""
+        return self._journal and {"nbytes": self._journal.size, "written_nbytes": self._journal.written}
 
     def newest(self) -> dict[str, int | None]:
         """The newest version of every policy."""
@@ -150,6 +150,8 @@ class FlowState:
                 self._release(self.dispatcher.leave(event.worker, event.at))
             case events.Lost():
                 self._release(self.dispatcher.lose(event.worker, event.error, event.at))
+            case events.Revived():
+                self.dispatcher.heard(event.worker, event.at)
             case events.Failed():
                 self._release([self.dispatcher.fail(event.number, event.error, event.at)])
             case events.Opened():
