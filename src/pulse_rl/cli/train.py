@@ -215,19 +215,28 @@ def rollout(
     directory: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.", show_default=False)
     ],
-    add: Annotated[int, typer.Option(min=1, help="How many rollout workers to add.")] = 1,
+    add: Annotated[int, typer.Option(min=0, help="How many rollout workers to add.")] = 1,
+    remove: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Instead: how many are to leave the first pool of a recipe's run. They finish what they play; one "
+            "stays.",
+        ),
+    ] = 0,
 ) -> None:
-    """Add rollout workers to a run that is going on.
+    """Add rollout workers to a run that is going on, or let some leave.
 
     Example: pulse-rl rollout runs/main --add 2
     """
     from pulse_rl.rl.directory import request_workers
 
     with output.checking():
-        request_workers(directory, add)
+        request_workers(directory, remove or add, leaving=remove > 0)
+    count, what, then = (remove, "fewer", "leave") if remove else (add, "more", "join")
     typer.echo(
-        f"asked the run in {printable(str(directory))} for {add} more rollout worker{'s' if add > 1 else ''}; the "
-        "terminal of its `pulse-rl train` shows when they join, within about 10 s",
+        f"asked the run in {printable(str(directory))} for {count} {what} rollout worker{'s' if count > 1 else ''}; "
+        f"the terminal of its `pulse-rl train` shows when they {then}, within about 10 s",
         err=True,
     )
 
