@@ -235,6 +235,8 @@ class _Bench:
 
     def follow(self, server: Server, engine: EngineClient, versions: int) -> tuple[Followed, str]:
         published, reports, serving = [], [], []
+        self._publish()
+        engine.update()  # loads the kernels' machine code
         with _peak(server) as peak, Load(server, 2, TOKENS):
             time.sleep(ALONE_S)
             requests_nbytes = int(server.call("bench_peak", "look")["nbytes"])

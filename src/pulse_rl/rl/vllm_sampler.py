@@ -30,6 +30,7 @@ from pulse_rl.sync.subscriber import Subscriber
 
 # Read when vLLM is imported, and by the core's process.
 ENVIRONMENT = {
+    "VLLM_PLUGINS": "pulse",  # the core ends with this worker, if that is killed
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
