@@ -95,6 +95,8 @@ BAD = [
     ('pools.near.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),
     ("autoscale.pool=far", ["autoscale.pool: expected one of near, found 'far'"]),
     ("autoscale.grow=0.01", ["autoscale.grow: expected a share above autoscale.shrink"]),
+    ('evaluation=[{name = "a@b"}]', ["evaluation[0].name: expected a name of letters", "'a@b'"]),
+    ("evaluation=[{every = 0}]", ["evaluation[0].every: expected at least 1, found 0"]),
     ("store=memory://x", ["store", "memory://"]),
     ("steps", ["--set", "key=value", "'steps'"]),
     ("steps.x=1", ["--set steps.x=1: expected a table at steps, found 40"]),

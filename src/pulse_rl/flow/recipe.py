@@ -161,6 +161,7 @@ def check(recipe: Recipe) -> Recipe:
     _check_workflow(recipe)
     _check_pools(recipe)
     for number, window in enumerate(recipe.evaluation):
+        _plain_name(f"evaluation[{number}].name", window.name)
         _at_least(f"evaluation[{number}].", window, 1, "every", "problems", "samples")
         _at_least(f"evaluation[{number}].", window, 0, "first")
     _unique("evaluation", [window.name for window in recipe.evaluation])

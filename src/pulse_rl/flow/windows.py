@@ -13,6 +13,11 @@ def window_of(evaluation: str) -> str:
     return evaluation.rpartition(AT)[0]
 
 
+def _step(opening: str) -> int:
+    """The step at which a window was opened, from its opening's name: "window@step-number"."""
+    return int(opening.rpartition(AT)[2].partition("-")[0])
+
+
 class Evaluations:
     """The windows of a run. log: shows a person one line."""
 
@@ -30,7 +35,7 @@ class Evaluations:
             return False
         step, opened = steps[self._recipe.trained[0]], 0
         for window in self._recipe.evaluation:
-            before = [int(name.rpartition(AT)[2]) for name in status["windows"] if window_of(name) == window.name]
+            before = [_step(name) for name in status["windows"] if window_of(name) == window.name]
             last = max(before, default=-1)
             if last < 0 or step // window.every > last // window.every or (ended and step > last):
                 problems = list(range(window.first, window.first + window.problems))
