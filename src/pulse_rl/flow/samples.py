@@ -103,8 +103,8 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
                     )
                 turns.append(turn)
                 episodes.append(index)
-    made = [turn.versions for turn in turns if len(turn.versions)]
-    if not made:
+    made = np.concatenate([turn.versions for turn in turns]) if turns else np.empty(0, np.int64)
+    if not len(made):
         return None
     return PolicyGroup(
         number=group.task.number,
@@ -113,6 +113,6 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
         turns=turns,
         episodes=np.array(episodes, np.int64),
         rewards=np.array(rewards, np.float32),
-        version=min(int(versions.min()) for versions in made),
-        newest=max(int(versions.max()) for versions in made),
+        version=int(made.min()),
+        newest=int(made.max()),
     )

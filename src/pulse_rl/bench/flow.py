@@ -1,0 +1,139 @@
+"""Scheduling at size: the real Dataflow with simulated engines, against the same work in lockstep.
+
+In lockstep no policy begins a version before all have published the last one, and nothing is sampled ahead: the
+Dataflow's deterministic mode. Both have the same workers, plays and steps. Neither a network nor Ray is simulated.
+"""
+
+import msgspec
+
+from pulse_rl.bench.flow_sim import Outcome, Setup, Simulation
+from pulse_rl.bench.report import Progress, Table, times
+from pulse_rl.units import nbytes
+
+BOUNDS = (0, 1, 2, 4, 8)  # of staleness
+FAILURES = {"mtbf_s": 1800.0, "errors": 0.02, "broken": 0.02, "trainer_mtbf_s": 3600.0}
+FAR = {"far": 0.3}
+
+
+class FlowResult(msgspec.Struct, frozen=True):
+    """One simulated run."""
+
+    name: str
+    setup: Setup
+    outcome: Outcome
+
+
+class FlowReport(msgspec.Struct, frozen=True):
+    """All simulated runs."""
+
+    sizes: tuple[FlowResult, ...]  # each one and then the same in lockstep
+    bounds: tuple[FlowResult, ...]
+    troubles: tuple[FlowResult, ...]
+    scaling: tuple[FlowResult, ...]
+    load: FlowResult
+
+    def facts(self) -> dict[str, object]:
+        setup, outcome = self.load.setup, self.load.outcome
+        return {
+            "plays": f"log-normal, median {setup.median_s:g} s, sigma {setup.sigma:g}; a group is its slowest of 8",
+            "calls, 1,000 workers": f"{outcome.calls / setup.hours / 3600:,.0f} a second",
+            "processor": f"{outcome.cpu_s:.0f} s for each simulated hour, simulated engines included: "
+            f"{outcome.cpu_s / 3600:.1%} of a core",
+            "journal": f"{nbytes(outcome.journal_nbytes)} written for each simulated hour",
+            "tasks lost": sum(each.outcome.lost for each in self.all()),
+        }
+
+    def all(self) -> list[FlowResult]:
+        return [*self.sizes, *self.bounds, *self.troubles, *self.scaling, self.load]
+
+    def tables(self) -> list[Table]:
+        sizes = []
+        for free, locked in zip(self.sizes[::2], self.sizes[1::2], strict=True):
+            ratio = free.outcome.steps_per_hour / max(locked.outcome.steps_per_hour, 1e-9)
+            row = (f"{free.setup.workers:,}", free.setup.policies)
+            sizes.append((*row, *_numbers(free.outcome), *_short(locked.outcome), times(ratio)))
+        numbers = ("steps/h", "useful", "busy", "trainer waits", "staleness", "at most", "dropped")
+        short = ("lockstep steps/h", "useful", "ratio")
+        return [
+            (("workers", "policies", *numbers, *short), sizes),
+            (("bound", *numbers), [(r.setup.staleness, *_numbers(r.outcome)) for r in self.bounds]),
+            (
+                ("trouble", *numbers, "died", "failed", "handed out anew", "paused"),
+                [(r.name, *_numbers(r.outcome), *_counts(r.outcome)) for r in self.troubles],
+            ),
+            (
+                ("workers", *numbers, "worker-hours", "least", "most"),
+                [
+                    (
+                        r.name,
+                        *_numbers(r.outcome),
+                        f"{r.outcome.worker_hours:,.0f}",
+                        min(r.outcome.workers, default=r.setup.workers),
+                        max(r.outcome.workers, default=r.setup.workers),
+                    )
+                    for r in self.scaling
+                ],
+            ),
+        ]
+
+
+def _numbers(outcome: Outcome) -> tuple[object, ...]:
+    dropped = sum(outcome.dropped.values())
+    groups = max(1, outcome.parts)
+    return (
+        f"{outcome.steps_per_hour:.1f}",
+        f"{outcome.utilisation:.0%}",
+        f"{outcome.busy:.0%}",
+        f"{outcome.wait:.0%}",
+        f"{outcome.staleness:.2f}",
+        outcome.stalest,
+        f"{dropped / groups:.0%}",
+    )
+
+
+def _short(outcome: Outcome) -> tuple[object, ...]:
+    return f"{outcome.steps_per_hour:.1f}", f"{outcome.utilisation:.0%}"
+
+
+def _counts(outcome: Outcome) -> tuple[object, ...]:
+    return tuple(f"{outcome.tasks.get(name, 0):,}" for name in ("lost", "failed", "returned", "paused"))
+
+
+def run(*, workers: list[int], policies: list[int], hours: float, seed: int, progress: Progress) -> FlowReport:
+    """Simulate everything. workers, policies: the sizes of the first table."""
+    middle = sorted(workers)[len(workers) // 2]
+    two = {"workers": middle, "policies": 2}
+    sizes = [
+        ("", {"workers": w, "policies": p, "lockstep": lockstep})
+        for w in workers
+        for p in policies
+        for lockstep in (False, True)
+    ]
+    bounds = [("", {**two, "staleness": bound}) for bound in BOUNDS]
+    troubles = [
+        ("none", two),
+        ("30 % far", {**two, **FAR}),
+        ("failures", {**two, **FAILURES}),
+        ("both", {**two, **FAR, **FAILURES}),
+        ("both, in lockstep", {**two, **FAR, **FAILURES, "lockstep": True}),
+    ]
+    # Plays grow to three times as long. A fixed number of workers must be enough at the end.
+    start = max(1, middle // 3)
+    grows = {"growth": 3.0, "hours": 4 * hours, "base_workers": start, "staleness": 8}
+    scaling = [
+        ("enough at the start", {**grows, "workers": start}),
+        ("enough at the end", {**grows, "workers": 3 * start}),
+        ("autoscaling", {**grows, "workers": start, "autoscale": True, "most": 4 * start}),
+    ]
+    load = ("load", {"workers": max(workers), "policies": 2, "heartbeat_s": 1.0, "journal": True})
+    plan = [*sizes, *bounds, *troubles, *scaling, load]
+    done = []
+    for number, (name, given) in enumerate(plan):
+        setup = msgspec.convert({"hours": hours, "seed": seed, **given}, Setup)
+        progress(number, len(plan), f"{setup.workers:,} workers, {setup.policies} policies")
+        done.append(FlowResult(name, setup, Simulation(setup).run()))
+    cuts = [0]
+    for part in (sizes, bounds, troubles, scaling):
+        cuts.append(cuts[-1] + len(part))
+    parts = [tuple(done[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return FlowReport(parts[0], parts[1], parts[2], parts[3], done[-1])
