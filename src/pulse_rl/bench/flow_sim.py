@@ -115,7 +115,7 @@ class _Worker:
     tasks: int = 0
     pause: float = IDLE_S[0]
     longest_pause: float = IDLE_S[1]
-    asking: bool = False
+    question: int = 0  # the one that is due
     born: float = 0.0
 
 
@@ -209,7 +209,7 @@ class Simulation:
 
     def _start_worker(self, worker: _Worker) -> None:
         setup = self._setup
-        worker.alive, worker.tasks, worker.asking, worker.born = True, 0, False, self._now
+        worker.alive, worker.tasks, worker.born = True, 0, self._now
         self._call("register", worker.name, "simulated", setup.slots, self._names, "far" if worker.far else "near")
         worker.versions = {name: trainer.version for name, trainer in self._trainers.items()}
         self._at(self._random.random() * setup.heartbeat_s, self._beat, worker, worker.life)
@@ -242,14 +242,12 @@ class Simulation:
             worker.versions[name] = max(worker.versions[name], version)
 
     def _ask_soon(self, worker: _Worker, delay: float) -> None:
-        if not worker.asking:
-            worker.asking = True
-            self._at(delay, self._ask, worker, worker.life)
+        worker.question += 1
+        self._at(delay, self._ask, worker, worker.life, worker.question)
 
-    def _ask(self, worker: _Worker, life: int) -> None:
-        if life != worker.life:
+    def _ask(self, worker: _Worker, life: int, question: int) -> None:
+        if life != worker.life or question != worker.question:
             return
-        worker.asking = False
         while worker.tasks < self._setup.slots and not worker.leaving:
             task = self._call("take", worker.name)
             if task is None:
@@ -291,7 +289,6 @@ class Simulation:
             self._took[task.number] = seconds
             self._call("push", self._group(worker, task, versions))
         worker.pause = IDLE_S[0]
-        worker.asking = False
         self._ask_soon(worker, 0.0)
 
     def _group(self, worker: _Worker, task: Task, versions: dict[str, int]) -> Group:

@@ -15,7 +15,7 @@ All arguments and results are plain data. Nothing waits, and no call's cost grow
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,16 @@ class Dataflow(Board):
         newest = {name: version for name, version in self._state.newest().items() if version is not None}
         return Orders(stop, newest, self._dispatcher.live / QUESTIONS)
 
-    def take(self, worker: str) -> Task | None:
-        """The next task for a worker; None if there is nothing to do now."""
+    def take(self, worker: str, playing: Sequence[int] | None = None) -> Task | None:
+        """The next task for a worker; None if there is nothing to do now.
+
+        playing: the tasks that it has. Another one that is leased to it was in an answer that a dying process of the
+        dataflow could not give any more, and is handed out anew. None: nothing is said about that.
+        """
         now = self._tick()
         holder = self._known(worker, now)
+        for number in [] if playing is None else sorted(set(holder.leases) - set(playing)):
+            self._state.record(events.Failed(now, worker, number, ""))
         if self._state.ended or worker in self._state.dismissed or not self._dispatcher.can_take(holder, now):
             return None
         found = self._find(holder)
@@ -168,11 +174,13 @@ class Dataflow(Board):
         source = self._buffer(policy)
         if source.state.version is None:
             raise ValueError(f"policy {policy}: expected begin before pull")
+        again = number is not None and number < source.state.given
         number = source.state.given if number is None else number
         if number < source.state.made and number not in source.state.batches:
             raise ValueError(f"policy {policy}: batch {number} is committed: expected {source.state.made} or later")
-        if self.stopping(policy) or not source.has(number):
-            waits = not self.stopping(policy)
+        stopping = self.stopping(policy) and not again
+        if stopping or not source.has(number):
+            waits = not stopping
             self._waits[policy].set(float(waits), now)
             (self._waiting.add if waits else self._waiting.discard)(policy)
             return None
