@@ -273,24 +273,27 @@ def test_a_model_in_shares(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes against each method's definition; four processes compare their digests after every round."""
+    """Bytes against each method's definition; the trainers compare their digests after every round."""
     monkeypatch.setattr(loco, "PRETRAIN", 120)
     monkeypatch.setattr(loco, "MODEL_LRS", (3e-6,))
-    command = ["bench", "loco", "--seeds", "1", "--steps", "16", "--sync-every", "8", "--model", "tiny"]
+    monkeypatch.setattr(loco, "MODEL_VALUES", ("float32",))
+    command = ["bench", "loco", "--seeds", "1", "--steps", "16", "--task", "noisy sums", "--model", "tiny"]
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--rounds", "1", "--json"])
     assert exit_info.value.code == 0
     found = json.loads(capsys.readouterr().out)
     runs = {run["way"]["name"]: run for run in found["runs"]}
-    assert list(runs) == ["DDP", "DDP, lr × 7", "DiLoCo", "PULSELoCo", "FP16 gate", "without feedback"]
+    assert list(runs) == ["DDP", "DDP, lr × 7", *loco.METHODS]
     dense = 4 * runs["DDP"]["elements"]
     assert runs["DDP"]["sent_nbytes"] == [dense] * 16
     assert runs["DiLoCo"]["sent_nbytes"] == [dense] * 2
-    ours, forgetful = runs["PULSELoCo"], runs["without feedback"]
+    assert all(0 < nbytes < dense / 30 for nbytes in runs["PULSELoCo"]["sent_nbytes"])
+    assert runs["PULSELoCo"]["density"] > runs["scale 1"]["density"] > runs["scale 1/4"]["density"]
+    ours, forgetful = runs["published"], runs["without feedback"]
     assert all(0 < nbytes < dense / 8 for nbytes in ours["sent_nbytes"])
     assert ours["density"][0] == forgetful["density"][0]  # before the first round there is no residual
     assert ours["density"][1] > forgetful["density"][1]
-    assert runs["FP16 gate"]["density"][0] > 4 * ours["density"][0]  # 8 times as many values to step between
+    assert runs["published, FP16 gate"]["density"][0] > 4 * ours["density"][0]  # 8 times as many values to step between
     before = {run["rewards"][0] for run in found["runs"]}
     assert len(before) == 1
     assert all(len(run["rewards"]) == 2 and 0 < run["rewards"][1] < 1 for run in found["runs"])
@@ -302,8 +305,17 @@ def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatc
     assert all(second > 0 for part in model["seconds"].values() for second in part.values())
 
 
-@pytest.mark.parametrize("args", [["--steps", "24"], ["--sync-every", "6"]])
-def test_rounds_that_do_not_end_together_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--steps", "24"],
+        ["--sync-every", "6"],
+        ["--overlap", "16", "--sync-every", "16"],
+        ["--method", "16"],
+        ["--task", "16"],
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["bench", "loco", *args])
     assert exit_info.value.code == 2

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loco_kernels import SEEDS, SIZES, state
-from test_loco_payload import same, sealed
+from test_loco_payload import DOCUMENT, golden, same, sealed
 
 from pulse_rl.codecs.base import SegmentChanges, run_spec
 from pulse_rl.dtypes import DTYPES, UINTS
@@ -154,6 +154,28 @@ def test_what_is_encoded_is_decoded(shapes: Any, step: float, seed: int, gate: s
     data = payload.encode(sends, segments, coding)
     assert len(data) <= payload.limit([segment.size for segment in segments])
     assert same([d() for d in payload.open_payload(memoryview(data), segments, coding)], sends)
+
+
+GOLDEN = """
+    30f3d7b176486c6dfe95b4212b13705543000000ffffffff03000000010000003d0000000185
+    33834c45872dfb959d5f095901f54aca57b6cf04cde24622f4caf74d2f5e16dc69e80a6c04d9
+    46c2035e5d3dd154550fd821bd2f5ee792dd80368c3fdb
+"""
+
+
+def test_golden_bytes() -> None:
+    """Read and written as they are for ever, and shown in docs/loco.md."""
+    segments, places = golden()
+    units = [[1.0, -2.0, 6.0], [-4.0]]
+    widths = [[2.0**-9, 2.0**-7, 2.0**-6], [2.0**-6]]  # of the cells of −0.25, 1, 3 and 2
+    sends = [
+        one._replace(values=(np.array(count) * np.array(width) / 8).astype(np.float32))
+        for one, count, width in zip(places, units, widths, strict=True)
+    ]
+    coding, pinned = Coding("bfloat16", "log8", 8.0), bytes.fromhex(GOLDEN)
+    assert payload.encode(sends, segments, coding) == pinned
+    assert same([d() for d in payload.open_payload(memoryview(pinned), segments, coding)], sends)
+    assert "".join(GOLDEN.split()) in "".join(DOCUMENT.read_text(encoding="utf-8").split())
 
 
 def test_a_sent_element_takes_few_bits() -> None:

@@ -168,7 +168,10 @@ def test_after_a_stop_the_current_round_is_finished_and_no_other_begins() -> Non
     ("change", "message"),
     [
         ({"trainers": 0}, "trainers: expected at least 1, found 0"),
-        ({"trainer_sync": "pigeon", "trainers": 2}, "trainer_sync: expected pulse, diloco or ddp, found 'pigeon'"),
+        (
+            {"trainer_sync": "pigeon", "trainers": 2},
+            "trainer_sync: expected pulse, published, diloco or ddp, found 'pigeon'",
+        ),
         ({"sync_every": 4}, "--sync-every needs --trainers 2 or more, found 1"),
         ({"trainer_sync": "ddp"}, "--trainer-sync needs --trainers 2 or more, found 1"),
         ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* sync_every \(8\), found 10"),

@@ -1,19 +1,21 @@
-"""Do trainers that send little learn as well? DDP, DiLoCo, PULSELoCo, PULSELoCo with a finer gate or without feedback.
+"""Do trainers that send little learn as well? DDP, DiLoCo, PULSELoCo, and PULSELoCo as published in several settings.
 
-Four trainers, each a process, take GRPO steps on a small task (`loco_task`) over Gloo on this machine. All runs of
-a seed start from the same policy, see the same prompts, and take the same number of samples. The reward is the expected
-reward of the shared weights on the same 1,024 problems, computed and not sampled. A run's final reward is the mean of
-its last three evaluations; its gain is relative to its own start, since seeds start apart. Bytes are those that one
+Four trainers take GRPO steps on small tasks (`loco_task`), in turns in one process (`loco_runs`); tasks and seeds run
+beside each other, a process for each core. All runs of a task and seed start from the same policy, see the same
+prompts, and take the same number of samples. The reward is the expected reward of the shared weights on the same 1,024
+problems, computed and not sampled. A run's final reward is the mean of its last three evaluations; its gain is relative
+to its own start, since seeds start apart, and is compared with DiLoCo's from the same seed. Bytes are those that one
 trainer sends, each counted once however many receive it; gradients and DiLoCo's pseudo-gradients take 4 a parameter.
 What a real model's weights take is measured in `loco_model`.
 """
 
+import itertools
 import os
-import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import msgspec
 
@@ -24,16 +26,23 @@ from pulse_rl.units import nbytes
 TRAINERS = 4
 OUTER = 7.0  # 0.7 / (1 − 0.9): the outer optimizer multiplies a constant pseudo-gradient by this
 EVALUATE_EVERY = 16  # inner steps: right after a round, whatever the method
+METHODS = (  # in rounds; their options are in `loco_ranks`
+    *("DiLoCo", "PULSELoCo", "scale 1", "scale 1/4", "published", "published, scale 1.33", "published, scale 7"),
+    *("published, scale 7, BF16 values", "published, FP16 gate", "published, FP16 gate, BF16 values"),
+    "without feedback",
+)
+TASKS = "sums", "differences", "noisy sums", "noisy differences"
 LAST = 3  # evaluations whose mean is the final reward
 PRETRAIN = 250
 MODEL_EVERY = 8  # inner steps a round of the real model
 
 MODEL_LRS = (1e-6, 3e-6)
+MODEL_VALUES = ("log8", "float32")  # the default, and as published
 MODEL_COLUMNS = (
-    *("lr", "round", "loss", "density", "payload", "DiLoCo's", "DDP's"),
-    *("bits a sent element", "32 + entropy", "of that"),
+    *("lr", "values", "round", "loss", "density", "payload", "DiLoCo's", "DDP's"),
+    *("bits a sent element", "entropy of its position"),
 )
-PART_COLUMNS = ("lr", "method", "gate", "encode", "decode", "outer", "total", "of DiLoCo's")
+PART_COLUMNS = ("lr", "values", "method", "gate", "encode", "decode", "outer", "total", "of DiLoCo's")
 
 
 class Method(msgspec.Struct, frozen=True):
@@ -42,35 +51,36 @@ class Method(msgspec.Struct, frozen=True):
     name: str
     sync_every: int = 0  # inner steps a round; 0: gradients are averaged at every step
     faster: float = 1.0  # factor on the learning rate
+    overlap: int = 0  # inner steps between a round's begin and its end
 
     def __str__(self) -> str:
-        return f"{self.name}, H = {self.sync_every}" if self.sync_every else self.name
+        named = f"{self.name}, overlap {self.overlap}" if self.overlap else self.name
+        return f"{named}, H = {self.sync_every}" if self.sync_every else named
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What one rank's process is started with."""
+    """What the process of a task and seed is started with."""
 
-    rank: int
-    port: int
     trainers: int
-    seeds: int
+    task: str
+    seed: int
     steps: int
     pretrain: int
     lr: float
-    sync_every: tuple[int, ...]
+    methods: tuple[Method, ...]
 
 
 class LocoRun(msgspec.Struct, frozen=True):
-    """One run: a method from a seed."""
+    """One run: a method on a task from a seed."""
 
+    task: str
     method: Method = msgspec.field(name="way")  # the name in JSON
     seed: int
     elements: int
     rewards: list[float]  # before the first step, and after every 16th one
-    sent_nbytes: list[int]  # of rank 0, each round
-    density: list[float]  # of rank 0, each round
-    exchange: list[str]
-    seconds: float
+    sent_nbytes: list[int]  # of the first trainer, each round
+    density: list[float]  # likewise
+    seconds: float  # of the processor
 
     @property
     def final(self) -> float:
@@ -80,11 +90,17 @@ class LocoRun(msgspec.Struct, frozen=True):
     def gained(self) -> float:
         return self.final - self.rewards[0]
 
+    @property
+    def gained_halfway(self) -> float:
+        return statistics.fmean(self.rewards[: len(self.rewards) // 2 + 1][-LAST:]) - self.rewards[0]
+
 
 class ModelResult(msgspec.Struct, frozen=True):
     """Rounds of a real model at one learning rate; lists are by round."""
 
     lr: float
+    value_dtype: str
+    gate_scale: float
     elements: int
     losses: list[float]  # mean of a round's inner steps
     sent: list[int]  # elements
@@ -93,10 +109,11 @@ class ModelResult(msgspec.Struct, frozen=True):
     seconds: dict[str, dict[str, float]]  # "pulse", "diloco" → part → median, without a network
 
     def rows(self) -> list[tuple[object, ...]]:
-        """For each round: what is sent, and its size relative to 32 bits plus the position's entropy an element."""
+        """For each round what is sent."""
         return [
             (
                 f"{self.lr:g}",
+                self.value_dtype,
                 number + 1,
                 f"{loss:.3f}",
                 f"{sent / self.elements:.3%}",
@@ -104,8 +121,7 @@ class ModelResult(msgspec.Struct, frozen=True):
                 times(4 * self.elements / size),
                 times(4 * self.elements * MODEL_EVERY / size),
                 f"{8 * size / sent:.2f}",
-                f"{32 + bits / sent:.2f}",
-                f"{8 * size / (32 * sent + bits):.3f}",
+                f"{bits / sent:.2f}",
             )
             for number, (loss, sent, size, bits) in enumerate(
                 zip(self.losses, self.sent, self.sent_nbytes, self.position_bits, strict=True)
@@ -118,6 +134,7 @@ class ModelResult(msgspec.Struct, frozen=True):
         return [
             (
                 f"{self.lr:g}",
+                self.value_dtype,
                 name,
                 *map(ms, parts.values()),
                 ms(sum(parts.values())),
@@ -137,33 +154,33 @@ class LocoReport(msgspec.Struct, frozen=True):
     models: tuple[ModelResult, ...]
 
     def facts(self) -> dict[str, object]:
-        first = self.runs[0]
-        starts = {run.seed: run.rewards[0] for run in self.runs}
         return {
-            "policy": f"{first.elements:,} parameters",
+            "policy": f"{self.runs[0].elements:,} parameters",
             "trainers": self.trainers,
             "inner steps": f"{self.steps} at a learning rate of {self.lr:g}",
-            "reward before": _spread(list(starts.values())),
+            "reward before": "; ".join(f"{name}: {_spread(list(each.values()))}" for name, each in self._starts()),
         }
 
     def tables(self) -> list[Table]:
-        by_method: dict[str, list[LocoRun]] = {}
-        for run in self.runs:
-            by_method.setdefault(str(run.method), []).append(run)
         columns = (
-            *("method", "final reward", "gained", "of DiLoCo", "density"),
+            *("task", "method", "final reward", "gained", "of DiLoCo", "least", "halfway", "density"),
             *("a round", "whole run", "DiLoCo's", "DDP's"),
         )
+        by_method: dict[tuple[str, str], list[LocoRun]] = {}
+        for run in self.runs:
+            by_method.setdefault((run.task, str(run.method)), []).append(run)
         rows = []
-        for name, runs in by_method.items():
+        for (task, name), runs in by_method.items():
             first = runs[0]
+            dense = by_method.get((task, str(Method("DiLoCo", first.method.sync_every))))
             sent = statistics.fmean(sum(run.sent_nbytes) for run in runs)
             rows.append(
                 (
+                    task,
                     name,
                     _spread([run.final for run in runs]),
                     _spread([run.gained for run in runs]),
-                    _share(runs, by_method.get(str(Method("DiLoCo", first.method.sync_every)))),
+                    *_shares(runs, dense),
                     f"{statistics.fmean(d for run in runs for d in run.density):.2%}",
                     nbytes(round(sent / len(first.sent_nbytes))),
                     nbytes(round(sent)),
@@ -177,83 +194,113 @@ class LocoReport(msgspec.Struct, frozen=True):
             tables.append((PART_COLUMNS, [row for each in self.models for row in each.part_rows()]))
         return tables
 
+    def _starts(self) -> list[tuple[str, dict[int, float]]]:
+        """Of each task, the reward before the first step by seed."""
+        starts: dict[str, dict[int, float]] = {}
+        for run in self.runs:
+            starts.setdefault(run.task, {})[run.seed] = run.rewards[0]
+        return list(starts.items())
 
-def methods(sync_every: Sequence[int]) -> list[Method]:
-    """All that are compared; DDP at the inner learning rate, and at OUTER times that."""
-    local = [Method(name, h) for h in sync_every for name in ("DiLoCo", "PULSELoCo", "FP16 gate", "without feedback")]
-    return [Method("DDP"), Method(f"DDP, lr × {OUTER:g}", faster=OUTER), *local]
+
+def methods(names: Sequence[str], sync_every: Sequence[int], overlaps: Sequence[int]) -> tuple[Method, ...]:
+    """Those that are compared. DDP, at the inner learning rate and at OUTER times that, only if no names are given.
+
+    overlaps: inner steps of overlap; DiLoCo without is always there, to compare with.
+    """
+    ddp = [] if names else [Method("DDP"), Method(f"DDP, lr × {OUTER:g}", faster=OUTER)]
+    chosen = [Method(name, h, overlap=n) for h in sync_every for n in overlaps for name in names or METHODS]
+    dense = [each for h in sync_every if (each := Method("DiLoCo", h)) not in chosen]
+    return (*ddp, *dense, *chosen)
 
 
-def check(steps: int, sync_every: Sequence[int]) -> None:
-    """Raises ValueError if steps is not a multiple of 16, or one of sync_every does not divide 16."""
+def check(
+    steps: int, sync_every: Sequence[int], overlaps: Sequence[int], names: Sequence[str], tasks: Sequence[str]
+) -> None:
+    """Raises ValueError if steps is no multiple of 16, one of sync_every does not divide 16, or a name is unknown."""
     if odd := [h for h in sync_every if h < 1 or EVALUATE_EVERY % h]:
         raise ValueError(
             f"sync_every: expected divisors of {EVALUATE_EVERY}, since runs are evaluated after a round, found {odd[0]}"
         )
+    if odd := [n for n in overlaps if not 0 <= n < min(sync_every)]:
+        raise ValueError(f"overlap: expected 0 to {min(sync_every) - 1} inner steps, found {odd[0]}")
     if steps % EVALUATE_EVERY:
         raise ValueError(f"steps: expected a multiple of {EVALUATE_EVERY}, so that runs end in a round, found {steps}")
+    for what, found, known in (("method", names, METHODS), ("task", tasks, TASKS)):
+        if unknown := [name for name in found if name not in known]:
+            raise ValueError(f"{what}: expected some of {'; '.join(known)}, found {unknown[0]!r}")
 
 
 def run(
-    *, seeds: int, steps: int, lr: float, sync_every: Sequence[int], model: str, rounds: int, progress: Progress
+    *,
+    seeds: int,
+    steps: int,
+    lr: float,
+    chosen: Sequence[Method],
+    tasks: Sequence[str],
+    model: str,
+    rounds: int,
+    progress: Progress,
 ) -> LocoReport:
-    """Train by every method from every seed; then measure `rounds` rounds of `model`, if any.
+    """Train every task by every method from every seed; then measure `rounds` rounds of `model`, if any.
 
-    steps, sync_every: see `check`. Raises ProcessDiedError if a process ends early. Takes about 1 GB of memory for
-    the trainers, 8 GB for SmolLM2-135M.
+    chosen: as `methods` gives them. Raises ProcessDiedError if a process ends early. Takes about 0.5 GB of memory for
+    each core, 8 GB for SmolLM2-135M.
     """
-    models = MODEL_LRS if rounds else ()
-    total = seeds * len(methods(sync_every)) + len(models)
+    models = list(itertools.product(MODEL_LRS, MODEL_VALUES)) if rounds else []
+    total = seeds * len(chosen) * len(tasks) + len(models)
     progress(0, total, "supervised training")
+    settings = [
+        Settings(TRAINERS, task, seed, steps, PRETRAIN, lr, tuple(chosen))
+        for task, seed in itertools.product(tasks, range(seeds))
+    ]
     runs: list[LocoRun] = []
-    for line in _trained(seeds, steps, lr, sync_every):
-        runs.append(msgspec.json.decode(line, type=LocoRun))
-        progress(len(runs), total, f"after seed {runs[-1].seed}: {runs[-1].method}")
+    for found in _trained(settings):
+        runs += found
+        progress(len(runs), total, f"after {runs[-1].task}, seed {runs[-1].seed}")
+    runs.sort(key=lambda run: (tasks.index(run.task), chosen.index(run.method), run.seed))
     results: list[ModelResult] = []
-    for rate in models:
-        progress(len(runs) + len(results), total, f"{model} at {rate:g}")
-        command = [sys.executable, "-m", f"{__package__}.loco_model", model, str(rounds), str(rate)]
-        environment = os.environ | {"PULSE_THREADS": "1"}
-        ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
-        if ended.returncode:
-            raise ProcessDiedError(
-                f"bench loco: the process that measures {model} ended with {ended.returncode}, see above",
-                process="loco_model",
-            )
-        results.append(msgspec.json.decode(ended.stdout, type=ModelResult))
+    for rate, value_dtype in models:
+        progress(len(runs) + len(results), total, f"{model} at {rate:g}, {value_dtype}")
+        output = _output("loco_model", model, str(rounds), str(rate), value_dtype)
+        results.append(msgspec.json.decode(output, type=ModelResult))
     return LocoReport(trainers=TRAINERS, steps=steps, lr=lr, runs=tuple(runs), models=tuple(results))
 
 
-def _trained(seeds: int, steps: int, lr: float, sync_every: Sequence[int]) -> Iterator[bytes]:
-    """Start the trainers; yields a line of JSON for each run. They end with the generator."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+def _trained(settings: Sequence[Settings]) -> Iterator[list[LocoRun]]:
+    """The runs of each task and seed, as they end: a process for each core."""
+
+    def trained(each: Settings) -> list[LocoRun]:
+        output = _output("loco_runs", msgspec.json.encode(each).decode())
+        return [msgspec.json.decode(line, type=LocoRun) for line in output.splitlines()]
+
+    with ThreadPoolExecutor(os.cpu_count()) as waiting:
+        futures = [waiting.submit(trained, each) for each in settings]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            waiting.shutdown(cancel_futures=True)
+
+
+def _output(module: str, *arguments: str) -> bytes:
+    """What a module of this package prints, run in one thread."""
     environment = os.environ | {"PULSE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(TRAINERS):
-            settings = Settings(rank, port, TRAINERS, seeds, steps, PRETRAIN, lr, tuple(sync_every))
-            command = [sys.executable, "-m", f"{__package__}.loco_ranks", msgspec.json.encode(settings).decode()]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
-        yield from ranks[0].stdout or ()
-        codes = [process.wait() for process in ranks]
-        if failed := [rank for rank, code in enumerate(codes) if code]:
-            raise ProcessDiedError(
-                f"bench loco: expected all trainers to end with 0, found {codes}, see above",
-                process=f"trainer-{failed[0]}",
-            )
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
+    if ended.returncode:
+        raise ProcessDiedError(
+            f"bench loco: a process of {module} ended with {ended.returncode}, see above", process=module
+        )
+    return ended.stdout
 
 
-def _share(runs: Sequence[LocoRun], dense: Sequence[LocoRun] | None) -> str:
-    """Their gain divided by DiLoCo's from the same seeds at the same H; mean and standard deviation."""
+def _shares(runs: Sequence[LocoRun], dense: Sequence[LocoRun] | None) -> tuple[str, str, str]:
+    """Their gain divided by DiLoCo's from the same seeds at the same H: spread, least, and after half the steps."""
     if dense is None:
-        return "–"
-    return _spread([run.gained / other.gained for run, other in zip(runs, dense, strict=True)])
+        return "–", "–", "–"
+    shares = [run.gained / other.gained for run, other in zip(runs, dense, strict=True)]
+    halfway = [run.gained_halfway / other.gained_halfway for run, other in zip(runs, dense, strict=True)]
+    return _spread(shares), f"{min(shares):.3f}", _spread(halfway)
 
 
 def _spread(values: Sequence[float]) -> str:

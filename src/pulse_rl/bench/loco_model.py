@@ -1,4 +1,4 @@
-"""What PULSELoCo sends of a real model: `python -m pulse_rl.bench.loco_model MODEL ROUNDS LR`.
+"""What PULSELoCo sends of a real model: `python -m pulse_rl.bench.loco_model MODEL ROUNDS LR [VALUE_DTYPE [SCALE]]`.
 
 Inner steps are supervised: AdamW (0.9, 0.999) under BF16 autocast on the answers of four sums a step, gradient norm
 1, from the dithered GGUF. They are real gradients of the real weights, but not those of RL, which are noisier. There is
@@ -58,7 +58,7 @@ class Echo(Group):
 
 
 def position_bits(loco: pulse.PulseLoCo) -> float:
-    """The entropy, in bits, of which elements the next round sends, given θ's BF16 exponents; one table a segment."""
+    """The entropy, in bits, of which elements the next round sends, given θ's exponents; one table a segment."""
     sends = loco._contribution.find()
     assert isinstance(sends, list)
     old: dict[str, Bits] = {}
@@ -103,13 +103,15 @@ def timed(loco: Any, before: dict[str, Any], net: Any, live: dict[str, torch.Ten
     return {part: getattr(report, f"{part}_s") for part in ("gate", "encode", "decode", "outer")}
 
 
-def measure(name: str, rounds: int, lr: float) -> ModelResult:
+def measure(name: str, rounds: int, lr: float, value_dtype: Any, scale: float | None) -> ModelResult:
     """Take `rounds` rounds at a learning rate, and time the last one."""
     loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
     net = loaded.model.eval()
     task = tasks.Task("chain_sum", 0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0, fused=True)
-    loco = pulse.PulseLoCo(net, optimizer, sync_every=SYNC_EVERY, exchange="gather")
+    loco = pulse.PulseLoCo(
+        net, optimizer, sync_every=SYNC_EVERY, exchange="gather", value_dtype=value_dtype, gate_scale=scale
+    )
     losses, bits = [], []
     for number in range(rounds):
         losses.append(inner_steps(loaded, optimizer, task, number * SYNC_EVERY))
@@ -130,6 +132,8 @@ def measure(name: str, rounds: int, lr: float) -> ModelResult:
         seconds["diloco"].append(timed(dense, before, net, live))
     return ModelResult(
         lr=lr,
+        value_dtype=loco.value_dtype,
+        gate_scale=loco.gate_scale,
         elements=reports[0].elements,
         losses=losses,
         sent=[report.sent for report in reports[:rounds]],
@@ -142,10 +146,11 @@ def measure(name: str, rounds: int, lr: float) -> ModelResult:
     )
 
 
-def main(name: str, rounds: str, lr: str) -> None:
+def main(name: str, rounds: str, lr: str, value_dtype: str = "log8", scale: str = "") -> None:
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", f"file://{directory}/ranks", rank=0, world_size=1)
-    print(msgspec.json.encode(measure(name, int(rounds), float(lr))).decode(), flush=True)
+    found = measure(name, int(rounds), float(lr), value_dtype, float(scale) if scale else None)
+    print(msgspec.json.encode(found).decode(), flush=True)
     dist.destroy_process_group()
 
 

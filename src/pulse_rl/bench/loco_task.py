@@ -1,9 +1,10 @@
-"""The task of `bench loco`: sums of two numbers below 100, learned by a transformer of 220,000 parameters.
+"""The tasks of `bench loco`: sums or differences of two numbers, learned by a transformer of 220,000 parameters.
 
-A prompt is `ab+cd=`, a completion three digits, least significant first; the reward is 1 for the right sum and 0
-otherwise. All prompts and completions have one length, so nothing is padded or masked. The forward pass computes
-with weights rounded to BF16, as rollout workers would hold them, and everything else in float32; gradients go straight
-through the rounding to the float32 masters.
+A prompt is `ab+cd=`, a completion three digits, least significant first; the reward is 1 for the right sum, or for the
+right distance of both numbers, and 0 otherwise. The noisy tasks have a quarter of the completions a step, and one
+reward in twenty is the other one, so most of a gradient is noise. All prompts and completions have one length, so
+nothing is padded or masked. The forward pass computes with weights rounded to BF16, as rollout workers would hold them,
+and everything else in float32; gradients go straight through the rounding to the float32 masters.
 """
 
 import math
@@ -21,6 +22,26 @@ PROMPT, ANSWER = 6, 3  # symbols
 RIGHT = 0.2  # share of the supervised training's completions that are right
 CLIP = 0.2  # of the importance ratio, as in the reference run
 GRADIENT_NORM = 1.0
+
+
+class Task(NamedTuple):
+    """What is learned, and how much there is to learn it from."""
+
+    name: str
+    difference: bool = False  # rather than the sum
+    problems: int = 4  # of a trainer and inner step
+    flipped: float = 0.0  # share of the rewards
+
+
+TASKS = {
+    each.name: each
+    for each in (
+        Task("sums"),
+        Task("differences", difference=True),
+        Task("noisy sums", problems=1, flipped=0.05),
+        Task("noisy differences", difference=True, problems=1, flipped=0.05),
+    )
+}
 
 
 class Batch(NamedTuple):
@@ -71,10 +92,10 @@ def _norm(x: Tensor) -> Tensor:
     return functional.rms_norm(x, (WIDTH,))
 
 
-def problems(count: int, generator: torch.Generator) -> Tensor:
+def problems(task: Task, count: int, generator: torch.Generator) -> Tensor:
     """Random prompts with the right completions, (count, PROMPT + ANSWER)."""
     a, b = torch.randint(100, (2, count), generator=generator)
-    total = a + b
+    total = (a - b).abs() if task.difference else a + b
     plus, equals = torch.full_like(a, PLUS), torch.full_like(a, EQUALS)
     columns = [a // 10, a % 10, plus, b // 10, b % 10, equals, total % 10, total // 10 % 10, total // 100]
     return torch.stack(columns, 1)
@@ -93,7 +114,7 @@ def reward(policy: Policy, solved: Tensor) -> float:
 
 
 @torch.no_grad()
-def sample(policy: Policy, solved: Tensor, group: int, generator: torch.Generator) -> Batch:
+def sample(task: Task, policy: Policy, solved: Tensor, group: int, generator: torch.Generator) -> Batch:
     """`group` completions of each problem, at temperature 1."""
     wanted = solved.repeat_interleave(group, 0)
     symbols, found = wanted[:, :PROMPT], []
@@ -102,7 +123,10 @@ def sample(policy: Policy, solved: Tensor, group: int, generator: torch.Generato
         chosen = torch.multinomial(scores.exp(), 1, generator=generator)
         symbols = torch.cat([symbols, chosen], 1)
         found.append(scores.gather(1, chosen))
-    return Batch(symbols, torch.cat(found, 1), (symbols == wanted).all(1).float())
+    right = (symbols == wanted).all(1)
+    if task.flipped:
+        right ^= torch.rand(len(right), generator=generator) < task.flipped
+    return Batch(symbols, torch.cat(found, 1), right.float())
 
 
 def backward(policy: Policy, batch: Batch, group: int) -> None:
@@ -113,11 +137,11 @@ def backward(policy: Policy, batch: Batch, group: int) -> None:
     (part.total / part.tokens).backward()  # type: ignore[no-untyped-call]
 
 
-def pretrain(policy: Policy, steps: int, generator: torch.Generator) -> None:
+def pretrain(task: Task, policy: Policy, steps: int, generator: torch.Generator) -> None:
     """Take supervised steps on random problems, so that some completions are right and earn a reward."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     for step in range(steps):
-        solved = problems(256, generator)
+        solved = problems(task, 256, generator)
         other = torch.rand(len(solved), generator=generator) > RIGHT
         solved[other, PROMPT:] = solved[other, PROMPT:].flip(1)
         for settings in optimizer.param_groups:

@@ -125,8 +125,9 @@ def train(
     trainer_sync: Annotated[
         str,
         _option(
-            "What trainers exchange. pulse: what the next forward pass can see, every round (PULSELoCo). diloco: the "
-            "whole pseudo-gradient, every round. ddp: the gradients, every step.",
+            "What trainers exchange. pulse: few bits of what the forward pass can see, every round (PULSELoCo). "
+            "published: the same as published, which learns later. diloco: the whole pseudo-gradient, every round. "
+            "ddp: the gradients, every step.",
             _TRAINERS,
         ),
     ] = _D.trainer_sync,

@@ -58,11 +58,12 @@ class Membership:
         self._members.close()
 
 
-def members_of(process_group: dist.ProcessGroup | Membership | StoreGroup | None) -> Members:
-    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`."""
+def members_of(process_group: dist.ProcessGroup | Membership | StoreGroup | Group | None) -> Members:
+    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`; a benchmark's is a Group."""
     if isinstance(process_group, Membership | StoreGroup):
         return process_group._members
-    return FixedMembers(Group.of(process_group, TRAINERS))
+    group = process_group if isinstance(process_group, Group) else Group.of(process_group, TRAINERS)
+    return FixedMembers(group)
 
 
 def refuse_overlap(process_group: object) -> str | None:

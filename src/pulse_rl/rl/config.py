@@ -27,7 +27,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     workers: int = 2  # rollout workers
     engine: Literal["builtin", "vllm"] = "builtin"  # what they sample with
     trainers: int = 1
-    trainer_sync: Literal["pulse", "diloco", "ddp"] = "pulse"  # what several trainers exchange
+    trainer_sync: Literal["pulse", "published", "diloco", "ddp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     sync_every: int = 8  # steps per round, and so per version, with several trainers
     prompts: int = 8  # per step and trainer
@@ -124,14 +124,16 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def _check_trainers(config: RunConfig) -> None:
-    if config.trainer_sync not in ("pulse", "diloco", "ddp"):
-        raise ValueError(f"trainer_sync: expected pulse, diloco or ddp, found {config.trainer_sync!r}")
+    if config.trainer_sync not in ("pulse", "published", "diloco", "ddp"):
+        raise ValueError(f"trainer_sync: expected pulse, published, diloco or ddp, found {config.trainer_sync!r}")
     if config.trainers == 1:
         for name in ("trainer_sync", "trainer_store", "sync_every"):
             if getattr(config, name) != getattr(RunConfig(), name):
                 raise ValueError(f"--{name.replace('_', '-')} needs --trainers 2 or more, found 1")
     if config.trainer_store is not None and config.trainer_sync == "ddp":
-        raise ValueError("--trainer-store needs --trainer-sync pulse or diloco, found ddp, which exchanges every step")
+        raise ValueError(
+            "--trainer-store needs --trainer-sync pulse, published or diloco, found ddp, which exchanges every step"
+        )
     if config.steps % config.round_steps:
         raise ValueError(
             f"steps: expected whole rounds with several trainers, a multiple of sync_every ({config.sync_every}), "

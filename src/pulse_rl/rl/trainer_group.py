@@ -2,7 +2,8 @@
 
 A round is `config.round_steps` steps of every trainer, each on its own batches, and ends in a version:
 
-    pulse, diloco   each trainer steps alone; the round's last step exchanges and takes the outer step
+    pulse, published, diloco
+                    each trainer steps alone; the round's last step exchanges and takes the outer step
     ddp             every step averages the gradients first, so the trainers never differ
 
 After a round all trainers hold the same weights; their digests prove it, so rank 0 can publish for all. Within a round
@@ -15,7 +16,9 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, Self
 
 import psutil
@@ -38,6 +41,11 @@ from pulse_rl.weights.layout import layout
 TIMEOUT_S = 1800
 IDLE_S = 0.02  # between polls for the rendezvous
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
+METHODS: dict[str, Callable[..., PulseLoCo | DiLoCo]] = {
+    "pulse": PulseLoCo,
+    "published": partial(PulseLoCo, value_dtype="float32"),
+    "diloco": DiLoCo,
+}
 
 
 class TrainerGroup(Protocol):
@@ -140,8 +148,7 @@ class RoundExchange(_SeveralTrainers):
 
     def __init__(self, config: RunConfig, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(config, model)
-        kind = PulseLoCo if config.trainer_sync == "pulse" else DiLoCo
-        self._loco = kind(model, optimizer, sync_every=config.round_steps)
+        self._loco = METHODS[config.trainer_sync](model, optimizer, sync_every=config.round_steps)
 
     def __enter__(self) -> Self:
         self._loco.__enter__()

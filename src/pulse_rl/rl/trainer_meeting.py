@@ -12,10 +12,9 @@ from typing import Any, Self
 import torch
 
 from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.trainer_group import IDLE_S, TIMEOUT_S, merge_exchanges
+from pulse_rl.rl.trainer_group import IDLE_S, METHODS, TIMEOUT_S, merge_exchanges
 
 
 class StoreExchange:
@@ -27,9 +26,9 @@ class StoreExchange:
         assert config.trainer_store is not None
         self._config, self._rank, self._buffer = config, rank, buffer
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        kind = PulseLoCo if config.trainer_sync == "pulse" else DiLoCo
         group = StoreGroup(config.trainer_store, rank=rank, world_size=config.trainers, timeout=TIMEOUT_S)
-        self._loco = kind(model, optimizer, sync_every=config.round_steps, process_group=group)
+        rounds = METHODS[config.trainer_sync]
+        self._loco = rounds(model, optimizer, sync_every=config.round_steps, process_group=group)
         self._barriers = 0  # in this round
 
     def __enter__(self) -> Self:
