@@ -20,10 +20,10 @@ PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # the first 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
 
 
-def start(out: Path, *sets: str, resume: bool = False) -> "subprocess.Popen[str]":
-    """Begin a run of the game. sets: changes of its recipe, and "--option"s."""
-    what = ["--resume", str(out)] if resume else ["--recipe", str(GAME), "--set", f"out={out}"]
-    options = [word for text in sets for word in ([text] if text.startswith("--") else ["--set", text])]
+def start(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> "subprocess.Popen[str]":
+    """Begin a run of a recipe, or continue one. sets: changes of it."""
+    what = ["--resume", str(out)] if resume else ["--recipe", str(recipe), "--set", f"out={out}"]
+    options = [word for text in sets for word in ("--set", text)]
     return subprocess.Popen(
         [*COMMAND, "train", *what, *options, "--json"],
         stdout=subprocess.PIPE,
@@ -41,8 +41,8 @@ def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
     return summary, stderr
 
 
-def run(out: Path, *sets: str, resume: bool = False) -> dict[str, Any]:
-    return finish(start(out, *sets, resume=resume))[0]
+def run(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> dict[str, Any]:
+    return finish(start(out, *sets, resume=resume, recipe=recipe))[0]
 
 
 def steps(out: Path) -> int:

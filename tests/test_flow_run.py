@@ -3,7 +3,6 @@
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flow_runs import GAME, ROLES, check, finish, kill, run, start, steps
@@ -122,13 +121,16 @@ def _alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_evaluation_windows_are_played_at_their_versions(tmp_path: Path) -> None:
-    recipe = GAME.read_text() + '\n[[evaluation]]\nname = "held"\nevery = 3\nproblems = 4\nsamples = 2\n'
-    file = tmp_path / "game.toml"
-    file.write_text(recipe)
-    summary: dict[str, Any] = run(tmp_path / "run", "--recipe", str(file))
+    recipe = tmp_path / "game.toml"
+    window = '[[evaluation]]\nname = "held"\nevery = 3\nproblems = 4\nsamples = 2\n'
+    recipe.write_text(f"{GAME.read_text()}\n{window}")
+    summary = run(tmp_path / "run", recipe=recipe)
     check(summary, tmp_path / "run")
-    assert {"held@0", "held@6"} <= summary["windows"].keys()
-    for window in summary["windows"].values():
-        assert window["done"]
-        assert window["played"] == 4
-        assert set(window["pass"]) == {"1", "2"}
+    windows = list(summary["windows"].values())
+    assert len(windows) >= 2
+    assert windows[0]["versions"] == dict.fromkeys(ROLES, 0)
+    assert windows[-1]["versions"] == dict.fromkeys(ROLES, 6)
+    for found in windows:
+        assert found["done"]
+        assert (found["played"], found["given_up"]) == (4, 0)
+        assert set(found["pass"]) == {"1", "2"}

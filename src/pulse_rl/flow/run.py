@@ -6,7 +6,7 @@ Dataflow again from its journal; `trainers` and `pools` start processes again. T
 recipe.toml         the recipe, with every setting
 policies/NAME/      the files of a policy's trainer: metrics.jsonl, trainer.pt, config.toml
 store/NAME/         its history, unless the recipe names another store
-dataflow.journal    the Dataflow's state
+dataflow.journal    the Dataflow's state; dataflow.lock is locked by the process that writes it
 summary.json, report.html, ray.log, running: as in `rl.directory`
 """
 
@@ -23,7 +23,7 @@ from pulse_rl.flow import recipe_file, report
 from pulse_rl.flow.journal import FILE as JOURNAL
 from pulse_rl.flow.pools import Pools
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.service import NAME, DataflowProcess
+from pulse_rl.flow.service import LOCK, NAME, DataflowProcess
 from pulse_rl.flow.show import Display
 from pulse_rl.flow.summary import summary
 from pulse_rl.flow.trainer import DIRECTORY, directory
@@ -236,7 +236,7 @@ def _nothing_left(recipe: Recipe) -> Iterator[None]:
         raise
     except BaseException:
         if not _begun(recipe):
-            for name in (recipe_file.FILE, JOURNAL):
+            for name in (recipe_file.FILE, JOURNAL, LOCK):
                 (recipe.directory / name).unlink(missing_ok=True)
             shutil.rmtree(recipe.directory / DIRECTORY, ignore_errors=True)
             run_directory.remove(_place(recipe))

@@ -1,20 +1,27 @@
 """The Dataflow of a recipe, as the engine makes it in a process, and makes it again when that process dies."""
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from pulse_rl.flow import registry
 from pulse_rl.flow.buffer import PolicySettings
 from pulse_rl.flow.dataflow import Dataflow
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.rl.directory import lock
 
 NAME = "dataflow"  # of the service, in the run's namespace
+LOCK = "dataflow.lock"
+PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
 class DataflowProcess(Dataflow):
     """A recipe's Dataflow, with its journal in the run's directory. The operating system lists the process so."""
 
     def __init__(self, recipe: Recipe) -> None:
+        # The process of a driver that was killed may live a little longer than it; a journal has one writer.
+        self._lock = ExitStack()
+        self._lock.enter_context(lock(recipe.directory, name=LOCK, patience=PATIENCE_S))
         super().__init__(
             {name: _settings(name, policy, recipe.seed) for name, policy in recipe.policies.items()},
             registry.build("curator", recipe.curator, key="curator", seed=recipe.seed),

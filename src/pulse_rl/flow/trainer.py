@@ -10,6 +10,7 @@ is also the number of batches that it holds.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.losses import PolicyLoss
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import Batch, PolicyGroup, Turn
+from pulse_rl.rl import directory as run_directory
 from pulse_rl.rl import policy
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig, begun
@@ -29,6 +31,7 @@ ROWS = 32  # of a forward and backward pass, at most
 SCORED = 2048  # tokens of its completions, with padding: logits are the largest part of its memory
 TOKENS = 16_384  # of contexts and completions, with padding
 DIRECTORY = "policies"  # in the run's directory
+PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
 def settings(recipe: Recipe, name: str) -> RunConfig:
@@ -76,6 +79,9 @@ class PolicyTrainer(Trainer):
         given = recipe.policies[name]
         self._loss: PolicyLoss = registry.build("loss", given.loss, key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
+        # The trainer of a driver that was killed may live a little longer than it; a checkpoint has one writer.
+        self._lock = ExitStack()
+        self._lock.enter_context(run_directory.lock(config.directory, patience=PATIENCE_S))
         board = _Board(name, dataflow, lambda: self._step, trained=given.trained)
         super().__init__(config, cast(DataBuffer, board), resume=begun(config.directory))
 

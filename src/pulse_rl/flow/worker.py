@@ -38,6 +38,7 @@ from pulse_rl.rl.sampler import BuiltinSampler, Sampler
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
+PUSH_S = 0.5  # for which new tasks wait for groups that are on their way, which is longer only over slow links
 THREADS = 16  # that wait: for other processes, for stores, for sampling
 MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
@@ -93,6 +94,7 @@ class RolloutWorker:
         self._orders = Orders(stop=False, versions={})
         self._playing: set[asyncio.Task[None]] = set()
         self._pushing: set[asyncio.Task[None]] = set()
+        self._tasks: set[int] = set()  # numbers of those that are played or pushed
         self._versions: dict[str, int | None] = {}  # that the tasks in play name
         self._next: Task | None = None  # of other versions than those in play
         self._played = self._failed = self._refused = 0  # tasks
@@ -179,13 +181,18 @@ class RolloutWorker:
     async def _beat(self) -> None:
         """Say that it lives, and follow new versions, until cancelled."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            await self._ask_for_orders()
-            if not self._recipe.deterministic:
-                await asyncio.gather(*map(self._follow, self._held))
+            await asyncio.sleep(max(HEARTBEAT_S, self._orders.pause))
+            if self._recipe.deterministic:
+                await self._ask_for_orders()
+            else:
+                await self._catch_up()
 
     async def _ask_for_orders(self) -> None:
-        self._orders = Orders(*await self._call("heartbeat", self._name, self._facts()))
+        """Say what is held, and hear of the newest versions. Answers may overtake each other: versions only grow."""
+        found = Orders(*await self._call("heartbeat", self._name, self._facts()))
+        known = self._orders.versions
+        versions = {name: max(version, known.get(name, version)) for name, version in found.versions.items()}
+        self._orders = Orders(found.stop or self._orders.stop, versions, found.pause)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -202,6 +209,14 @@ class RolloutWorker:
         }
 
     # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        """Bring every policy to the version that is wanted now, and report it at once: work may wait for that."""
+        await self._ask_for_orders()
+        before = {name: held.version for name, held in self._held.items()}
+        await asyncio.gather(*map(self._follow, self._held))
+        if before != {name: held.version for name, held in self._held.items()}:
+            await self._ask_for_orders()
 
     async def _follow(self, name: str) -> None:
         """Bring a policy to the version that is wanted now, and prove all of it."""
@@ -231,34 +246,39 @@ class RolloutWorker:
         while True:
             if taken := await self._take():
                 pause = IDLE_S[0]
-                await self._ask_for_orders()
-                await asyncio.gather(*map(self._follow, self._held))
-                self._playing |= {asyncio.create_task(self._play(task)) for task in taken}
+                await self._catch_up()
+                for task in taken:
+                    self._tasks.add(task.number)
+                    self._playing.add(asyncio.create_task(self._play(task)))
             elif self._playing:
                 await asyncio.wait(self._playing, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 await settle()  # those that end together are replaced together
-                pause = min(2 * pause, IDLE_S[1])
+                pause = min(2 * pause, max(IDLE_S[1], self._orders.pause))
             elif self._orders.stop:
                 break
             else:
                 self._versions = {}
                 await asyncio.sleep(pause)
                 self._idle_s += pause
-                pause = min(2 * pause, IDLE_S[1])
-                await self._ask_for_orders()
-            for task in [task for task in self._playing if task.done()]:
-                self._playing.remove(task)
-                task.result()
+                pause = min(2 * pause, max(IDLE_S[1], self._orders.pause))
+                await (self._ask_for_orders() if self._recipe.deterministic else self._catch_up())
+            for group in (self._playing, self._pushing):
+                for ended in [each for each in group if each.done()]:
+                    group.remove(ended)
+                    ended.result()
         if self._pushing:
             await asyncio.gather(*self._pushing)
 
     async def _take(self) -> list[Task]:
         """Tasks for the free slots, of the versions that are in play."""
+        if self._pushing:  # until then the dispatcher counts their slots as taken; tasks taken together share calls
+            await asyncio.wait(self._pushing, timeout=PUSH_S)
         taken: list[Task] = []
         while len(self._playing) + len(taken) < self._slots:
             task, self._next = self._next, None
             if task is None and not self._orders.stop:
-                found = await self._call("take", self._name)
+                known = [*self._tasks, *(task.number for task in taken)]
+                found = await self._call("take", self._name, known)
                 task = found and Task(*found)
             if task is None:
                 break
@@ -278,10 +298,10 @@ class RolloutWorker:
             reason = one_line(_first(error), MAX_ERROR)
             logger(__name__).warning("task %d: %s", task.number, reason)
             await self._call("give_back", self._name, task.number, reason)
+            self._tasks.discard(task.number)
             return
         pushing = asyncio.create_task(self._push(Group(task, self._name, episodes)))
         self._pushing.add(pushing)
-        pushing.add_done_callback(self._pushing.discard)
 
     async def _episodes(self, task: Task) -> list[Episode]:
         problem = self._workflow.problem(task.problem)  # at once: tasks that start together are to ask together
@@ -313,10 +333,15 @@ class RolloutWorker:
         return self._recipe.seed * SEED_STRIDE + task.number
 
     async def _push(self, group: Group) -> None:
-        if await self._call("push", group):
-            self._played += 1
-        else:
-            self._refused += 1
+        try:
+            if await self._call("push", group):
+                self._played += 1
+            else:
+                self._refused += 1
+        except ValueError as error:  # it does not fit its task: a fault of the workflow
+            self._failed += 1
+            await self._call("give_back", self._name, group.task.number, one_line(error, MAX_ERROR))
+        self._tasks.discard(group.task.number)
 
 
 class _Client:

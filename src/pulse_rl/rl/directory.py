@@ -12,6 +12,7 @@ running          locked by the driver while the run goes on
 """
 
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ RUNNING = "running"
 LOG = "ray.log"
 REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
 DISMISSAL = "remove-workers-"  # likewise, for fewer
+LOCK_POLL_S = 0.1
 PROBE = "probe-"  # prefix of objects that are written and deleted to check that a store can be written
 
 
@@ -75,14 +77,18 @@ def free(directory: Path) -> bool:
 
 
 @contextmanager
-def lock(directory: Path) -> Iterator[None]:
+def lock(directory: Path, *, name: str = RUNNING, patience: float = 0.0) -> Iterator[None]:
     """Hold the run's lock. The system releases it when its holder dies, however it dies.
 
-    Raises FileExistsError if another driver holds it, OSError on a system without such locks.
+    name: of the lock's file. patience: seconds for which to wait for another holder.
+    Raises FileExistsError if another process holds it, OSError on a system without such locks.
     """
-    with (directory / RUNNING).open("w") as file:
-        if not _try_lock(file, shared=False):
-            raise _already_running(directory)
+    deadline = time.monotonic() + patience
+    with (directory / name).open("w") as file:
+        while not _try_lock(file, shared=False):
+            if time.monotonic() >= deadline:
+                raise _already_running(directory)
+            time.sleep(LOCK_POLL_S)
         yield
 
 

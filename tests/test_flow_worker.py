@@ -1,0 +1,205 @@
+"""A rollout worker with a real Dataflow and real histories, in one process."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import wait_for
+
+import pulse_rl as pulse
+from pulse_rl.flow.buffer import PolicySettings
+from pulse_rl.flow.curators import All
+from pulse_rl.flow.dataflow import Dataflow
+from pulse_rl.flow.dispatch import DispatchSettings
+from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
+from pulse_rl.flow.samples import Batch
+from pulse_rl.flow.tools import Tools
+from pulse_rl.flow.worker import RolloutWorker
+from pulse_rl.flow.workflow import Policy, Rewards
+from pulse_rl.rl import model
+
+
+class Odd:
+    """Odd tokens are rewarded. broken: number of a problem that cannot be played."""
+
+    roles = ("solver",)
+
+    def __init__(self, *, broken: int = -1) -> None:
+        self._broken = broken
+
+    def problem(self, number: int) -> int:
+        return number
+
+    async def play(self, problem: Any, policies: Mapping[str, Policy], tools: Tools, random: Random) -> Rewards:
+        if problem == self._broken:
+            raise RuntimeError(f"problem {problem} is broken")
+        turn = await policies["solver"].complete(policies["solver"].encode(f"{problem} ="), stop=())
+        return Rewards({"solver": float(np.mean(turn.tokens % 2))})
+
+
+class World:
+    """The trainer's side of a run of a tiny policy, and a worker in a thread."""
+
+    def __init__(self, directory: Path, *, deterministic: bool = False, **settings: int) -> None:
+        self.recipe = Recipe(
+            out=str(directory),
+            deterministic=deterministic,
+            policies={"solver": PolicyRecipe(model="tiny")},
+            workflow=WorkflowRecipe(name="test_flow_worker:Odd", settings=settings, group_size=2, max_new_tokens=3),
+            pools=[PoolRecipe(slots=2)],
+            evaluation=[EvaluationRecipe(name="held", samples=3)],
+        )
+        self.dataflow = Dataflow(
+            {"solver": PolicySettings(groups=2)},
+            All(),
+            deterministic=deterministic,
+            dispatch=DispatchSettings(pause=0.1),
+        )
+        self.publisher = pulse.Publisher(self.recipe.store_url("solver"), cast="bfloat16")
+        self.result: dict[str, Any] = {}
+        self._loaded = model.load("tiny", seed=0)
+        self._error: BaseException | None = None
+
+    def publish(self, version: int) -> None:
+        with torch.no_grad():
+            for parameter in self._loaded.model.parameters():
+                parameter += 0.01 * version
+        self.publisher.publish(self._loaded.model, version=version, assets=model.assets(self._loaded))
+        if version == 0:
+            self.dataflow.begin("solver", 0, 0)
+        self.dataflow.publish("solver", version, str(self.publisher.digest), version)
+
+    @contextmanager
+    def worker(self) -> Iterator[None]:
+        """A worker that lives until the run ends, after the block."""
+        thread = threading.Thread(target=self._work)
+        threads = torch.get_num_threads()
+        thread.start()
+        try:
+            yield
+        finally:
+            self.dataflow.end()
+            thread.join(60)
+            torch.set_num_threads(threads)
+        if self._error:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            self.result = RolloutWorker("near-0", self.recipe, self.recipe.pools[0], self.dataflow).run()
+        except BaseException as error:  # noqa: BLE001  # the test raises it
+            self._error = error
+
+    def pull(self) -> Batch:
+        batch: Batch = wait_for(lambda: self.dataflow.pull("solver"))
+        return batch
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What the worker has reported of its policy."""
+        held: dict[str, Any] = self.dataflow.board().get("near-0", {}).get("policies", {}).get("solver", {})
+        return held
+
+
+def _versions(batch: Batch) -> list[int]:
+    return sorted({int(v) for group in batch.groups for turn in group.turns for v in turn.versions})
+
+
+def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> None:
+    """A problem that cannot be played is given back with its error, again and again, and does not stop the others."""
+    world = World(tmp_path, broken=1)
+    with world.worker():
+        world.publish(0)
+        first = world.pull()
+        assert _versions(first) == [0]
+        assert all(len(group.rewards) == 2 for group in first.groups)
+        assert world.held["digest"] == world.publisher.digest
+        world.publish(1)
+        wait_for(lambda: world.held["version"] == 1)
+        assert world.pull().groups
+        wait_for(lambda: world.dataflow.status()["tasks"].get("failed", 0) >= 1)
+        world.publish(2)
+    held = world.result["policies"]["solver"]
+    assert (held["version"], held["digest"], held["verified"]) == (2, world.publisher.digest, True)
+    assert held["syncs"] == 3
+    assert world.result["failed"] >= 1
+    assert world.dataflow.status()["workers"] == {}  # it has left
+
+
+def test_exact_versions_are_played_as_they_are_asked_for(tmp_path: Path) -> None:
+    """A window at an older version, while training goes on at the newest."""
+    world = World(tmp_path)
+    for version in range(3):
+        world.publish(version)
+    with world.worker():
+        world.pull()
+        opening = world.dataflow.evaluate("held@2", [5, 6, 7], {"solver": 1})
+        wait_for(lambda: world.dataflow.window(opening)["done"])
+        window = world.dataflow.window(opening)
+        assert window["given_up"] == 0
+        assert set(window["pass"]) == {1, 2, 3}
+        world.publish(3)
+        wait_for(lambda: world.held["version"] == 3)
+    assert world.result["policies"]["solver"]["version"] == 3
+
+
+def test_a_deterministic_worker_samples_the_same_tokens_again(tmp_path: Path) -> None:
+    def played(directory: Path) -> list[list[int]]:
+        world = World(directory, deterministic=True)
+        world.publish(0)
+        with world.worker():
+            batch = world.pull()
+        return [turn.tokens.tolist() for group in batch.groups for turn in group.turns]
+
+    first = played(tmp_path / "a")
+    assert played(tmp_path / "b") == first
+    assert len({tuple(tokens) for tokens in first}) > 1
+
+
+def test_a_lease_that_the_worker_has_never_heard_of_is_handed_out_anew() -> None:
+    """An answer was lost with the process of the dataflow, and the call was repeated."""
+    dataflow = Dataflow({"solver": PolicySettings(groups=4)}, All())
+    dataflow.begin("solver", 0, 0)
+    dataflow.register("near-0", "builtin", 2, ["solver"])
+    lost = dataflow.take("near-0", [])
+    assert lost is not None
+    found = dataflow.take("near-0", [])
+    assert found is not None
+    assert found.number == lost.number
+    other = dataflow.take("near-0", [found.number])
+    assert other is not None
+    assert other.number != found.number
+    assert dataflow.take("near-0", [found.number, other.number]) is None  # its slots are taken
+
+
+def test_a_worker_without_a_version_ends_with_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with world.worker():
+        wait_for(lambda: "near-0" in world.dataflow.status()["workers"])
+    assert world.result["policies"] == {}
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_tokens_carry_versions_that_the_history_has(tmp_path: Path, interrupt: bool) -> None:
+    world = World(tmp_path)
+    world.recipe = _with(world.recipe, interrupt=interrupt)
+    world.publish(0)
+    with world.worker():
+        seen = []
+        for version in range(1, 6):
+            seen.append(_versions(world.pull()))
+            world.publish(version)
+    assert all(min(versions) >= 0 and max(versions) <= number for number, versions in enumerate(seen))
+    assert seen[-1] != [0]
+
+
+def _with(recipe: Recipe, *, interrupt: bool) -> Recipe:
+    import msgspec
+
+    return msgspec.structs.replace(recipe, pools=[msgspec.structs.replace(recipe.pools[0], interrupt=interrupt)])
