@@ -1,8 +1,8 @@
 """Draw reward against bytes sent as an SVG: pulse-rl bench loco --json > LOCO; python bench/loco_plot.py LOCO OUT
 
-A line for each method: the final reward minus the first, mean and standard deviation over the seeds, against the bytes
-that one trainer sent in the whole run, by H. Methods also differ in mark and dash; colours are readable on light and
-on dark.
+It draws the runs of the document's first task. A line for each method: the final reward minus the first, mean and
+standard deviation over the seeds, against the bytes that one trainer sent in the whole run, by H. Methods also differ
+in mark and dash; colours are readable on light and on dark.
 """
 
 import json
@@ -19,10 +19,12 @@ STYLES = {  # colour, dash, mark
     "DDP, lr × 7": ("#808080", "", "M-6 0h12M0 -6v12"),
     "DiLoCo": ("#d97a00", "", "M0 -6L6 5H-6z"),
     "PULSELoCo": ("#3b8fd6", "", "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
-    "FP16 gate": ("#2f9e77", "2 3", "M0 -6L6 0L0 6L-6 0z"),
+    "published": ("#7a6fd0", "4 2", "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
+    "published, FP16 gate": ("#2f9e77", "2 3", "M0 -6L6 0L0 6L-6 0z"),
     "without feedback": ("#c2559b", "6 4", "M-5 -5L5 5M-5 5L5 -5"),
 }
-LABELS = {"DiLoCo": (7, -9, "start"), "PULSELoCo": (-9, -5, "end"), "FP16 gate": (4, 18, "start")}  # where H is written
+OTHER = ("#9a8a40", "1 3", "M-4 -4h8v8h-8z")
+LABELS = {"DiLoCo": (7, -9, "start"), "PULSELoCo": (-9, -5, "end"), "published": (4, 18, "start")}  # where H is written
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -38,7 +40,10 @@ def point(runs: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 def main(source: str, target: str) -> None:
     points: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for run in json.loads(Path(source).read_text())["runs"]:
+    runs = json.loads(Path(source).read_text())["runs"]
+    for run in runs:
+        if run["task"] != runs[0]["task"]:
+            continue
         points.setdefault(run["way"]["name"], {}).setdefault(run["way"]["sync_every"], []).append(run)
     methods = {name: {h: point(runs) for h, runs in by_h.items()} for name, by_h in points.items()}
     flat = [each for by_h in methods.values() for each in by_h.values()]
@@ -64,7 +69,7 @@ def main(source: str, target: str) -> None:
         out.append(f'<path d="M{at:.1f} {BOTTOM}v5" stroke="#888"/>')
         out.append(text(at, BOTTOM + 19, f"{10 ** (decade % 3)} {units[decade // 3]}"))
     for row, (name, by_h) in enumerate(methods.items()):
-        color, dash, mark = STYLES[name]
+        color, dash, mark = STYLES.get(name, OTHER)
         style = f'stroke="{color}" stroke-width="2" fill="none"'
         line = " ".join(f"{x(size):.1f},{y(mean):.1f}" for size, mean, _ in by_h.values())
         out.append(f'<polyline points="{line}" {style} stroke-dasharray="{dash}"/>')
