@@ -10,7 +10,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.kernels.reference import loco as reference
-from pulse_rl.weights.bits import as_bits
+from pulse_rl.weights.bits import TorchBits, as_bits
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
 
 SOURCES = ["float16", "float32", "float64"]
@@ -126,3 +126,17 @@ def test_arrays_are_cast_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "8"
+
+
+def test_a_cast_can_be_read_into_memory_that_is_used_again() -> None:
+    """The same bits as `read`, in the memory that was given; elements that lie apart are read as ever."""
+    values = torch.randn(6, 50)
+    bits, memory = as_bits(values, "bfloat16"), np.empty(300, np.uint64)
+    assert isinstance(bits, TorchBits)
+    for start, stop in ((0, 300), (7, 107), (5, 5)):
+        found = bits.read_into(memory, start, stop)
+        assert found.tolist() == bits.read(start, stop).tolist()
+        assert np.shares_memory(found, memory) == (stop > start)
+    apart = as_bits(values.t(), "bfloat16")
+    assert isinstance(apart, TorchBits)
+    assert apart.read_into(memory, 0, 300).tolist() == apart.read(0, 300).tolist()

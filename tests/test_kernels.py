@@ -313,6 +313,22 @@ def test_an_element_that_does_not_read_back_names_its_segment() -> None:
     assert cpu.write_spots(spots, one, indices, values) == 0
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_many_changes_are_written_some_at_a_time_where_nothing_is_aligned(width: int) -> None:
+    """Segments of more and of fewer changes than are written at once, one of them of none, at odd addresses."""
+    sizes = [3000, 10, 0, 1500, 700, 1]
+    memory = np.zeros(width * sum(sizes) + 1, np.uint8)
+    begins = np.cumsum([0, *sizes[:-1]])
+    addresses = (memory.ctypes.data + 1 + width * begins).astype(np.uint64)
+    every = np.ones(len(sizes), np.int64)
+    spots = cpu.Spots(addresses, 4096 * every, 0 * every, 4096 * every, 4096 * every, addresses)
+    indices = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
+    values = random_bits(width, sum(sizes), 1)
+    assert cpu.write_spots(spots, np.array(sizes), indices, values) is None
+    assert memory[1:].tobytes() == values.tobytes()
+    assert memory[0] == 0
+
+
 @settings(deadline=None, max_examples=200)
 @given(WIDTHS, st.sets(st.integers(0, 200)), st.sets(st.integers(0, 200)), SEEDS)
 def test_union_equals_its_twin(width: int, one: set[int], other: set[int], seed: int) -> None:

@@ -1,12 +1,20 @@
 """The segments of a patch in order: iteration, slices and what changes, against access one by one."""
 
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu.coding import memory_of
+from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Entry, Segments, groups_of
+from pulse_rl.patch.targets import lies_of, spots_of
+from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.boxes import Box, whole
+from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, place_view
 
 TABLE = [
     Entry("empty", "BF16", (0, 3), (Box((0, 0), (0, 3)),)),
@@ -38,3 +46,86 @@ def test_iteration_gives_what_access_gives(segments: Segments, data: st.DataObje
 def test_segments_are_consecutive(segments: Segments) -> None:
     with pytest.raises(ValueError, match="consecutive"):
         segments[::2]
+
+
+def whole_segments(tensors: dict[str, Bits]) -> Segments:
+    table = [Entry(name, bits.dtype, tuple(bits.shape), (whole(bits.shape),)) for name, bits in tensors.items()]
+    groups = groups_of(table, format_version=2)
+    return Segments(table, groups, np.ones(len(Segments(table, groups)), np.uint32))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64])
+def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
+    """Of whole tensors and of shards, in tiles of columns, of rows and of a few dimensions. What is said of old bits is
+    what the view itself says."""
+    memory: UIntArray = np.zeros((2048, 512), dtype)
+    tensors: dict[str, Bits] = {
+        "a": as_bits(memory),
+        "b": join(
+            [
+                Shard(memory[:512], shape=(2048, 512), offset=(0, 0)),
+                Shard(memory[512:], shape=(2048, 512), offset=(512, 0)),
+            ]
+        ),
+        "c": as_bits(memory.reshape(64, 32, 512)),
+        "d": as_bits(memory[0, :100]),
+        "e": as_bits(memory[7, 8]),
+    }
+    segments = whole_segments(tensors)
+    live = {name: [bits] for name, bits in tensors.items()}
+    spots = spots_of(segments, range(len(tensors)), live, ())
+    lying = list(lies_of(segments, live))
+    for number, segment in enumerate(segments):
+        entry = segments.table[segment.tensor]
+        view = place_view(tensors[entry.name], segment.place)
+        expected = memory_of([rows_of(tensors[entry.name], segment.place)])
+        at, lies = segment.place.positions(entry.shape), lying[number]
+        if len(set(np.diff(at.starts).tolist())) > 1:  # rows of several distances
+            assert spots.addresses[number] == 0
+            assert lies is None
+            continue
+        assert isinstance(view, HostBits)
+        assert spots.addresses[number] == expected.addresses[0] == view.address
+        assert spots.seeds[number] == segment.tensor
+        assert spots.starts[number] == at.starts[0]
+        assert spots.runs[number] == at.run
+        if len(at.starts) > 1:
+            assert spots.strides[number] == at.starts[1] - at.starts[0]
+        assert lies is not None
+        if lies.rows > 1:  # else the distance of rows says nothing
+            assert lies == tuple(int(column[0]) for column in expected[:4])
+        assert lies.rows * lies.run == segment.spec.size
+
+
+def test_memory_that_is_not_plain_has_no_spots() -> None:
+    """Strided, reversed, shorter than its dtype, tied to other memory, another process's, cut, left out."""
+    flat = np.zeros(512 * 512, np.int16)
+    square, wide = flat.reshape(512, 512), np.zeros((512, 1024), np.int16)
+    half = [Piece(Box((0, 0), (512, 200)), as_bits(np.zeros((512, 200), np.int16)))]
+    half.append(Piece(Box((0, 200), (512, 312)), as_bits(np.zeros((512, 312), np.int16))))
+    elsewhere = [piece._replace(owned=False) for piece in half]
+    tensors: dict[str, list[Bits]] = {
+        "strided": [as_bits(wide[:, ::2])],
+        "reversed": [as_bits(square[::-1])],
+        "other": [as_bits(square.view(np.uint16))],
+        "tied": [as_bits(square), as_bits(wide[:, :512].copy())],
+        "owned": [Pieces("I16", 2, (512, 512), elsewhere)],
+        "left out": [as_bits(square)],
+        "nowhere": [],
+    }
+    table = [Entry(name, "I16", (512, 512), (whole((512, 512)),)) for name in tensors]
+    segments = Segments(table, groups_of(table, format_version=2))
+    assert not spots_of(segments, [0] * len(table), tensors, {"left out"}).addresses.any()
+    cut = Segments(table[:1], groups_of(table[:1], format_version=2))
+    found = spots_of(cut, [0], {"strided": [Pieces("I16", 2, (512, 512), half)]}, ()).addresses
+    assert 0 < np.count_nonzero(found) < len(found)  # tiles that one piece holds
+
+
+def test_addresses_keep_their_memory() -> None:
+    old = np.zeros(64, np.uint16)
+    held = weakref.ref(old)
+    memory = memory_of([old])
+    del old
+    assert held() is not None
+    del memory
+    assert held() is None

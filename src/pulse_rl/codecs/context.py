@@ -21,7 +21,7 @@ import numpy as np
 
 from pulse_rl.codecs import model
 from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Units, consecutive
-from pulse_rl.codecs.model import Ints, Model
+from pulse_rl.codecs.model import Counts, Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
@@ -229,7 +229,7 @@ class _Group:
         chosen = range(len(self._parts)) if numbers is None else numbers
         return list(_batches(chosen, self._sizes.tolist()))
 
-    def measure(self, batch: Sequence[int]) -> tuple[Ints, Ints]:
+    def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
         parts = [self._parts[number] for number in batch]
         every = np.where(self._sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
@@ -242,7 +242,7 @@ class _Group:
         width = self.field.exponents
         which = np.repeat(np.arange(len(batch)) * width, np.diff(edges)) + mine.exponents
         changes = np.bincount(which, minlength=len(batch) * width).reshape(-1, width)
-        return elements, changes
+        return elements, changes.astype(np.int32)
 
     def count(self, batch: Sequence[int], *, classes: Ints, starts: Sequence[Start]) -> Ints:
         """Count the bits of a batch, (classes, contexts)."""

@@ -19,6 +19,7 @@ from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import SEEN, log2
 
 Ints = NDArray[np.int64]
+Counts = NDArray[np.int32]
 
 CLASSES = 2
 ODDS = 64  # the largest logarithm of odds, in quarters: 2^16 to 1
@@ -71,22 +72,22 @@ def _odds(ones: Ints, zeros: Ints) -> Ints:
     return odds
 
 
-def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
+def classify(all_elements: Counts, all_changes: Counts) -> tuple[Ints, list[Ints]]:
     """Divide segments into at most CLASSES by the rate at which each exponent changes: 2-means over code lengths.
 
-    elements, changes: (segments, E). Returns each segment's class, and each class's activity.
+    all_elements, all_changes: (segments, E). Returns each segment's class, and each class's activity.
     """
-    all_elements, all_changes = elements.sum(0), changes.sum(0)
+    # An exponent that no element has adds nothing to any cost, and most are such.
+    seen = np.flatnonzero(all_elements.sum(0))
+    elements, changes = all_elements[:, seen].astype(np.int64), all_changes[:, seen].astype(np.int64)
+    total, changed = elements.sum(0), changes.sum(0)
     classes = min(CLASSES, len(elements))
-    expected = (elements @ ((all_changes << 16) // np.maximum(all_elements, 1))) >> 16
+    expected = (elements @ ((changed << 16) // total)) >> 16
     order = np.argsort(((2 * changes.sum(1) + 1) << 20) // (2 * expected + 1), kind="stable")
     reached = np.cumsum(changes.sum(1)[order])
     mine = np.empty(len(elements), np.int64)
     mine[order] = np.minimum(classes - 1, classes * (reached - 1) // reached[-1])
-    prior = (128 * all_changes) // np.maximum(all_elements, 1)  # eight elements of the average, in sixteenths
-    # An exponent that no element has adds nothing to any cost, and most are such.
-    seen = np.flatnonzero(all_elements)
-    elements, changes, prior = elements[:, seen], changes[:, seen], prior[seen]
+    prior = (128 * changed) // total  # eight elements of the average, in sixteenths
     for _ in range(ROUNDS):
         activity = []
         for number in range(classes):
@@ -97,7 +98,7 @@ def classify(elements: Ints, changes: Ints) -> tuple[Ints, list[Ints]]:
         if np.array_equal(nearest, mine):
             break
         mine = nearest
-    return mine, [_spread(found, seen, len(all_elements)) for found in activity]
+    return mine, [_spread(found, seen, all_elements.shape[1]) for found in activity]
 
 
 def _spread(activity: Ints, seen: Ints, exponents: int) -> Ints:

@@ -18,7 +18,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.segments import Entry, Group
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, runs
 from pulse_rl.weights.changes import Changes, comparable_rows, find_changes
 from pulse_rl.weights.pieces import Place, place_view
@@ -150,7 +150,7 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     before, after = _rows(old), _rows(new)
     read_s = 0.0
     if before is None or after is None or not comparable_rows(before, after):
-        after = new.read(start, stop)
+        after = _read(new, start, stop)
         read_s = time.perf_counter() - clock
         before = old.read(start, stop)
     changes = find_changes(before, after)
@@ -159,6 +159,17 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
     base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
     return _Compared(Found(changes, replaced), base, delta, read_s, time.perf_counter() - clock - read_s)
+
+
+def _read(bits: Bits, start: int, stop: int) -> UIntArray:
+    """Elements that are done with before this thread calls this again.
+
+    What is cast goes to the same memory each time. New memory for each run would be taken from between the changes that
+    are kept, and the process would hold many times what it uses.
+    """
+    if isinstance(bits, TorchBits):
+        return bits.read_into(cpu.buffer("read", stop - start, np.uint64), start, stop)
+    return bits.read(start, stop)
 
 
 def _rows(bits: Bits) -> UIntArray | None:

@@ -240,6 +240,16 @@ class TorchBits:
                 return self._bits(self._tensor).reshape(-1)
             return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
 
+    def read_into(self, memory: UIntArray, start: int, stop: int) -> UIntArray:
+        """As `read`, into this memory where elements of a host tensor are cast, 8 bytes for each: its first bytes."""
+        import torch
+
+        if self._cast is None or self._flat is None or self._tensor.device.type != "cpu":
+            return self.read(start, stop)
+        values: UIntArray = memory.view(UINTS[self.itemsize])[: stop - start]
+        torch.from_numpy(values).view(self._cast).copy_(self._flat[start:stop])
+        return values
+
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         with self._on_stream():
             return self._bits(self._at(self._index(start, indices)))

@@ -129,12 +129,12 @@ def _count(like, addresses, rows, runs, apart, mask, shift, every, counts):
             count_in_rows(old, mask, shift, every[s], counts[s])
 
 
-def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int64]:
+def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
     """Estimate how many elements of each segment have each exponent, (segments, E).
 
     every: (segments,), as in `moves.count_exponents`.
     """
-    counts = np.zeros((len(every), field.exponents), np.int64)
+    counts = np.zeros((len(every), field.exponents), np.int32)
     like: UIntArray = np.empty(0, UINTS[itemsize])
     _count(like, *map(read_only, memory[:4]), *_field(field, itemsize), read_only(every), counts)
     return counts
