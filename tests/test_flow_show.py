@@ -75,7 +75,5 @@ def test_elsewhere_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> No
         display.update([RECORD], dataflow.status(), dataflow.board())
         display.update([], dataflow.status(), dataflow.board())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "solver 3/40  reward 0.250  loss -0.5000  staleness 1.50  density 1.000%  patch 2 MB of 270 MB"
-    )
+    assert line.startswith("solver 3/40 reward 0.250 loss -0.5000 staleness 1.50 density 1.000% patch 2 MB of 270 MB")
     assert line.endswith("12.0 s (4.0 waiting)")
