@@ -145,8 +145,8 @@ def test_what_a_lost_trainer_pulled_is_ready_again_and_marked() -> None:
     buffer = _buffer(max_staleness=3)
     for number in range(6):
         buffer.add(part(number, 0))
-    for batch in range(3):
-        buffer.give(batch)
+    for number in range(3):
+        buffer.give(number)
     buffer.commit(1)
     buffer.begin(1, 3, 1)
     batch = buffer.give(1)

@@ -14,13 +14,14 @@ import pytest
 from flow_world import Clock, dataflow, group, started, take_all
 
 from pulse_rl.errors import IntegrityError
+from pulse_rl.flow import events
 from pulse_rl.flow.curators import DropSolved
 from pulse_rl.flow.dataflow import QUESTIONS, Dataflow
 from pulse_rl.flow.dispatch import DispatchSettings
 from pulse_rl.flow.filters import drop_equal
 from pulse_rl.flow.journal import FILE, Journal
 from pulse_rl.flow.replay import Recent
-from pulse_rl.flow.samples import Episode, Group, Task, split
+from pulse_rl.flow.samples import Episode, Group, Task, Turn, split
 
 
 def _tasks(flow: Dataflow) -> dict[str, int]:
@@ -561,3 +562,19 @@ def test_calls_that_make_no_sense_say_so() -> None:
     flow.begin("p", 0, 3)
     with pytest.raises(ValueError, match="after 3, found 2"):
         flow.publish("p", 2, "d", 1)
+
+
+@pytest.mark.parametrize("values", [[], [0, 255], [0, 256], [70_000, 1], [5_000_000_000, 0], [-1, 3]])
+def test_arrays_survive_the_journal(values: list[int]) -> None:
+    turn = Turn(
+        "p",
+        np.array(values, np.int64),
+        np.array(values, np.int64),
+        np.array([-0.0, np.inf, 1e-30][: len(values)], np.float32),
+        np.array(values, np.int64),
+    )
+    found = events.decoder(Turn).decode(events.ENCODER.encode(turn))
+    for name in ("prompt", "tokens", "logprobs", "versions"):
+        before, after = getattr(turn, name), getattr(found, name)
+        assert before.dtype == after.dtype
+        assert before.tobytes() == after.tobytes()

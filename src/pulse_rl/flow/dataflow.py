@@ -276,7 +276,7 @@ class Dataflow(Board):
             "policies": {name: source.status() for name, source in self._buffers.items()},
             "frozen": dict(self._state.frozen),
             "skipped": dict(self._state.curator.skipped),
-            "windows": {name: window.summary() for name, window in self._state.windows.state.windows.items()},
+            "windows": self._state.windows.summaries(),
             "behind": self._behind,
             "journal": self._state.journal(),
             "balance": self._balance(now).plain(),

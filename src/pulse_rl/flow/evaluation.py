@@ -73,6 +73,7 @@ class Windows:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state or State()
+        self._done: dict[str, dict[str, Any]] = {}  # summaries that do not change any more
 
     def tasks(self, window: str, problems: list[int], versions: dict[str, int | None]) -> tuple[str, list[Task]]:
         """The name of a window's next opening, and its tasks."""
@@ -116,7 +117,15 @@ class Windows:
     def summary(self, opening: str) -> dict[str, Any]:
         if opening not in self.state.windows:
             raise LookupError(f"expected an opened window ({', '.join(self.state.windows)}), found {opening!r}")
-        return self.state.windows[opening].summary()
+        if opening not in self._done:
+            summary = self.state.windows[opening].summary()
+            if not summary["done"]:
+                return summary
+            self._done[opening] = summary
+        return self._done[opening]
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        return {opening: self.summary(opening) for opening in self.state.windows}
 
 
 def solved(episode: Episode) -> bool:

@@ -135,9 +135,17 @@ AnyEvent: TypeAlias = (
 )
 
 
+_NARROW = tuple(np.dtype(name) for name in ("u1", "<u2", "<u4"))
+
+
 def _to_bytes(value: Any) -> Any:
+    """An array as a name of its dtype in three bytes, and its values. Whole numbers take as few bytes as they need."""
     if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+        dtype = value.dtype.newbyteorder("<")
+        if value.dtype.kind == "i" and len(value) and value.min() >= 0:
+            most = int(value.max())
+            dtype = next((each for each in _NARROW if most <= np.iinfo(each).max), dtype)
+        return dtype.str.encode() + value.astype(dtype).tobytes()
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"expected an array, found {type(value).__name__}")
@@ -146,7 +154,7 @@ def _to_bytes(value: Any) -> Any:
 def _to_array(kind: Any, value: Any) -> Any:
     """An array that can be written to, of the dtype that its annotation names."""
     dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
-    return np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype)
+    return np.frombuffer(value, np.dtype(value[:3].decode()), offset=3).astype(dtype)
 
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

@@ -105,7 +105,9 @@ class FlowState:
 
     def journal(self) -> dict[str, int] | None:
         """Bytes of the journal now, and all that this process has written; None if there is none."""
-        return self._journal and {"nbytes": self._journal.size, "written_nbytes": self._journal.written}
+        if self._journal is None:
+            return None
+        return {"nbytes": self._journal.size, "written_nbytes": self._journal.written}
 
     def newest(self) -> dict[str, int | None]:
         """The newest version of every policy."""
