@@ -168,4 +168,4 @@ def test_bench_flow_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(report["sizes"]) == 2
     assert report["sizes"][1]["setup"]["lockstep"]
     tables = [columns for columns, _ in msgspec.convert(report, FlowReport).tables()]
-    assert [columns[0] for columns in tables] == ["workers", "bound", "trouble", "workers"]
+    assert [columns[0] for columns in tables] == ["workers", "sigma", "bound", "trouble", "workers"]

@@ -4,6 +4,9 @@ In lockstep no policy begins a version before all have published the last one, a
 Dataflow's deterministic mode. Both have the same workers, plays and steps. Neither a network nor Ray is simulated.
 """
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 import msgspec
 
 from pulse_rl.bench.flow_sim import Outcome, Setup, Simulation
@@ -11,8 +14,10 @@ from pulse_rl.bench.report import Progress, Table, times
 from pulse_rl.units import nbytes
 
 BOUNDS = (0, 1, 2, 4, 8)  # of staleness
+TAILS = (0.0, 0.4, 0.8, 1.2)  # sigma
 FAILURES = {"mtbf_s": 1800.0, "errors": 0.02, "broken": 0.02, "trainer_mtbf_s": 3600.0}
 FAR = {"far": 0.3}
+_Plan: TypeAlias = tuple[str, dict[str, object]]  # a name and what its setup has
 
 
 class FlowResult(msgspec.Struct, frozen=True):
@@ -27,6 +32,7 @@ class FlowReport(msgspec.Struct, frozen=True):
     """All simulated runs."""
 
     sizes: tuple[FlowResult, ...]  # each one and then the same in lockstep
+    tails: tuple[FlowResult, ...]  # likewise
     bounds: tuple[FlowResult, ...]
     troubles: tuple[FlowResult, ...]
     scaling: tuple[FlowResult, ...]
@@ -44,18 +50,16 @@ class FlowReport(msgspec.Struct, frozen=True):
         }
 
     def all(self) -> list[FlowResult]:
-        return [*self.sizes, *self.bounds, *self.troubles, *self.scaling, self.load]
+        return [*self.sizes, *self.tails, *self.bounds, *self.troubles, *self.scaling, self.load]
 
     def tables(self) -> list[Table]:
-        sizes = []
-        for free, locked in zip(self.sizes[::2], self.sizes[1::2], strict=True):
-            ratio = free.outcome.steps_per_hour / max(locked.outcome.steps_per_hour, 1e-9)
-            row = (f"{free.setup.workers:,}", free.setup.policies)
-            sizes.append((*row, *_numbers(free.outcome), *_short(locked.outcome), times(ratio)))
+        sizes = [(f"{r.setup.workers:,}", r.setup.policies, *pair) for r, pair in _pairs(self.sizes)]
+        tails = [(f"{r.setup.sigma:g}", *pair) for r, pair in _pairs(self.tails)]
         numbers = ("steps/h", "useful", "busy", "trainer waits", "staleness", "at most", "dropped")
         short = ("lockstep steps/h", "useful", "ratio")
         return [
             (("workers", "policies", *numbers, *short), sizes),
+            (("sigma", *numbers, *short), tails),
             (("bound", *numbers), [(r.setup.staleness, *_numbers(r.outcome)) for r in self.bounds]),
             (
                 ("trouble", *numbers, "died", "failed", "handed out anew", "paused"),
@@ -91,6 +95,13 @@ def _numbers(outcome: Outcome) -> tuple[object, ...]:
     )
 
 
+def _pairs(results: tuple[FlowResult, ...]) -> Iterator[tuple[FlowResult, tuple[object, ...]]]:
+    """Each run, and its numbers beside those of the same in lockstep."""
+    for free, locked in zip(results[::2], results[1::2], strict=True):
+        ratio = free.outcome.steps_per_hour / max(locked.outcome.steps_per_hour, 1e-9)
+        yield free, (*_numbers(free.outcome), *_short(locked.outcome), times(ratio))
+
+
 def _short(outcome: Outcome) -> tuple[object, ...]:
     return f"{outcome.steps_per_hour:.1f}", f"{outcome.utilisation:.0%}"
 
@@ -102,15 +113,18 @@ def _counts(outcome: Outcome) -> tuple[object, ...]:
 def run(*, workers: list[int], policies: list[int], hours: float, seed: int, progress: Progress) -> FlowReport:
     """Simulate everything. workers, policies: the sizes of the first table."""
     middle = sorted(workers)[len(workers) // 2]
-    two = {"workers": middle, "policies": 2}
-    sizes = [
+    two: dict[str, object] = {"workers": middle, "policies": 2}
+    sizes: list[_Plan] = [
         ("", {"workers": w, "policies": p, "lockstep": lockstep})
         for w in workers
         for p in policies
         for lockstep in (False, True)
     ]
-    bounds = [("", {**two, "staleness": bound}) for bound in BOUNDS]
-    troubles = [
+    tails: list[_Plan] = [
+        ("", {**two, "sigma": sigma, "lockstep": lockstep}) for sigma in TAILS for lockstep in (False, True)
+    ]
+    bounds: list[_Plan] = [("", {**two, "staleness": bound}) for bound in BOUNDS]
+    troubles: list[_Plan] = [
         ("none", two),
         ("30 % far", {**two, **FAR}),
         ("failures", {**two, **FAILURES}),
@@ -119,21 +133,21 @@ def run(*, workers: list[int], policies: list[int], hours: float, seed: int, pro
     ]
     # Plays grow to three times as long. A fixed number of workers must be enough at the end.
     start = max(1, middle // 3)
-    grows = {"growth": 3.0, "hours": 4 * hours, "base_workers": start, "staleness": 8}
-    scaling = [
+    grows: dict[str, object] = {"growth": 3.0, "hours": 4 * hours, "base_workers": start, "staleness": 8}
+    scaling: list[_Plan] = [
         ("enough at the start", {**grows, "workers": start}),
         ("enough at the end", {**grows, "workers": 3 * start}),
         ("autoscaling", {**grows, "workers": start, "autoscale": True, "most": 4 * start}),
     ]
-    load = ("load", {"workers": max(workers), "policies": 2, "heartbeat_s": 1.0, "journal": True})
-    plan = [*sizes, *bounds, *troubles, *scaling, load]
+    load: _Plan = ("load", {"workers": max(workers), "policies": 2, "heartbeat_s": 1.0, "journal": True})
+    plan = [*sizes, *tails, *bounds, *troubles, *scaling, load]
     done = []
     for number, (name, given) in enumerate(plan):
         setup = msgspec.convert({"hours": hours, "seed": seed, **given}, Setup)
         progress(number, len(plan), f"{setup.workers:,} workers, {setup.policies} policies")
         done.append(FlowResult(name, setup, Simulation(setup).run()))
     cuts = [0]
-    for part in (sizes, bounds, troubles, scaling):
+    for part in (sizes, tails, bounds, troubles, scaling):
         cuts.append(cuts[-1] + len(part))
     parts = [tuple(done[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
-    return FlowReport(parts[0], parts[1], parts[2], parts[3], done[-1])
+    return FlowReport(*parts, load=done[-1])
