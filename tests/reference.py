@@ -26,6 +26,7 @@ MODULES = (
     "pulse_rl",
     "pulse_rl.study",
     "pulse_rl.testing",
+    "pulse_rl.flow",
     *(f"pulse_rl.integrations.{name}" for name in _INTEGRATIONS),
 )
 

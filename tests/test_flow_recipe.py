@@ -7,7 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from pulse_rl.cli import recipes
+from pulse_rl.cli.app import app
 from pulse_rl.flow import recipe_file, registry, workflow
 from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
 from pulse_rl.flow.registry import Plugin
@@ -204,3 +207,35 @@ def test_plugins_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
     assert callable(registry.load(kind, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--recipe", "math", "--lr", "1e-6"], ["--lr is a setting of the recipe", "--set lr=1e-06"]),
+        (["--recipe", "math", "--task", "chain_sum"], ["--task is a setting of the recipe"]),
+        (["--recipe", "mth"], ["did you mean math?"]),
+        (["--recipe", "math", "--steps", "0"], ["steps: expected at least 1, found 0"]),
+        (["--recipe", "math", "--set", "lr"], ["--set: expected key=value"]),
+        (["--set", "steps=3"], ["--set needs --recipe"]),
+        (["--recipe", "math", "--resume", "."], ["--recipe: expected a new run"]),
+        (["--resume", ".", "--set", "steps=3"], ["--set needs a run of a recipe"]),
+    ],
+)
+def test_the_command_refuses_before_anything_starts(
+    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", *options])
+    assert done.exit_code == 2
+    assert all(word in done.output for word in words), done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_without_a_recipe_leave_those_with_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_file.save(_load("math", f"out={tmp_path}/run"))
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "found the run of a recipe" in done.output
+    monkeypatch.chdir(tmp_path)
+    assert recipes.numbered("run") == "run-2"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pulse_rl import flow
 from pulse_rl.flow import Conversation, Echo, Episode, Policy, Rewards, Scripted, Tools, Turn, play, recipe_file
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.flow.workflow import build
@@ -258,3 +259,10 @@ def test_the_recipe_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_script_that_has_ended_says_so() -> None:
     with pytest.raises(LookupError, match="solver: the script has 0 texts"):
         _play(_build("math"), 0, Scripted("solver", []))
+
+
+def test_public_names_are_there() -> None:
+    assert sorted(flow.__all__) == sorted(flow._HOME)
+    assert all(getattr(flow, name) is not None for name in flow.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        flow.nothing  # noqa: B018

@@ -2,9 +2,9 @@
 
     Dataflow ── Task ──▶ worker: plays a problem group_size times ── Group ──▶ Dataflow ── Batch ──▶ a policy's trainer
 
-Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all policies
-of its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the worker's
-receiver has proved it: a worker never reports the version that it asked for.
+Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all
+policies of its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the
+worker's receiver has proved it: a worker never reports the version that it asked for.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -17,21 +17,35 @@ Floats: TypeAlias = NDArray[np.float32]
 
 
 class Turn(NamedTuple):
-    """One completion of one policy, of T tokens after a context of L tokens."""
+    """One completion of one policy, of T tokens after a context of L tokens.
+
+    Attributes:
+        policy: Its name.
+        prompt: The whole context, as token ids (L,).
+        tokens: What was sampled (T,).
+        logprobs: Of the tokens, when they were sampled (T,).
+        versions: The proved version that made each token (T,).
+    """
 
     policy: str
-    prompt: Ints  # (L,) the whole context, as token ids
-    tokens: Ints  # (T,) sampled
-    logprobs: Floats  # (T,) of the tokens, when they were sampled
-    versions: Ints  # (T,) the proved version that made each token
+    prompt: Ints
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
 
 
 class Episode(NamedTuple):
-    """One play of a workflow on one problem."""
+    """One play of a workflow on one problem.
 
-    turns: list[Turn]  # in the order in which they were made
-    rewards: dict[str, float]  # of each trained policy
-    facts: dict[str, float]  # what the workflow counts: solved, tool_errors, …
+    Attributes:
+        turns: In the order in which they were made.
+        rewards: Of each trained policy.
+        facts: What the workflow counts: solved, tool_errors, …
+    """
+
+    turns: list[Turn]
+    rewards: dict[str, float]
+    facts: dict[str, float]
 
 
 class Task(NamedTuple):

@@ -138,8 +138,11 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 class Toolbox:
     """The tools of a worker.
 
-    plugins: by the name under which a workflow calls them; beside, or instead of, `calculator` and `python`.
-    Raises ValueError for an unknown tool or setting.
+    Args:
+        plugins: By the name under which a workflow calls them; beside, or instead of, `calculator` and `python`.
+
+    Raises:
+        ValueError: If a tool or a setting is unknown.
     """
 
     def __init__(self, plugins: Mapping[str, Plugin] | None = None) -> None:
@@ -150,6 +153,7 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
+        """The names under which tools are called."""
         return list(self._tools)
 
     def __getitem__(self, name: str) -> Tool:

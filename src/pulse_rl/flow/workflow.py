@@ -105,11 +105,25 @@ class Policy:
         return turn
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
+        """Split a text into tokens.
+
+        Args:
+            text: Marks of special tokens in it are such tokens.
+
+        Returns:
+            The token ids, without special tokens around them.
+        """
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """The text of tokens.
+
+        Args:
+            tokens: Token ids.
+
+        Returns:
+            The text, without special tokens.
+        """
         return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
 
 
@@ -130,7 +144,11 @@ class Conversation:
         self.add(text)
 
     def add(self, text: str) -> None:
-        """Add a text: a question, a tool's result."""
+        """Add a text: a question, a tool's result.
+
+        Args:
+            text: It is tokenised by itself.
+        """
         if text:
             self.context += self.policy.encode(text)
 
@@ -150,6 +168,9 @@ class Conversation:
 
     async def reply_line(self, *, max_new_tokens: int | None = None) -> str:
         """A reply's first line without spaces around it; what was cut off before its end gets a line break.
+
+        Args:
+            max_new_tokens: The longest reply; the recipe's is the limit.
 
         Returns:
             The line.
