@@ -369,7 +369,10 @@ def test_a_worker_that_is_dismissed_finishes_and_leaves() -> None:
 
 
 def _play(directory: Path | None, seed: int, workers: int, *, kills: bool = False) -> dict[str, list[Any]]:
-    """A run of two policies whose timing, deaths and restarts follow from the seed; returns all batches."""
+    """A run of two policies whose timing, deaths and restarts follow from the seed; returns all batches.
+
+    A trainer that was lost publishes the same weights under later versions: steps stand for them here.
+    """
     chance = random.Random(seed)
     settings: dict[str, Any] = {"deterministic": True, "filter": drop_equal, "groups": 3, "directory": directory}
     names = ["a", "b"]
@@ -377,6 +380,8 @@ def _play(directory: Path | None, seed: int, workers: int, *, kills: bool = Fals
     held: dict[str, Task] = {}
     batches: dict[str, list[Any]] = {name: [] for name in names}
     version = dict.fromkeys(names, 0)
+    step_of = {name: {0: 0} for name in names}
+    saved = dict.fromkeys(names, 0)
     while min(map(len, batches.values())) < 6:
         worker = f"w{chance.randrange(workers)}"
         if worker not in held:
@@ -388,15 +393,24 @@ def _play(directory: Path | None, seed: int, workers: int, *, kills: bool = Fals
             flow.lost(worker)
         else:
             task = held.pop(worker)
-            solved = (task.problem * 7 + int(task.versions["a"] or 0)) % 5
+            solved = (task.problem * 7 + step_of["a"][int(task.versions["a"] or 0)]) % 5
             rewards = (1.0, 1.0) if solved == 0 else (0.0, 0.0) if solved == 1 else (0.0, 1.0)
             flow.push(group(task, worker, rewards=rewards))
         name = chance.choice(names)
         batch = flow.pull(name)
         if batch is not None:
-            batches[name].append([(each.number, each.problem, each.version) for each in batch.groups])
+            batches[name].append([(each.number, each.problem, step_of[name][each.version]) for each in batch.groups])
             version[name] += 1
-            flow.publish(name, version[name], "d", version[name])
+            step_of[name][version[name]] = len(batches[name])
+            flow.publish(name, version[name], "d", len(batches[name]))
+            if chance.random() < 0.3:
+                saved[name] = len(batches[name])
+                flow.commit(name, saved[name])
+        if kills and chance.random() < 0.02:
+            version[name] += 1
+            step_of[name][version[name]] = saved[name]
+            del batches[name][saved[name] :]
+            flow.begin(name, saved[name], version[name])
         if kills and chance.random() < 0.02:
             curator = DropSolved(problems=20, times=1)
             flow = dataflow(*names, curator=curator, **settings)
@@ -578,3 +592,32 @@ def test_arrays_survive_the_journal(values: list[int]) -> None:
         before, after = getattr(turn, name), getattr(found, name)
         assert before.dtype == after.dtype
         assert before.tobytes() == after.tobytes()
+
+
+def test_a_deterministic_run_stops_with_all_policies_at_the_same_step() -> None:
+    flow = started("a", "b", deterministic=True)
+    for task in take_all(flow):
+        flow.push(group(task, "w0"))
+    assert flow.pull("a") is not None
+    flow.stop()
+    flow.publish("a", 1, "d", 1)
+    assert flow.stopping("a")
+    assert not flow.stopping("b")
+    assert flow.pull("b") is not None
+    flow.publish("b", 1, "d", 1)
+    assert flow.stopping("b")
+    assert flow.take("w0") is None
+
+
+def test_a_policy_that_has_finished_holds_up_nobody() -> None:
+    flow = started("a", "b", deterministic=True)
+    for step in range(1, 4):
+        for task in take_all(flow):
+            flow.push(group(task, "w0"))
+        for name in ("a", "b") if step == 1 else ("b",):
+            assert flow.pull(name) is not None
+            flow.publish(name, step, "d", step)
+        if step == 1:
+            flow.finish("a")
+            assert flow.stopping("a")
+    assert flow.status()["policies"]["b"]["version"] == 3
