@@ -60,12 +60,13 @@ def served(model: Path, size: int) -> Iterator[str]:
             rank.wait()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """A model that a test moves on, and the files that its engine loads."""
     from pulse_rl.rl.model import load
 
     loaded = load("tiny", seed=0)
-    directory = tmp_path_factory.mktemp("model")
+    directory = tmp_path / "model"
     loaded.model.bfloat16().save_pretrained(directory)
     return loaded.model, directory
 
