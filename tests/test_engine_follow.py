@@ -484,12 +484,12 @@ def test_ctrl_c_is_quiet_and_a_killed_engine_is_followed_again(run: Run, tmp_pat
                 return [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
 
             run.publish()
-            until(lambda: any((each["standing"], each["version"]) == ("ok", 1) for each in lines()), 40)
+            until(lambda: any((each["standing"], each["version"]) == ("ok", 1) for each in lines()), 120)
             engine.kill()  # in the midst of whatever it does
             engine.wait()
             run.publish()
             engine = subprocess.Popen(served, stdout=subprocess.PIPE)
-            until(lambda: (lines()[-1]["standing"], lines()[-1]["version"]) == ("ok", 2), 40)
+            until(lambda: (lines()[-1]["standing"], lines()[-1]["version"]) == ("ok", 2), 120)
             assert lines()[-1]["restarts"] == 1
             os.kill(follow.pid, signal.SIGINT)
             assert follow.wait(10) == 0
