@@ -19,6 +19,7 @@ class Trainer:
 
     def __init__(self, store: Any, rank: int, size: int = 2, *, kind: str = "PulseLoCo", **options: Any) -> None:
         loco = {name: options.pop(name) for name in LOCO if name in options}
+        whole = {"value_dtype": "float32"} if kind == "PulseLoCo" else {}  # as in `naive`
         group = {"patience": 0, "timeout": 30} | options
         self.model = Model()
         self.optimizer = adam(self.model)
@@ -26,7 +27,7 @@ class Trainer:
         self.step = 0
         self.group = pulse.StoreGroup(store, rank=rank, world_size=size, **group)
         self.loco: Any = getattr(pulse, kind)(
-            self.model, self.optimizer, process_group=self.group, **({"sync_every": EVERY} | loco)
+            self.model, self.optimizer, process_group=self.group, **({"sync_every": EVERY} | whole | loco)
         )
 
     def take(self, steps: int) -> None:

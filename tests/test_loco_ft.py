@@ -22,6 +22,7 @@ from pulse_rl.loco import payload
 from pulse_rl.loco.elastic import ElasticMembers
 
 EVERY = 2
+DEFAULTS: dict[str, Any] = {"sync_every": EVERY, "value_dtype": "float32"}  # values as in `naive`
 
 
 def work(number: int, lighthouse: str, pipe: Connection) -> None:
@@ -45,7 +46,7 @@ def take_part(number: int, lighthouse: str, pipe: Connection, options: dict[str,
     with pulse.Membership(lighthouse, f"trainer-{number}", timeout=5, host="localhost") as members:
         pipe.send("heard")
         pipe.recv()
-        with pulse.PulseLoCo(model, optimizer, process_group=members, **{"sync_every": EVERY, **options}) as loco:
+        with pulse.PulseLoCo(model, optimizer, process_group=members, **(DEFAULTS | options)) as loco:
             pipe.send(("joined", loco.round, bits(trainable(model)), residual(loco)))
             while (dies := pipe.recv()) is not None:
                 if dies == "spoil":

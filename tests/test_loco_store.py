@@ -42,7 +42,7 @@ def over_gloo(group: Any, rank: int, size: int) -> list[Any]:
 
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("PulseLoCo", {}),
+    ("PulseLoCo", {"value_dtype": "log8"}),
     ("PulseLoCo", {"value_dtype": "bfloat16", "overlap": 1}),
     ("DiLoCo", {}),
 ]
