@@ -165,6 +165,7 @@ class Simulation:
                 All(),
                 deterministic=setup.lockstep,
                 directory=directory,
+                durable=False,  # time on a disk is not simulated
                 clock=lambda: self._now,
             )
             for trainer in self._trainers.values():

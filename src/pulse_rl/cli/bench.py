@@ -197,7 +197,7 @@ def flow(
 
     Up to a thousand workers and four policies, bounds of staleness, failures, a
     slow region, autoscaling, and what a thousand workers cost a processor.
-    Takes ten minutes on one core, and half a minute with --workers 10 --workers 30.
+    Takes a quarter of an hour on one core, a minute with --workers 10 --workers 30.
     """
     from pulse_rl.bench.flow import run
 

@@ -36,6 +36,7 @@ class Dataflow(Board):
 
     policies: the settings of each policy's samples; None for one that is not trained.
     directory: of the journal; None: the state is lost with the process.
+    durable: whether push and commit wait for the disk; without, the journal survives this process but not its machine.
     clock: seconds, from any start.
     """
 
@@ -46,6 +47,7 @@ class Dataflow(Board):
         *,
         deterministic: bool = False,
         directory: str | Path | None = None,
+        durable: bool = True,
         dispatch: DispatchSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,6 +63,7 @@ class Dataflow(Board):
             dispatch or DispatchSettings(),
             deterministic=deterministic,
             directory=None if directory is None else Path(directory),
+            durable=durable,
         )
         self._buffers = self._state.buffers
         self._dispatcher = self._state.dispatcher

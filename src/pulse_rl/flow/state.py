@@ -42,6 +42,7 @@ class FlowState:
     """Buffers, leases, curator, windows and waves of a run.
 
     policies: the settings of each policy's samples; None for one that is not trained. directory: of the journal.
+    durable: whether what must be safe waits for the disk.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class FlowState:
         *,
         deterministic: bool,
         directory: Path | None,
+        durable: bool,
     ) -> None:
+        self._durable = durable
         self._journal = None if directory is None else Journal(directory / FILE)
         stored = self._journal.snapshot if self._journal is not None else b""
         kept = events.decoder(Snapshot).decode(stored) if stored else Snapshot()
@@ -95,7 +98,7 @@ class FlowState:
         """Apply an event, and keep it in the journal. sync: return only when the disk has it."""
         self._apply(event)
         if self._journal is not None:
-            self._journal.append(events.ENCODER.encode(event), sync=sync)
+            self._journal.append(events.ENCODER.encode(event), sync=sync and self._durable)
 
     def compact(self) -> None:
         """Begin the journal anew with a snapshot, once it has grown much."""
