@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory, grpo, metrics, model, model_name, policy
 from pulse_rl.rl.buffer import Chunk, DataBuffer
 from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.engine import ProcessHandle, Remote
 from pulse_rl.rl.rollout import RolloutWorker
 from pulse_rl.rl.sampler import BuiltinSampler
 from pulse_rl.rl.tasks import LISTING, Task
@@ -338,3 +340,30 @@ def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loa
         assert listings == ["manifests"] * (version + 1)
         facts = buffer.board()["worker-0"]
         assert (facts["version"], facts["digest"], facts["verified"]) == (version, publisher.digest, True)
+
+
+# --- engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ActorDiedError", "OutOfMemoryError"])
+def test_a_process_that_ray_has_killed_for_memory_has_died_like_any_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a worker is started again, and a run does not end with Ray's page about memory."""
+    import ray
+
+    error = ray.exceptions.OutOfMemoryError("its page") if "Memory" in kind else ray.exceptions.ActorDiedError()
+
+    def raise_it(future: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", raise_it)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    handle = ProcessHandle("worker-0", MagicMock(), lambda: None, ())
+    with pytest.raises(pulse.ProcessDiedError, match="worker-0's process died") as found:
+        handle.result()
+    assert found.value.process == "worker-0"
+    monkeypatch.setattr(ray, "get_actor", lambda name: MagicMock())
+    with pytest.raises(pulse.ProcessDiedError) as found:
+        Remote("buffer").pull(0)
+    assert found.value.process == "buffer"

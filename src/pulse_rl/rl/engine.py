@@ -51,12 +51,19 @@ class Remote:
         def call(*arguments: Any) -> Any:
             try:
                 return ray.get(getattr(ray.get_actor(self._name), method).remote(*arguments))
-            except (ray.exceptions.RayActorError, ValueError) as error:  # ValueError: no actor has this name any more
+            except (*_deaths(), ValueError) as error:  # ValueError: no actor has this name any more
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise
                 raise ProcessDiedError(f"the {self._name}'s process died ({CAUSES})", process=self._name) from None
 
         return call
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    """What Ray raises where a process has died: also one that Ray itself has killed, as the node's memory ran out."""
+    import ray
+
+    return ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
 
 
 class Process:
@@ -99,7 +106,7 @@ class ProcessHandle:
             return ray.get(self.future)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
-        except ray.exceptions.RayActorError:
+        except _deaths():
             # A process that is only unreachable must not continue next to its replacement.
             with suppress(Exception):
                 ray.kill(self._actor)
