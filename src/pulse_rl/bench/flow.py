@@ -139,7 +139,10 @@ def run(*, workers: list[int], policies: list[int], hours: float, seed: int, pro
         ("enough at the end", {**grows, "workers": 3 * start}),
         ("autoscaling", {**grows, "workers": start, "autoscale": True, "most": 4 * start}),
     ]
-    load: _Plan = ("load", {"workers": max(workers), "policies": 2, "heartbeat_s": 1.0, "journal": True})
+    load: _Plan = (
+        "load",
+        {"workers": max(workers), "policies": 2, "heartbeat_s": 1.0, "journal": True, "hours": min(hours, 0.1)},
+    )
     plan = [*sizes, *tails, *bounds, *troubles, *scaling, load]
     done = []
     for number, (name, given) in enumerate(plan):
