@@ -54,7 +54,10 @@ class Remote:
             except (*_deaths(), ValueError) as error:  # ValueError: no actor has this name any more
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise
-                raise ProcessDiedError(f"the {self._name}'s process died ({CAUSES})", process=self._name) from None
+                why = f"process died ({CAUSES})"
+                if getattr(error, "actor_init_failed", False):  # Ray's text ends with the exception
+                    why = f"process could not start: {str(error).strip().splitlines()[-1].strip()}"
+                raise ProcessDiedError(f"the {self._name}'s {why}", process=self._name) from None
 
         return call
 
