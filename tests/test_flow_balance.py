@@ -8,7 +8,8 @@ import pytest
 from flow_world import Clock, group, started
 
 from pulse_rl.bench.flow import FlowReport
-from pulse_rl.bench.flow_sim import Setup, Simulation
+from pulse_rl.bench.flow_setup import Setup
+from pulse_rl.bench.flow_sim import Simulation
 from pulse_rl.cli.main import main
 from pulse_rl.flow.balance import WINDOW, Balance, Region, Share, WaitRule
 

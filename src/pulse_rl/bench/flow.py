@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from pulse_rl.bench.flow_sim import Outcome, Setup, Simulation
+from pulse_rl.bench.flow_setup import Outcome, Setup
+from pulse_rl.bench.flow_sim import Simulation
 from pulse_rl.bench.report import Progress, Table, times
 from pulse_rl.units import nbytes
 
@@ -153,4 +154,4 @@ def run(*, workers: list[int], policies: list[int], hours: float, seed: int, pro
     for part in (sizes, tails, bounds, troubles, scaling):
         cuts.append(cuts[-1] + len(part))
     parts = [tuple(done[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
-    return FlowReport(*parts, load=done[-1])
+    return FlowReport(parts[0], parts[1], parts[2], parts[3], parts[4], done[-1])
