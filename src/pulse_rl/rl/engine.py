@@ -48,10 +48,12 @@ class Remote:
         if method.startswith("_"):
             raise AttributeError(method)
 
+        gone: tuple[type[Exception], ...] = (*_deaths(), ValueError)  # ValueError: no actor has this name any more
+
         def call(*arguments: Any) -> Any:
             try:
                 return ray.get(getattr(ray.get_actor(self._name), method).remote(*arguments))
-            except (*_deaths(), ValueError) as error:  # ValueError: no actor has this name any more
+            except gone as error:
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise
                 why = f"process died ({CAUSES})"
