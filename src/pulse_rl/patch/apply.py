@@ -207,11 +207,11 @@ class Application:
                 spots = spots_of(part.segments, [tensor.seed for tensor in tensors], self._live, self._shared)
             counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
             sizes = part.segments.sizes()
-            for span, units in part.opened():
+            for span, segments, units in part.opened():
                 work = _Work([], tensors, units, [], keep_all, None)
                 held: list[int] = []
                 at = span.segments.numbers.start
-                for number, members in enumerate(consecutive(list(span.segments), units.sizes)):
+                for number, members in enumerate(consecutive(segments, units.sizes)):
                     if any(self._holds(tensors[segment.tensor], segment) for segment in members):
                         work.numbers.append(number)
                         work.segments += members

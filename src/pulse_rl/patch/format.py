@@ -28,7 +28,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, Read, Unit, Units
+from pulse_rl.codecs.base import Codec, Read, Unit, Units, consecutive
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, decode_json
@@ -162,14 +162,14 @@ class Patch(NamedTuple):
 
     def units(self) -> Iterator[tuple[Sequence[Segment], Unit]]:
         """The runs of segments that can be decoded alone, in order, of all spans that were read. Raises as `opened`."""
-        for span, units in self.opened():
+        for _, segments, units in self.opened():
             at = 0
             for unit in units.each():
-                yield span.segments[at : at + unit.segments], unit
+                yield segments[at : at + unit.segments], unit
                 at += unit.segments
 
-    def opened(self) -> Iterator[tuple[Span, Units]]:
-        """The units of each span that was read, in order.
+    def opened(self) -> Iterator[tuple[Span, list[Segment], Units]]:
+        """Each span that was read, in order, its segments and its units.
 
         Raises PatchFormatError for a span that no encoder wrote; so does `decode` of units.
         """
@@ -177,20 +177,21 @@ class Patch(NamedTuple):
             if any(span.number in self.payloads for span in block.spans):
                 yield from self._opened(block)
 
-    def _opened(self, block: Block) -> Iterator[tuple[Span, Units]]:
+    def _opened(self, block: Block) -> Iterator[tuple[Span, list[Segment], Units]]:
         with translate(FormatError, to=PatchFormatError):
             shared, payloads = block.shared, self.payloads
             if shared is None:
                 shared, payload = self.codec.split(payloads[block.spans[0].number])
                 payloads = {block.spans[0].number: payload}
+            segments = list(block.segments)
             sizes = [len(span.segments) for span in block.spans]
-            opened = self.codec.open(shared, [segment.spec for segment in block.segments], sizes)
-        for span, units in zip(block.spans, opened, strict=True):
+            opened = self.codec.open(shared, [segment.spec for segment in segments], sizes)
+        for span, members, units in zip(block.spans, consecutive(segments, sizes), opened, strict=True):
             if span.number not in payloads:
                 continue
             with translate(FormatError, to=PatchFormatError):
                 found = units(payloads[span.number])
-            yield span, found._replace(decode=partial(_decode, found))
+            yield span, list(members), found._replace(decode=partial(_decode, found))
 
     def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""

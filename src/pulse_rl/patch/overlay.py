@@ -39,14 +39,13 @@ class Overlay:
 
     def __init__(self, replaced: Iterable[Replaced]) -> None:
         self._held: dict[tuple[str, Place], Changes] = {}  # by tensor and part
-        places = []
+        places, self.nbytes = [], 0
         with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
             for name, part, (indices, values) in replaced:
-                places.append(((name, part), file.tell(), values.dtype, len(values)))
-                file.write(values.tobytes())
-                file.write(b"\0" * (-values.nbytes % 4))
-                file.write(indices.tobytes())
-            self.nbytes = file.tell()
+                places.append(((name, part), self.nbytes, values.dtype, len(values)))
+                padding = -values.nbytes % 4
+                file.write(values.tobytes() + bytes(padding) + indices.tobytes())
+                self.nbytes += values.nbytes + padding + indices.nbytes
             file.flush()
             data = map_open_file(file)
         for key, place, dtype, count in places:

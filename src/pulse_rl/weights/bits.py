@@ -168,7 +168,7 @@ class HostBits:
     @property
     def address(self) -> int:
         """The address of the first element."""
-        return int(self.array.ctypes.data)
+        return int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
 
     @property
     def storage(self) -> object:
