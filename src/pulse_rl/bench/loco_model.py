@@ -126,10 +126,11 @@ def measure(name: str, rounds: int, lr: float, value_dtype: Any, scale: float | 
     for each in (loco, dense):
         each._members = FixedMembers(Echo(WORKERS))
     before["workers"] = WORKERS
+    plain = before | {"kind": "DiLoCo", "residual": {}}
     seconds: dict[str, list[dict[str, float]]] = {"pulse": [], "diloco": []}
     for _ in range(REPEATS):
         seconds["pulse"].append(timed(loco, before, net, live))
-        seconds["diloco"].append(timed(dense, before, net, live))
+        seconds["diloco"].append(timed(dense, plain, net, live))
     return ModelResult(
         lr=lr,
         value_dtype=loco.value_dtype,
