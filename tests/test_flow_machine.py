@@ -262,4 +262,4 @@ def test_many_orders() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     for machine in (Machine, DeterministicMachine):
-        run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=1500, stateful_step_count=120))
+        run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=300, stateful_step_count=100))
