@@ -58,6 +58,7 @@ class Trainers:
             if trainer.result is None and trainer.handle.ended():
                 try:
                     trainer.result = trainer.handle.result()
+                    trainer.handle.close()
                 except ProcessDiedError:
                     self._restart(trainer)
 

@@ -103,6 +103,12 @@ class ProcessHandle:
 
         return bool(ray.wait([self.future], timeout=0)[0])
 
+    def close(self) -> None:
+        """End the process, once its result is known: until then it keeps its memory."""
+        import ray
+
+        ray.kill(self._actor)
+
     def result(self) -> Any:
         """Wait for what `run` returns. Raises what it raised, or ProcessDiedError if the process died before."""
         import ray

@@ -74,6 +74,7 @@ class WorkerPool:
             if worker.result is None and worker.handle.ended():
                 try:
                     worker.result = worker.handle.result()
+                    worker.handle.close()
                 except ProcessDiedError:
                     self._restart(worker)
 
