@@ -49,7 +49,7 @@ def one(out: Path, seed: int, kills: int) -> dict[str, Any]:
     process = start(out, "steps=100000", "checkpoint_every=4", "pools.near.workers=2")
     try:
         wait_for(lambda: steps(out) >= 1 or process.poll() is not None, PATIENCE_S)
-        for _ in range(kills):
+        while sum(killed.values()) < kills:
             time.sleep(chance.expovariate(1 / 2))
             service, before = chance.choice(SERVICES), steps(out)
             if service == "driver":
