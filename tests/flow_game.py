@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.workflow import Conversation, Policy, Rewards
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 
 
 class Game:

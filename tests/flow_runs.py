@@ -10,7 +10,7 @@ from typing import Any
 
 from runs import COMMAND, children
 
-from pulse_rl.flow.trainer import directory
+from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 HERE = Path(__file__).parent

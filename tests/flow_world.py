@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pulse_rl.flow.buffer import PolicySettings
-from pulse_rl.flow.curators import All, Curator
-from pulse_rl.flow.dataflow import Dataflow
-from pulse_rl.flow.dispatch import DispatchSettings
+from pulse_rl.flow.data.buffer import PolicySettings
+from pulse_rl.flow.data.curators import All, Curator
+from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.samples import Episode, Group, PolicyGroup, Task, Turn
 
 

@@ -110,7 +110,7 @@ class History:
         with (
             patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
-            patch("pulse_rl.sync.publisher.check_assets"),  # so that an index is read too, as of several files
+            patch("pulse_rl.sync.publish.publisher.check_assets"),  # so that an index is read too, as of several files
             patch("pulse_rl.codecs.choose.OFFERED", tuple(CODECS)),
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):

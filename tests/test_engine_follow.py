@@ -30,7 +30,7 @@ from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow, failure_of
 from pulse_rl.errors import EngineError
 from pulse_rl.history.log import History
-from pulse_rl.sync import landings
+from pulse_rl.sync.subscribe import landings
 
 TESTS = Path(__file__).parent
 QUICK = Manner(poll=0.05)

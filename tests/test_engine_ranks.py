@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import pulse_rl as pulse
 from pulse_rl.engines.views import LiveViews
-from pulse_rl.sync.peers import WORDING
-from pulse_rl.sync.ranks import ranks_of
+from pulse_rl.sync.group.peers import WORDING
+from pulse_rl.sync.group.ranks import ranks_of
 
 HIDDEN, ROWS, WORDS = 8, 12, 9
 

@@ -11,7 +11,7 @@ from pulse_rl.bench.flow import FlowReport
 from pulse_rl.bench.flow_setup import Setup
 from pulse_rl.bench.flow_sim import Simulation
 from pulse_rl.cli.main import main
-from pulse_rl.flow.balance import WINDOW, Balance, Region, Share, WaitRule
+from pulse_rl.flow.data.balance import WINDOW, Balance, Region, Share, WaitRule
 
 
 def test_a_share_follows_what_happens() -> None:

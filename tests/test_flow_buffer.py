@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from flow_world import part
 
-from pulse_rl.flow.buffer import PATIENCE, Order, PolicyBuffer, PolicySettings
-from pulse_rl.flow.curators import All, Curator, DropSolved, Greso, Outcome
-from pulse_rl.flow.filters import drop_equal
-from pulse_rl.flow.replay import Candidate, Recent
+from pulse_rl.flow.data.buffer import PATIENCE, Order, PolicyBuffer, PolicySettings
+from pulse_rl.flow.data.curators import All, Curator, DropSolved, Greso, Outcome
+from pulse_rl.flow.data.filters import drop_equal
+from pulse_rl.flow.data.replay import Candidate, Recent
 from pulse_rl.flow.samples import PolicyGroup
 
 

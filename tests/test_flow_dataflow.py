@@ -14,13 +14,13 @@ import pytest
 from flow_world import Clock, dataflow, group, started, take_all
 
 from pulse_rl.errors import IntegrityError
-from pulse_rl.flow import events
-from pulse_rl.flow.curators import DropSolved
-from pulse_rl.flow.dataflow import QUESTIONS, Dataflow
-from pulse_rl.flow.dispatch import DispatchSettings
-from pulse_rl.flow.filters import drop_equal
-from pulse_rl.flow.journal import FILE, Journal
-from pulse_rl.flow.replay import Recent
+from pulse_rl.flow.data import events
+from pulse_rl.flow.data.curators import DropSolved
+from pulse_rl.flow.data.dataflow import QUESTIONS, Dataflow
+from pulse_rl.flow.data.dispatch import DispatchSettings
+from pulse_rl.flow.data.filters import drop_equal
+from pulse_rl.flow.data.journal import FILE, Journal
+from pulse_rl.flow.data.replay import Recent
 from pulse_rl.flow.samples import Episode, Group, Task, Turn, split
 
 
@@ -548,7 +548,7 @@ def test_zeros_that_a_file_system_left_at_the_end_are_cut_off(tmp_path: Path) ->
 
 
 def test_a_compacted_journal_holds_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.flow.state.COMPACT_NBYTES", 0)
+    monkeypatch.setattr("pulse_rl.flow.data.state.COMPACT_NBYTES", 0)
     curator = DropSolved(problems=9)
     flow = started("a", "b", directory=tmp_path, slots=12, curator=curator, max_staleness=3, workers=2)
     for step in range(1, 8):

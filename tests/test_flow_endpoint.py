@@ -16,10 +16,10 @@ import tokenizers
 import transformers
 
 from pulse_rl.flow import Policy, Scripted, Turn, play
-from pulse_rl.flow.chat import Chat
-from pulse_rl.flow.endpoint import Endpoint
+from pulse_rl.flow.playing.chat import Chat
+from pulse_rl.flow.playing.endpoint import Endpoint
+from pulse_rl.flow.playing.workflow import build
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.workflow import build
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from pulse_rl.flow import losses, registry
+from pulse_rl.flow import registry
 from pulse_rl.flow.registry import Plugin
+from pulse_rl.flow.training import losses
 from pulse_rl.rl import grpo
 
 B, T = 6, 5

@@ -13,10 +13,10 @@ from flow_world import Clock, dataflow, group
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pulse_rl.flow.dataflow import Dataflow
-from pulse_rl.flow.dispatch import DispatchSettings
-from pulse_rl.flow.filters import drop_equal
-from pulse_rl.flow.replay import Recent
+from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.data.dispatch import DispatchSettings
+from pulse_rl.flow.data.filters import drop_equal
+from pulse_rl.flow.data.replay import Recent
 from pulse_rl.flow.samples import Batch, Task
 
 WORKERS = ["w0", "w1", "w2"]

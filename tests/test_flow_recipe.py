@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from pulse_rl.cli import recipes
 from pulse_rl.cli.app import app
-from pulse_rl.flow import recipe_file, registry, workflow
+from pulse_rl.flow import recipe_file, registry
+from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
 from pulse_rl.flow.registry import Plugin
 

@@ -9,7 +9,7 @@ import pytest
 from flow_runs import ENVIRONMENT, GAME, ROLES, check, finish, kill, run, start, steps
 from runs import COMMAND, children, wait_for
 
-from pulse_rl.flow.trainer import directory
+from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 PATIENCE_S = 300  # with other work on the machine

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pulse_rl.flow.buffer import PolicySettings
-from pulse_rl.flow.curators import All
-from pulse_rl.flow.dataflow import Dataflow
-from pulse_rl.flow.show import Display
+from pulse_rl.flow.data.buffer import PolicySettings
+from pulse_rl.flow.data.curators import All
+from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.driver.show import Display
 
 RECORD = {
     "policy": "solver",

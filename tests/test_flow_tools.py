@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from pulse_rl.flow.calculator import Calculator, calculate
+from pulse_rl.flow.playing.calculator import Calculator, calculate
+from pulse_rl.flow.playing.tools import Python, Toolbox, ToolError, Tools
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.tools import Python, Toolbox, ToolError, Tools
 
 
 @pytest.mark.parametrize(

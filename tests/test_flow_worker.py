@@ -13,15 +13,15 @@ import torch
 from runs import wait_for
 
 import pulse_rl as pulse
-from pulse_rl.flow.buffer import PolicySettings
-from pulse_rl.flow.curators import All
-from pulse_rl.flow.dataflow import Dataflow
-from pulse_rl.flow.dispatch import DispatchSettings
+from pulse_rl.flow.data.buffer import PolicySettings
+from pulse_rl.flow.data.curators import All
+from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.data.dispatch import DispatchSettings
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Policy, Rewards
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
+from pulse_rl.flow.rollout.worker import RolloutWorker
 from pulse_rl.flow.samples import Batch
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.worker import RolloutWorker
-from pulse_rl.flow.workflow import Policy, Rewards
 from pulse_rl.rl import model
 
 

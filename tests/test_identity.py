@@ -20,8 +20,8 @@ from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate import prune
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
-from pulse_rl.sync import delivery, successor
-from pulse_rl.sync.skips import Skips
+from pulse_rl.sync.publish import delivery, successor
+from pulse_rl.sync.publish.skips import Skips
 from pulse_rl.sync.turn import Turn
 
 KEY = Ed25519PrivateKey.generate()
@@ -360,7 +360,7 @@ def test_an_interruption_after_the_commit(background: bool, monkeypatch: pytest.
             publisher.publish(weights(1), version=1, background=background)
             publisher.flush()
     assert (publisher.version, publisher.digest) == (1, pulse.digest(weights(1)))
-    monkeypatch.setattr("pulse_rl.sync.position.restore", interrupt)
+    monkeypatch.setattr("pulse_rl.sync.publish.position.restore", interrupt)
     report = publisher.publish(weights(2), version=2)
     assert (report.base, report.warning) == (1, None)
     live = zeros()

@@ -13,8 +13,9 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
 from pulse_rl.history.operate.verify import verify
-from pulse_rl.sync import baseline, delivery, encoding, reports, skips, successor, turn
-from pulse_rl.sync import publisher as module
+from pulse_rl.sync import reports, turn
+from pulse_rl.sync.publish import baseline, delivery, encoding, skips, successor
+from pulse_rl.sync.publish import publisher as module
 
 FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, reports, turn)}
 

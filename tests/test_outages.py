@@ -162,8 +162,8 @@ def test_intervals_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += seconds
 
     subscriber = pulse.Subscriber("memory://", poll=0.2, poll_max=2)
-    monkeypatch.setattr("pulse_rl.sync.polling.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("pulse_rl.sync.polling.time.sleep", sleep)
+    monkeypatch.setattr("pulse_rl.sync.subscribe.polling.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pulse_rl.sync.subscribe.polling.time.sleep", sleep)
     with pytest.raises(TimeoutError):
         subscriber.wait(0, 100)
     assert slept[:3] == [0.2] * 3

@@ -17,7 +17,7 @@ from rank_rounds import model
 from shares import shares
 
 import pulse_rl as pulse
-from pulse_rl.sync import anchors, publisher
+from pulse_rl.sync.publish import anchors, publisher
 
 
 @pytest.fixture(scope="module")

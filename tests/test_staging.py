@@ -18,7 +18,7 @@ from pulse_rl.history.trail import link_of
 from pulse_rl.kernels import cpu
 from pulse_rl.patch import merging
 from pulse_rl.store.base import Store
-from pulse_rl.sync import landings
+from pulse_rl.sync.subscribe import landings
 from pulse_rl.weights.bits import HostBits, as_bits
 from pulse_rl.weights.changes import Changes
 

@@ -19,7 +19,7 @@ from measure import BUCKET, PORT, Order
 
 import pulse_rl as pulse
 from pulse_rl.bench.roles import live_weights, masters, step, warm
-from pulse_rl.sync.polling import POLL_S
+from pulse_rl.sync.subscribe.polling import POLL_S
 
 PART_NBYTES = 8 << 20  # a checkpoint is uploaded in parts of this size
 WAIT_S = 3600.0  # longest wait for a version

@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from pulse_rl.planner import Plan, plan
     from pulse_rl.store.base import Store
     from pulse_rl.store.objects import open_store
-    from pulse_rl.sync.publisher import Publisher
+    from pulse_rl.sync.publish.publisher import Publisher
     from pulse_rl.sync.reports import PublishReport, SyncReport
-    from pulse_rl.sync.staging import Staged
-    from pulse_rl.sync.subscriber import Subscriber
+    from pulse_rl.sync.subscribe.staging import Staged
+    from pulse_rl.sync.subscribe.subscriber import Subscriber
     from pulse_rl.weights.digests import digest
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
@@ -93,16 +93,16 @@ _HOME = {
     "Plan": "planner",
     "ProcessDiedError": "errors",
     "PublishReport": "sync.reports",
-    "Publisher": "sync.publisher",
+    "Publisher": "sync.publish.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
     "Shard": "weights.pieces",
-    "Staged": "sync.staging",
+    "Staged": "sync.subscribe.staging",
     "Status": "history.operate.status",
     "Store": "store.base",
     "StoreError": "errors",
     "StoreGroup": "loco.meeting.group",
-    "Subscriber": "sync.subscriber",
+    "Subscriber": "sync.subscribe.subscriber",
     "SyncReport": "sync.reports",
     "TensorInfo": "patch.format",
     "TensorSpec": "weights.layout",

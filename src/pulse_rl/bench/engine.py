@@ -30,7 +30,7 @@ from pulse_rl.bench.engine_worker import write_patch
 from pulse_rl.bench.report import Progress, Table, ms, times
 from pulse_rl.engines.client import EngineClient
 from pulse_rl.errors import require
-from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.publish.publisher import Publisher
 
 COMPARED = 5  # versions that vLLM's own ways take
 TOKENS = 32  # of a completion

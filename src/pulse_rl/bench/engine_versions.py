@@ -11,7 +11,7 @@ import torch
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.history.assets import load_assets
 from pulse_rl.rl import model, tasks
-from pulse_rl.sync.subscriber import Subscriber
+from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 _BATCH = 8
 _TORCH = {dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)}

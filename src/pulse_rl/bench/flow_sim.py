@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from pulse_rl.bench.flow_setup import PLAYS, Outcome, Setup
-from pulse_rl.flow.balance import WaitRule
-from pulse_rl.flow.buffer import PolicySettings
-from pulse_rl.flow.curators import All
-from pulse_rl.flow.dataflow import Dataflow
+from pulse_rl.flow.data.balance import WaitRule
+from pulse_rl.flow.data.buffer import PolicySettings
+from pulse_rl.flow.data.curators import All
+from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.samples import Episode, Group, Task, Turn
 
 IDLE_S = (0.02, 0.2)  # between a worker's questions, as in `flow.worker`

@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from pulse_rl.channel.wire import Wire
-from pulse_rl.sync.shares import MAX_NBYTES, Share, SharePlan, share_of
+from pulse_rl.sync.group.shares import MAX_NBYTES, Share, SharePlan, share_of
 from pulse_rl.weights.boxes import Box, Shape
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import pieces_of

@@ -18,7 +18,7 @@ from pulse_rl.channel.sides import Standing, agree, print_of
 from pulse_rl.channel.wire import Wire
 from pulse_rl.errors import ExchangeError, IntegrityError
 from pulse_rl.group.collectives import Bytes, name_ranks
-from pulse_rl.sync.shares import compare_replicas
+from pulse_rl.sync.group.shares import compare_replicas
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 

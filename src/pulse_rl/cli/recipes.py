@@ -51,8 +51,8 @@ def train(
             settings = recipe_file.load(recipe, changes)
             if not any(text.partition("=")[0].strip() == "out" for text in changes):
                 settings = recipe_file.load(recipe, [*changes, f"out={json.dumps(numbered(settings.out))}"])
-    from pulse_rl.flow import run
-    from pulse_rl.flow.show import Display
+    from pulse_rl.flow.driver import run
+    from pulse_rl.flow.driver.show import Display
 
     with output.checking():
         settings = run.prepare(settings) if resume is None else run.resume(resume, changes)

@@ -24,10 +24,10 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import read_headers, read_share
 from pulse_rl.history.restore import scratch
 from pulse_rl.history.search import FaultLog
-from pulse_rl.sync.counting import recognise
-from pulse_rl.sync.held import Held
-from pulse_rl.sync.peers import RankPeers
-from pulse_rl.sync.ranks import Alone, Ranks
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.group.ranks import Alone, Ranks
+from pulse_rl.sync.subscribe.counting import recognise
+from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.layout import Layout, as_tensor
 from pulse_rl.weights.memory import LiveWeights

@@ -20,7 +20,7 @@ from pulse_rl.engines.tracing import LoadWeights, Written, storage_of, torch_dty
 from pulse_rl.errors import UnmappedError
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
-from pulse_rl.sync.ranks import Ranks
+from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.weights.boxes import Box, disjoint, whole
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.pieces import Shard

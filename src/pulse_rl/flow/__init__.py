@@ -11,26 +11,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pulse_rl.flow.calculator import Calculator
+    from pulse_rl.flow.playing.calculator import Calculator
+    from pulse_rl.flow.playing.scripted import Echo, Scripted
+    from pulse_rl.flow.playing.tools import Python, Toolbox, ToolError, Tools
+    from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards, play
     from pulse_rl.flow.samples import Episode, Turn
-    from pulse_rl.flow.scripted import Echo, Scripted
-    from pulse_rl.flow.tools import Python, Toolbox, ToolError, Tools
-    from pulse_rl.flow.workflow import Conversation, Policy, Rewards, play
 
 _HOME = {
-    "Calculator": "calculator",
-    "Conversation": "workflow",
-    "Echo": "scripted",
+    "Calculator": "playing.calculator",
+    "Conversation": "playing.workflow",
+    "Echo": "playing.scripted",
     "Episode": "samples",
-    "Policy": "workflow",
-    "Python": "tools",
-    "Rewards": "workflow",
-    "Scripted": "scripted",
-    "ToolError": "tools",
-    "Toolbox": "tools",
-    "Tools": "tools",
+    "Policy": "playing.workflow",
+    "Python": "playing.tools",
+    "Rewards": "playing.workflow",
+    "Scripted": "playing.scripted",
+    "ToolError": "playing.tools",
+    "Toolbox": "playing.tools",
+    "Tools": "playing.tools",
     "Turn": "samples",
-    "play": "workflow",
+    "play": "playing.workflow",
 }
 
 __all__ = [

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import msgspec
 
 from pulse_rl.codecs import choose
-from pulse_rl.flow import registry, tools, workflow
+from pulse_rl.flow import registry
+from pulse_rl.flow.playing import tools, workflow
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.rl import model_name
 from pulse_rl.rl.config import absolute_store

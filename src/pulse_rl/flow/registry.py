@@ -40,35 +40,35 @@ BUILTIN: dict[str, dict[str, str]] = {
         "verifiers": f"{_HERE}.workflows.environments:Verifiers",
     },
     "reward": {
-        "score": f"{_HERE}.rewards:score",
-        "exact": f"{_HERE}.rewards:exact",
+        "score": f"{_HERE}.playing.rewards:score",
+        "exact": f"{_HERE}.playing.rewards:exact",
     },
     "advantage": {
-        "grpo": f"{_HERE}.losses:grpo_advantages",
-        "dr_grpo": f"{_HERE}.losses:dr_grpo_advantages",
-        "rloo": f"{_HERE}.losses:rloo_advantages",
+        "grpo": f"{_HERE}.training.losses:grpo_advantages",
+        "dr_grpo": f"{_HERE}.training.losses:dr_grpo_advantages",
+        "rloo": f"{_HERE}.training.losses:rloo_advantages",
     },
     "loss": {
-        "grpo": f"{_HERE}.losses:GrpoLoss",
-        "dr_grpo": f"{_HERE}.losses:DrGrpoLoss",
-        "dapo": f"{_HERE}.losses:DapoLoss",
-        "gspo": f"{_HERE}.losses:GspoLoss",
-        "reinforce": f"{_HERE}.losses:ReinforceLoss",
+        "grpo": f"{_HERE}.training.losses:GrpoLoss",
+        "dr_grpo": f"{_HERE}.training.losses:DrGrpoLoss",
+        "dapo": f"{_HERE}.training.losses:DapoLoss",
+        "gspo": f"{_HERE}.training.losses:GspoLoss",
+        "reinforce": f"{_HERE}.training.losses:ReinforceLoss",
     },
     "tool": {
-        "calculator": f"{_HERE}.calculator:Calculator",
-        "python": f"{_HERE}.tools:Python",
+        "calculator": f"{_HERE}.playing.calculator:Calculator",
+        "python": f"{_HERE}.playing.tools:Python",
     },
     "curator": {
-        "all": f"{_HERE}.curators:All",
-        "drop_solved": f"{_HERE}.curators:DropSolved",
-        "greso": f"{_HERE}.curators:Greso",
+        "all": f"{_HERE}.data.curators:All",
+        "drop_solved": f"{_HERE}.data.curators:DropSolved",
+        "greso": f"{_HERE}.data.curators:Greso",
     },
     "filter": {
-        "all": f"{_HERE}.filters:keep_all",
-        "variance": f"{_HERE}.filters:drop_equal",
+        "all": f"{_HERE}.data.filters:keep_all",
+        "variance": f"{_HERE}.data.filters:drop_equal",
     },
-    "replay": {"recent": f"{_HERE}.replay:Recent"},
+    "replay": {"recent": f"{_HERE}.data.replay:Recent"},
 }
 
 

@@ -22,10 +22,10 @@ from typing import Any, Self
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line, require
 from pulse_rl.logs import logger
 from pulse_rl.study.monitor import SparsityMonitor
-from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.reports import SyncReport
-from pulse_rl.sync.staging import Staged
-from pulse_rl.sync.subscriber import Subscriber
+from pulse_rl.sync.subscribe.staging import Staged
+from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 log = logger(__name__)
 

@@ -13,7 +13,7 @@ from pulse_rl.rl import config as settings
 from pulse_rl.rl import metrics, model
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.reports import PublishReport
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout

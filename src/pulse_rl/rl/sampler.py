@@ -9,8 +9,8 @@ import torch
 
 from pulse_rl.rl import model, policy
 from pulse_rl.rl.config import RunConfig
-from pulse_rl.sync.staging import Staged
-from pulse_rl.sync.subscriber import Subscriber
+from pulse_rl.sync.subscribe.staging import Staged
+from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 
 class Reached(NamedTuple):

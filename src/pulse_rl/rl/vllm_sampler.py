@@ -26,7 +26,7 @@ from pulse_rl.integrations.vllm import InProcess, plain_gemm
 from pulse_rl.rl import policy
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.sampler import Reached
-from pulse_rl.sync.subscriber import Subscriber
+from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 # Read when vLLM is imported, and by the core's process.
 ENVIRONMENT = {

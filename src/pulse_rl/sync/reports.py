@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.manifest import Manifest, Scalar
-from pulse_rl.sync.delivery import Delivered
-from pulse_rl.sync.encoding import Encoded
-from pulse_rl.sync.ranks import Ranks
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.publish.delivery import Delivered
+from pulse_rl.sync.publish.encoding import Encoded
 
 Route: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do; patches only; from an anchor
 

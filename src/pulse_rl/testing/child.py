@@ -95,7 +95,9 @@ class Child:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.sync.subscriber", "pulse_rl.testing.source"])
+        context.set_forkserver_preload(
+            ["torch.multiprocessing", "pulse_rl.sync.subscribe.subscriber", "pulse_rl.testing.source"]
+        )
         self._pipe, there = context.Pipe()
         arguments = (there, self._adapter, self._weights, self._source)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.history.log import History
 from pulse_rl.history.operate.prune import Retention, delete_planned
-from pulse_rl.sync.publisher import Publisher
+from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.testing.models import Model, State, torch_tensors
 
 STEP = 3  # between version numbers, so that no version is its place in the history

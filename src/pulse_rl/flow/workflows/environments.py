@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 from pulse_rl.errors import one_line, require
-from pulse_rl.flow.chat import Chat
-from pulse_rl.flow.endpoint import Endpoint
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.workflow import Conversation, Policy, Rewards
+from pulse_rl.flow.playing.chat import Chat
+from pulse_rl.flow.playing.endpoint import Endpoint
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.rl.tasks import Problem, Task
 
 _INSTRUCTION = "{question}\n\nEnd with a line that says only: Answer: …"

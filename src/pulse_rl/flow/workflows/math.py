@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from random import Random
 
 from pulse_rl.flow import registry
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.workflow import Conversation, Policy, Rewards
 from pulse_rl.rl.tasks import Problem, Task
 
 

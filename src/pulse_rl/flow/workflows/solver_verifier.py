@@ -9,8 +9,8 @@ yes nor no, so that the form is learned first.
 from collections.abc import Mapping
 from random import Random
 
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.workflow import Conversation, Policy, Rewards
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.rl.tasks import FORM_REWARD, Problem, Task
 
 # Both verdicts are shown, so that neither is the likelier one.

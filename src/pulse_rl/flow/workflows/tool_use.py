@@ -7,8 +7,8 @@ In each turn the policy writes one line. "Tool: 3 + 4 * 2" asks the tool, whose 
 from collections.abc import Mapping
 from random import Random
 
-from pulse_rl.flow.tools import Tools
-from pulse_rl.flow.workflow import Conversation, Policy, Rewards
+from pulse_rl.flow.playing.tools import Tools
+from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.rl.tasks import Problem, Task
 
 _SHOTS = {

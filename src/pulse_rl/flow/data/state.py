@@ -1,0 +1,248 @@
+"""The state of a dataflow: what events change, and what a journal brings back.
+
+Everything here follows from the events alone, in their order, and from the times in them. Decisions are `dataflow`'s.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pulse_rl.flow.data import buffer, dispatch, evaluation, events, waves
+from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
+from pulse_rl.flow.data.curators import Curator, Outcome
+from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Lease
+from pulse_rl.flow.data.evaluation import Windows
+from pulse_rl.flow.data.journal import FILE, Journal
+from pulse_rl.flow.data.waves import Waves
+from pulse_rl.flow.samples import Group, split
+
+COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
+
+
+class Snapshot(msgspec.Struct):
+    """The whole state."""
+
+    at: float = 0.0
+    next: int = 0
+    stopping: bool = False
+    ended: bool = False
+    dismissed: list[str] = []
+    records: list[dict[str, Any]] = []
+    frozen: dict[str, int | None] = {}
+    buffers: dict[str, buffer.State] = {}
+    dispatcher: dispatch.State = msgspec.field(default_factory=dispatch.State)
+    evaluation_windows: evaluation.State = msgspec.field(default_factory=evaluation.State)
+    rounds: waves.State = msgspec.field(default_factory=waves.State)
+    curator: dict[str, Any] | None = None
+
+
+class FlowState:
+    """Buffers, leases, curator, windows and waves of a run.
+
+    policies: the settings of each policy's samples; None for one that is not trained. directory: of the journal.
+    durable: whether what must be safe waits for the disk.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, PolicySettings | None],
+        curator: Curator,
+        settings: DispatchSettings,
+        *,
+        deterministic: bool,
+        directory: Path | None,
+        durable: bool,
+    ) -> None:
+        self._durable = durable
+        self._journal = None if directory is None else Journal(directory / FILE)
+        stored = self._journal.snapshot if self._journal is not None else b""
+        kept = events.decoder(Snapshot).decode(stored) if stored else Snapshot()
+        self._deterministic = deterministic
+        self.at = kept.at  # of the last event
+        self.next = kept.next  # number of the next training task
+        self.stopping = kept.stopping
+        self.ended = kept.ended
+        self.dismissed = set(kept.dismissed)  # workers that are asked to leave
+        self.records = kept.records  # of steps, for the driver
+        self.frozen = {name: kept.frozen.get(name) for name, each in policies.items() if each is None}
+        self.buffers = {
+            name: PolicyBuffer(each, deterministic=deterministic, state=kept.buffers.get(name))
+            for name, each in policies.items()
+            if each is not None
+        }
+        self.dispatcher = Dispatcher(settings, now=kept.at, state=kept.dispatcher)
+        for lease in kept.dispatcher.leases.values():
+            self._expect(lease.versions)
+        self.windows = Windows(kept.evaluation_windows)
+        self.waves = Waves(self.buffers, kept.rounds)
+        self.curator = curator
+        if kept.curator is not None:
+            curator.restore(kept.curator)
+        self._replaying = True
+        if self._journal is not None:
+            self._replay(self._journal)
+        self._replaying = False
+
+    def _replay(self, journal: Journal) -> None:
+        decode = events.decoder(events.AnyEvent).decode
+        for payload in journal.events:
+            self._apply(decode(payload))
+        journal.events = []
+        for worker in list(self.dispatcher.state.workers.values()):
+            if worker.state != "dead":
+                self.dispatcher.heard(worker.name, self.at)  # the time without a dataflow says nothing about workers
+
+    def record(self, event: events.AnyEvent, *, sync: bool = False) -> None:
+        """Apply an event, and keep it in the journal. sync: return only when the disk has it."""
+        self._apply(event)
+        if self._journal is not None:
+            self._journal.append(events.ENCODER.encode(event), sync=sync and self._durable)
+
+    def compact(self) -> None:
+        """Begin the journal anew with a snapshot, once it has grown much."""
+        journal = self._journal
+        if journal is not None and journal.size > 2 * journal.compact_size + COMPACT_NBYTES:
+            journal.compact(events.ENCODER.encode(self._snapshot()))
+
+    def journal(self) -> dict[str, int] | None:
+        """Bytes of the journal now, and all that this process has written; None if there is none."""
+        if self._journal is None:
+            return None
+        return {"nbytes": self._journal.size, "written_nbytes": self._journal.written}
+
+    def newest(self) -> dict[str, int | None]:
+        """The newest version of every policy."""
+        return {name: source.state.version for name, source in self.buffers.items()} | self.frozen
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            at=self.at,
+            next=self.next,
+            stopping=self.stopping,
+            ended=self.ended,
+            dismissed=sorted(self.dismissed),
+            records=self.records,
+            frozen=self.frozen,
+            buffers={name: source.state for name, source in self.buffers.items()},
+            dispatcher=self.dispatcher.state,
+            evaluation_windows=self.windows.state,
+            rounds=self.waves.state,
+            curator=self.curator.state(),
+        )
+
+    def _apply(self, event: events.AnyEvent) -> None:
+        match event:
+            case events.Leased():
+                self._on_leased(event)
+            case events.Pushed():
+                self._on_pushed(event)
+            case events.Pulled():
+                self.buffers[event.policy].give(event.number)
+            case events.Published():
+                self.buffers[event.policy].publish(event.step, event.version, event.digest)
+            case events.Committed():
+                self.buffers[event.policy].commit(event.batches)
+            case events.Began():
+                self._on_began(event)
+            case events.Finished():
+                self.buffers[event.policy].finish()
+            case events.Registered(at, worker, kind, slots, policies, region):
+                self._release(self.dispatcher.register(worker, kind, slots, policies, region, at))
+            case events.Left():
+                self.dismissed.discard(event.worker)
+                self._release(self.dispatcher.leave(event.worker, event.at))
+            case events.Lost():
+                self._release(self.dispatcher.lose(event.worker, event.error, event.at))
+            case events.Revived():
+                self.dispatcher.heard(event.worker, event.at)
+            case events.Failed():
+                self._release([self.dispatcher.fail(event.number, event.error, event.at)])
+            case events.Opened():
+                for task in event.tasks if self._replaying else []:
+                    self.curator.choose(task.number)
+                self.next = event.tasks[-1].number + 1
+                self.waves.open(event.tasks)
+            case events.Asked():
+                self.windows.open(event.window, event.tasks)
+            case events.Logged():
+                self.records.append(event.record)
+            case events.Dismissed():
+                self.dismissed.add(event.worker)
+            case events.Stopped():
+                self.stopping, self.ended = True, self.ended or event.ended
+            case events.Resumed():
+                self.stopping = self.ended = False
+                self.records = []
+        self.at = event.at
+
+    def _on_leased(self, event: events.Leased) -> None:
+        if event.source == "new":
+            if self._replaying:  # the curator moves on as it did
+                self.curator.choose(event.task.number)
+            self.next = event.task.number + 1
+        elif event.source == "returned":
+            self.dispatcher.next_returned()
+        elif event.source == "window":
+            self.windows.taken()
+        else:
+            self.waves.taken()
+        self.dispatcher.lease(event.task, event.worker, event.versions, event.at)
+        self._expect(event.versions)
+
+    def _expect(self, versions: dict[str, int]) -> None:
+        for name, version in versions.items():
+            self.buffers[name].expect(version)
+
+    def _expect_no_more(self, lease: Lease) -> None:
+        for name, version in lease.versions.items():
+            self.buffers[name].expect_no_more(version)
+
+    def _release(self, leases: list[Lease]) -> None:
+        """Leases have ended without a group."""
+        for lease in leases:
+            self._expect_no_more(lease)
+            if lease.given_up:
+                if lease.task.evaluation is not None:
+                    self.windows.give_up(lease.task)
+                elif self._deterministic:
+                    self._look_at(self.waves.resolve(lease.task.number, None))
+
+    def _on_pushed(self, event: events.Pushed) -> None:
+        group = event.group
+        self._expect_no_more(self.dispatcher.done(group.task.number, event.at))
+        if group.task.evaluation is not None:
+            self.windows.add(group)
+        elif self._deterministic:
+            self._look_at(self.waves.resolve(group.task.number, group))
+        else:
+            self._look_at([group])
+
+    def _look_at(self, groups: list[Group]) -> None:
+        """Show groups to the curator, and give each policy its part."""
+        for group in groups:
+            parts = {name: split(group, name) for name in self.buffers}
+            rewards = {name: part.rewards for name, part in parts.items() if part is not None}
+            solved = [evaluation.solved(episode) for episode in group.episodes]
+            share = sum(solved) / max(1, len(solved))
+            self.curator.observe(Outcome(group.task.number, group.task.problem, rewards, share))
+            for name, part in parts.items():
+                source = self.buffers[name]
+                if part is None:
+                    source.drop("empty")
+                elif not self._deterministic:
+                    source.add(part)
+                elif not self.waves.wants(name):
+                    source.drop("surplus")
+                elif source.add(part):
+                    self.waves.keep(name)
+
+    def _on_began(self, event: events.Began) -> None:
+        if event.policy in self.frozen:
+            self.frozen[event.policy] = event.version
+            return
+        source = self.buffers[event.policy]
+        source.begin(event.step, event.version, event.batches)
+        # Without a journal, a resumed run continues with the problems at which it stopped.
+        self.next = max(self.next, event.batches * source.settings.groups)

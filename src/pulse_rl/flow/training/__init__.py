@@ -1,0 +1,1 @@
+"""The trainer of a policy: batches in, versions out."""

@@ -1,0 +1,265 @@
+"""Shares: what each rank holds of the weights, who owns what several hold, and whether all of it is there.
+
+All ranks say which boxes they hold of which tensor. The boxes of a tensor are cut where they overlap, into parts that
+are each held by certain ranks; of these the one with the fewest bytes so far becomes the owner. So every element is
+published and counted once, and replicas (of HSDP, of norms, of whole models) spread the work over their ranks. Every
+rank comes to the same plan by itself. It is made once, and again when some rank holds other boxes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import zstandard
+from blake3 import blake3
+
+from pulse_rl.codecs.zstd import decompress
+from pulse_rl.documents import decode_json
+from pulse_rl.dtypes import ITEMSIZES
+from pulse_rl.errors import BaseMismatchError, ExchangeError
+from pulse_rl.sync.group.ranks import Gathering
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box, Shape, whole
+from pulse_rl.weights.layout import Layout, TensorSpec
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+
+MAX_NBYTES = 64 << 20  # of what one rank says that it holds, as JSON
+PRINT_NBYTES = 12  # of a fingerprint, which tells two of the same ranks apart
+
+_Boxes: TypeAlias = list[tuple[Shape, Shape]]  # offset and sizes of each
+
+
+class _Held(msgspec.Struct):
+    """What one rank holds."""
+
+    tensors: list[tuple[str, str, Shape, _Boxes]]  # name, dtype, shape, boxes
+    tied: dict[str, str]
+
+
+class Part(NamedTuple):
+    """A part of a tensor that certain ranks hold."""
+
+    box: Box
+    holders: tuple[int, ...]
+    owner: int
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """Who holds and who owns what."""
+
+    tensors: dict[str, TensorSpec]  # of the whole model, in canonical order
+    parts: dict[str, list[Part]]  # of each tensor
+    tied: dict[str, str]
+    fingerprint: bytes  # of what every rank holds
+
+    @property
+    def elements(self) -> int:
+        """Of the whole model."""
+        return sum(whole(spec.shape).size for spec in self.tensors.values())
+
+    def all_names(self) -> dict[str, TensorSpec]:
+        """Every name, tied ones too, → the tensor that stands for it."""
+        return {**self.tensors, **{alias: self.tensors[owner] for alias, owner in self.tied.items()}}
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole model."""
+        return sum(whole(spec.shape).size * ITEMSIZES[spec.dtype] for spec in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank holds of the weights."""
+
+    plan: SharePlan
+    held: Layout  # all pieces, each marked as owned or not
+    own: Layout  # only those that this rank owns: what it publishes, and counts in a digest
+
+    def replicas(self, rank: int, tensors: Layout | None = None) -> dict[str, int]:
+        """The digest of what this rank and others hold, for each set of such ranks, as "0,2".
+
+        tensors: the same boxes in other memory; None: the weights themselves.
+        """
+        held = self.held if tensors is None else tensors
+        sets: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
+        for name, parts in self.plan.parts.items():
+            for part in parts if name in held else ():
+                if len(part.holders) > 1 and rank in part.holders:
+                    piece = next(p for p in pieces_of(held[name]) if p.box == part.box)
+                    sets.setdefault(part.holders, {}).setdefault(name, []).append(piece._replace(owned=True))
+        found = {}
+        for holders, names in sets.items():
+            layout = {name: _pieces(held[name], pieces) for name, pieces in names.items()}
+            found[",".join(map(str, holders))] = digests.state_digest(layout)
+        return found
+
+
+def share_of(
+    ranks: Gathering, tensors: Layout, known: SharePlan | None = None, prints: Sequence[bytes] | None = None
+) -> Share:
+    """Agree who owns what. A collective.
+
+    tensors: what this rank holds. known: the plan of the last time, which stands if every rank still holds the same.
+    prints: every rank's `print_of`, where they were exchanged already.
+    Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
+    """
+    if ranks.size == 1 and not tensors.sharded:
+        return Share(plan_of(tensors, tensors.tied), tensors, tensors)
+    if prints is None:
+        prints = ranks.gather(print_of(tensors, known), 2 * PRINT_NBYTES)
+    fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
+    if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
+        packed = ranks.gather(zstandard.ZstdCompressor(3).compress(_describe(tensors)), MAX_NBYTES)
+        said = [decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
+        known = make_plan(said, fingerprint)
+    return _assign(ranks.rank, tensors, known)
+
+
+def print_of(tensors: Layout, known: SharePlan | None) -> bytes:
+    """The fingerprint of what this rank holds, and that of the plan that it knows.
+
+    A rank that was interrupted may know another plan than the others: then all make it anew.
+    """
+    return blake3(_describe(tensors)).digest(PRINT_NBYTES) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+
+
+def _describe(tensors: Layout) -> bytes:
+    """What this rank holds, as JSON."""
+    rows: list[tuple[str, str, Shape, _Boxes]] = [
+        (name, bits.dtype, tuple(bits.shape), [(box.offset, box.sizes) for box, _, _ in pieces_of(bits) if box.size])
+        for name, bits in tensors.items()
+    ]
+    return msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
+
+
+def plan_of(tensors: Layout, tied: Mapping[str, str]) -> SharePlan:
+    """The plan of one process that holds whole tensors."""
+    specs = {name: TensorSpec(name, bits.dtype, tuple(bits.shape)) for name, bits in tensors.items()}
+    return SharePlan(specs, {}, dict(tied), b"")
+
+
+def taken(whole_tensors: Layout, own: Layout) -> Layout:
+    """The same pieces as `own`, as views of whole tensors."""
+    found: dict[str, Bits] = {}
+    for name, tensor in own.items():
+        source = whole_tensors[name]
+        pieces = [piece._replace(bits=place_view(source, piece.box)) for piece in pieces_of(tensor) if piece.box.size]
+        found[name] = _pieces(tensor, pieces) if tensor.size else tensor
+    return Layout(found, own.tied)
+
+
+def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
+    """The plan from what each rank says that it holds. Raises BaseMismatchError or ExchangeError."""
+    specs: dict[str, TensorSpec] = {}
+    held: dict[str, list[tuple[int, Box]]] = {}
+    tied: dict[str, str] = {}
+    for rank, one in enumerate(said):
+        for name, dtype, shape, boxes in one.tensors:
+            spec = specs.setdefault(name, TensorSpec(name, dtype, shape))
+            if spec != TensorSpec(name, dtype, shape):
+                raise ExchangeError(
+                    f"tensor {name!r}: expected {spec.dtype} {list(spec.shape)} on all ranks, found {dtype} "
+                    f"{list(shape)} on rank {rank}",
+                    ranks=(rank,),
+                )
+            held.setdefault(name, []).extend((rank, Box(*box)) for box in boxes)
+        for alias, owner in one.tied.items():
+            if tied.setdefault(alias, owner) != owner:
+                raise ExchangeError(
+                    f"tensor {alias!r} is tied to {tied[alias]!r}, but on rank {rank} to {owner!r}", ranks=(rank,)
+                )
+    if both := sorted(tied.keys() & specs.keys()):
+        raise ExchangeError(f"tensor {both[0]!r} is tied to {tied[both[0]]!r} on some ranks, and on others not")
+    load = [0] * len(said)
+    parts: dict[str, list[Part]] = {}
+    for name in sorted(specs):
+        itemsize, all_of_it = ITEMSIZES[specs[name].dtype], whole(specs[name].shape)
+        found = []
+        for box, holders in sorted(_cut(held.get(name, []))):
+            least = min(holders, key=lambda rank: (load[rank], rank))
+            load[least] += box.size * itemsize
+            found.append(Part(box, holders, least))
+        missing = all_of_it.size - sum(part.box.size for part in found)
+        if missing:
+            raise BaseMismatchError(
+                f"tensor {name!r}: {missing} of its {all_of_it.size} elements are on no rank: expected shards that "
+                + (
+                    "make up the whole; give group=…, with all ranks that hold some"
+                    if len(said) == 1
+                    else "make up the whole; are the ranks of another dimension of the mesh missing in group=…?"
+                ),
+                missing=[name],
+            )
+        parts[name] = found
+    return SharePlan({name: specs[name] for name in sorted(specs)}, parts, tied, fingerprint)
+
+
+def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Cut boxes where they overlap. Returns disjoint boxes, each with the ranks that hold it, in ascending order."""
+    whole_boxes: dict[Box, set[int]] = {}
+    for rank, box in held:
+        whole_boxes.setdefault(box, set()).add(rank)
+    found: list[tuple[Box, set[int]]] = []
+    for box, ranks in whole_boxes.items():
+        left, cut = [box], []
+        for known, holders in found:
+            common = known.intersect(box)
+            if common is None:
+                cut.append((known, holders))
+                continue
+            cut.append((common, holders | ranks))
+            cut += [(rest, holders) for rest in known.without(common)]
+            left = [part for piece in left for part in piece.without(common)]
+        found = cut + [(part, set(ranks)) for part in left]
+    return [(box, tuple(sorted(holders))) for box, holders in found]
+
+
+def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
+    """What this rank holds and owns by a plan."""
+    held: dict[str, Bits] = {}
+    own: dict[str, Bits] = {}
+    for name, tensor in tensors.items():
+        if tensor.size == 0:
+            held[name] = tensor
+            continue
+        pieces = []
+        for part in plan.parts[name]:
+            if rank in part.holders:
+                first = True  # of several pieces of this rank that hold the same elements, one counts
+                for box, bits, _ in pieces_of(tensor):
+                    if part.box == box or part.box.inside(box):
+                        view = bits if part.box == box else bits.view(part.box.slices(box))
+                        pieces.append(Piece(part.box, view, first and part.owner == rank))
+                        first = False
+        held[name] = _pieces(tensor, pieces)
+        if mine := [piece for piece in pieces if piece.owned]:
+            own[name] = _pieces(tensor, mine)
+    if rank == 0:  # what has no elements is the first rank's
+        own |= {name: _nothing(spec) for name, spec in plan.tensors.items() if not whole(spec.shape).size}
+    return Share(plan, Layout(held, tensors.tied), Layout(sorted(own.items()), plan.tied))
+
+
+def _pieces(tensor: Bits, pieces: list[Piece]) -> Bits:
+    if len(pieces) == 1 and pieces[0].owned and pieces[0].box == whole(tensor.shape):
+        return pieces[0].bits
+    return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
+
+
+def _nothing(spec: TensorSpec) -> Bits:
+    return Pieces(spec.dtype, ITEMSIZES[spec.dtype], tuple(spec.shape), [])
+
+
+def compare_replicas(found: Sequence[Mapping[str, int]]) -> None:
+    """Raise ExchangeError if ranks that hold the same elements hold different bits. found: of each rank."""
+    for rank, sets in enumerate(found):
+        for holders, digest in sets.items():
+            first = int(holders.split(",")[0])
+            if found[first].get(holders) != digest:
+                raise ExchangeError(
+                    f"ranks {first} and {rank} hold replicas of the same weights, with different bits: expected equal "
+                    f"ones on ranks {holders}",
+                    ranks=(first, rank),
+                )

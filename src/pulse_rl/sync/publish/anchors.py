@@ -1,0 +1,165 @@
+"""Anchors of several ranks: ordinary checkpoint files, of weights that no rank holds whole.
+
+The files are divided among the ranks. Each writes its own to disk, a few MB at a time: the ranks that own the elements
+send them. Then all put their files into the store at once. An anchor is rare, so its bytes may go over the group.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.checkpoint.files import open_checkpoint
+from pulse_rl.checkpoint.shards import SHARD_NBYTES, Shard, in_file_order, plan_shards, shard_header
+from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.history.anchor import check_digest, put_assets, put_shards
+from pulse_rl.history.manifest import ObjectRef
+from pulse_rl.history.restore import scratch
+from pulse_rl.store.base import Store
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.weights import digests
+from pulse_rl.weights.boxes import Box, Run, whole
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import place_view
+from pulse_rl.weights.segments import segments
+
+FEWEST_NBYTES = 64 << 20  # of a file, when a checkpoint is divided among ranks
+
+
+class _Put(msgspec.Struct, array_like=True):
+    """What one rank has put."""
+
+    files: list[tuple[str, int, str]]  # name, nbytes, blake3
+    digest: int
+
+
+class _Chunk(NamedTuple):
+    """A run of elements of one tensor, as they follow each other in a file."""
+
+    name: str
+    run: Run
+
+
+def put_anchor_together(
+    ranks: Ranks, store: Store, directory: str, own: Layout, plan: SharePlan, digest: str, assets: Mapping[str, bytes]
+) -> tuple[ObjectRef, ...]:
+    """Write the anchor of weights of which each rank owns a part. A collective.
+
+    own: what this rank owns. digest: of the whole weights. Returns the files, on all ranks. Raises IntegrityError if
+    other bits were sent, StoreError, or on the other ranks ExchangeError; then nothing refers to the files.
+    """
+    size = min(SHARD_NBYTES, max(-(-plan.nbytes // ranks.size), FEWEST_NBYTES))
+    shards, index = plan_shards(plan.tensors, size)
+    mine = shards[ranks.rank :: ranks.size]
+    with ExitStack() as stack:
+        places: list[Path] = []
+
+        def make_room() -> bool:
+            places.append(stack.enter_context(scratch()))
+            for shard in mine:
+                (places[0] / shard.name).write_bytes(shard_header(plan.tensors, shard.tensors))
+            return True
+
+        ranks.share("make room for an anchor", make_room, bool)
+        place = places[0]
+        failures: list[OSError] = []
+        for start in range(0, len(shards), ranks.size):
+            _gather(ranks, place, own, plan, shards[start : start + ranks.size], failures)
+
+        def put() -> _Put:
+            for failure in failures:
+                raise failure
+            tensors = open_checkpoint(place) if mine else Layout()
+            refs, found = put_shards(store, directory, tensors, mine)
+            found += digests.empty_digest(own)
+            if ranks.rank == 0:
+                refs += put_assets(store, directory, index, assets)
+            return _Put([(ref.name, ref.nbytes, ref.blake3) for ref in refs], found & digests.MASK)
+
+        found = ranks.share("put an anchor", put, _Put)
+    check_digest(directory, digest, sum(one.digest for one in found))
+    return tuple(sorted((ObjectRef(*file) for one in found for file in one.files), key=_order))
+
+
+def _order(ref: ObjectRef) -> tuple[bool, str]:
+    """Weights first, as readers expect of an anchor's first file."""
+    return not ref.name.endswith(".safetensors"), ref.name
+
+
+def _gather(
+    ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard], failures: list[OSError]
+) -> None:
+    """Bring one file of each rank together. A collective.
+
+    A file that cannot be written is noted in failures: this rank still sends what the others need, and all hear of it
+    afterwards.
+    """
+    schedules = [list(_chunks(plan, shard)) for shard in shards]  # of rank 0, 1, …
+    file: BinaryIO | None = None
+    try:
+        if ranks.rank < len(shards):
+            try:
+                file = (place / shards[ranks.rank].name).open("ab")
+            except OSError as error:
+                failures.append(error)
+        for step in range(max(map(len, schedules))):
+            chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
+            chunks += [None] * (ranks.size - len(chunks))
+            outgoing = [b"" if chunk is None else _owned(ranks, own, plan, chunk) for chunk in chunks]
+            limit = max(_nbytes(plan, chunk) for chunk in chunks if chunk is not None)
+            incoming = ranks.exchange(outgoing, limit)
+            chunk = chunks[ranks.rank]
+            if file is not None and chunk is not None and not failures:
+                try:
+                    file.write(_assemble(plan, chunk, incoming))
+                except OSError as error:
+                    failures.append(error)
+    finally:
+        if file is not None:
+            with suppress(OSError):  # what could not be written is noted already, or found by reading
+                file.close()
+
+
+def _chunks(plan: SharePlan, shard: Shard) -> Iterator[_Chunk]:
+    for name in in_file_order(plan.tensors, shard.tensors):
+        for start, stop in segments(whole(plan.tensors[name].shape).size):
+            yield _Chunk(name, Run(start, stop))
+
+
+def _nbytes(plan: SharePlan, chunk: _Chunk) -> int:
+    return chunk.run.size * ITEMSIZES[plan.tensors[chunk.name].dtype]
+
+
+def _cut(plan: SharePlan, chunk: _Chunk) -> Iterator[tuple[Box, Box, int]]:
+    """The boxes of a chunk, in order; of each, what the owners have of it, and who that is."""
+    for box in chunk.run.boxes(plan.tensors[chunk.name].shape):
+        for part in plan.parts[chunk.name]:
+            common = part.box.intersect(box)
+            if common is not None:
+                yield box, common, part.owner
+
+
+def _owned(ranks: Ranks, own: Layout, plan: SharePlan, chunk: _Chunk) -> bytes:
+    """The elements of a chunk that this rank owns."""
+    views = (place_view(own[chunk.name], part) for _, part, owner in _cut(plan, chunk) if owner == ranks.rank)
+    return b"".join(view.read(0, view.size).tobytes() for view in views)
+
+
+def _assemble(plan: SharePlan, chunk: _Chunk, incoming: list[memoryview]) -> bytes:
+    """The elements of a chunk, from what each rank sent of it."""
+    spec = plan.tensors[chunk.name]
+    dtype = UINTS[ITEMSIZES[spec.dtype]]
+    taken = [0] * len(incoming)
+    found: dict[Box, NDArray[Any]] = {}
+    for box, common, owner in _cut(plan, chunk):
+        array = found.setdefault(box, np.empty(box.sizes, dtype))
+        nbytes = common.size * dtype.itemsize
+        data = incoming[owner][taken[owner] : taken[owner] + nbytes]
+        taken[owner] += nbytes
+        array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
+    return b"".join(array.tobytes() for array in found.values())

@@ -1,0 +1,66 @@
+"""The baseline: the bits of the newest version, against which the publisher finds the changes of the next one.
+
+A `Baseline` says which version its memory holds, and never says anything else: `move` overwrites the memory and gives a
+`Move`, which holds a new Baseline of the same memory and, where it was kept, what was overwritten. From that, the move
+is undone if the version cannot be committed, and skip patches are made if it is. A baseline that was moved is not to be
+used again.
+
+This module knows nothing of stores, nor of what is committed.
+"""
+
+from dataclasses import dataclass
+
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.logs import logger
+from pulse_rl.patch.apply import Application
+from pulse_rl.patch.overlay import Overlay, Replaced
+from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.publish.skips import MAX_OVERLAY
+from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.pieces import place_view
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The bits of one version that this rank owns, in memory of the publisher."""
+
+    tensors: Layout
+    manifest: Manifest  # of the version that they hold; it names no objects until they are in the store
+    plan: SharePlan  # who owns what
+
+    def fits(self, plan: SharePlan) -> bool:
+        """Whether it holds what this rank owns by a plan."""
+        return self.plan.fingerprint == plan.fingerprint
+
+    def move(self, application: Application, manifest: Manifest) -> "Move":
+        """Write a proved patch into the memory.
+
+        manifest: of the version that the patch leads to. Where this is interrupted, the memory may hold either version.
+        """
+        replaced = None
+        if application.changed_nbytes <= self.tensors.held_nbytes * MAX_OVERLAY:
+            try:
+                replaced = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
+            except OSError as error:
+                log.warning("version %d: no skip patches, temporary files failed: %s", manifest.version, error)
+        application.write()
+        return Move(Baseline(self.tensors, manifest, self.plan), self.manifest, replaced)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A baseline that holds a new version, and the way back."""
+
+    baseline: Baseline
+    base: Manifest | None  # of the version that the memory held before; None if it is new
+    replaced: Overlay | None  # what was overwritten; None if the memory is new, or if it was too much to keep
+
+    def undo(self) -> Baseline | None:
+        """Write back what was overwritten. Returns the baseline of the version before; None if that is not possible."""
+        if self.base is None or self.replaced is None:
+            return None
+        for name, place, (indices, values) in self.replaced.replaced():
+            place_view(self.baseline.tensors[name], place).scatter(0, indices, values)
+        return Baseline(self.baseline.tensors, self.base, self.baseline.plan)

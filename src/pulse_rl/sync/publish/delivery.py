@@ -1,0 +1,350 @@
+"""Putting a version into the store: its objects, the manifest that commits it, then skip patches and pruning.
+
+Everything here reads the publisher's baseline, which holds the version and does not change meanwhile. So it can run in
+the background, while the trainer takes its next step.
+
+Several ranks put their parts of a patch at once. The first rank puts the list of them and commits, after all others
+have succeeded; the history's trail and its pruning are its business too.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+
+from pulse_rl.codecs.base import Codec
+from pulse_rl.codecs.choose import CODECS
+from pulse_rl.errors import PulseError, StoreError, VersionSkewError, one_line
+from pulse_rl.history.anchor import put_anchor
+from pulse_rl.history.ending import END
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import (
+    Manifest,
+    ObjectRef,
+    PatchObject,
+    PatchRef,
+    anchor_name,
+    new_token,
+    part_name,
+    parts_name,
+    patch_name,
+    trail_name,
+)
+from pulse_rl.history.operate.prune import Retention, delete_planned
+from pulse_rl.history.patches import describe, list_parts
+from pulse_rl.history.trail import SPANS, PatchLink, State, Trail, decode_trail, state_of
+from pulse_rl.logs import logger
+from pulse_rl.parallel import submit
+from pulse_rl.patch.encode import Coded, EncodedPatch
+from pulse_rl.patch.overlay import Overlay
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.publish.anchors import put_anchor_together
+from pulse_rl.sync.publish.baseline import Move
+from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
+from pulse_rl.weights.layout import Layout
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """A version that the baseline holds and the store does not yet."""
+
+    move: Move  # of the baseline, to this version
+    patch: EncodedPatch | None  # from move.base: this rank's part; None for a version that has an anchor only
+    assets: Mapping[str, bytes]  # small files to put with an anchor
+    plan: SharePlan  # who owns what
+    token: str  # of this attempt, the same on all ranks: 16 random hex digits
+
+    @property
+    def manifest(self) -> Manifest:
+        """All of the version's manifest but its objects."""
+        return self.move.baseline.manifest
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A version that is committed."""
+
+    manifest: Manifest  # on the first rank with all its objects, on others without the trail
+    skip_nbytes: int
+    put_s: float  # until the commit
+    skip_s: float  # making and putting skip patches
+    warning: str | None  # what failed after the commit
+
+
+class _File(msgspec.Struct, array_like=True):
+    """A part that one rank has put."""
+
+    nbytes: int
+    blake3: str
+    head_nbytes: int
+    head_blake3: str
+    changes: int = 0
+
+
+class _Skip(msgspec.Struct, array_like=True):
+    """A skip patch that one rank has coded."""
+
+    delta: int  # what the digest gains
+    token: str  # on the first rank: of the patch
+
+
+class Delivery:
+    """Puts one publisher's versions into its history, one after another."""
+
+    def __init__(self, history: History, retention: Retention | None, ranks: Ranks) -> None:
+        self.measured_bandwidth: float | None = None  # bits per second, while the last anchor was put
+        self.committed: Manifest | None = None  # the last version that was committed, whatever came after the commit
+        self.marked = False  # whether the store may hold the mark of a run's end
+        self._history = history
+        self._retention = retention
+        self._ranks = ranks
+        self._trail = Trail(0)  # to the newest version
+        self._unlisted: list[PatchLink] = []  # skip patches to it: the next version's trail will list them
+        self._skips = Skips()
+        self._committing: str | None = None  # the token of the last attempt that may have been committed
+        self._files: list[_File] = []  # the parts of the last patch that was put, by rank
+
+    def resume(self, head: Manifest) -> None:
+        """Continue after this version of the history."""
+        self._skips.clear()
+        self._unlisted = []
+        self._trail = Trail(head.sequence)
+        self.marked = True
+        if self._ranks.rank:
+            return
+        try:
+            self._trail = self._history.trail(head) or self._trail
+        except VersionSkewError:
+            raise
+        except PulseError as error:
+            log.warning("version %d: its trail is left behind, a new one begins here: %s", head.version, error)
+
+    def deliver(self, upcoming: Upcoming) -> Delivered:
+        """Put the objects, commit, then put skip patches and prune. A collective.
+
+        Raises IntegrityError or StoreError if the version could not be committed, and ExchangeError on the other ranks.
+        A failure after the commit is logged and returned as a warning; an interruption after it is raised, and
+        `committed` says that the version stands.
+        """
+        start = time.perf_counter()
+        try:
+            manifest = self._put_parts(upcoming)
+            manifest = self._put_anchor(upcoming, manifest)
+            manifest = self._commit(upcoming, manifest)
+        except BaseException:
+            # The first rank knows whether it commits; another one only where all know that a step has failed.
+            if self._committing != upcoming.token and (self._ranks.rank == 0 or self._ranks.told):
+                self._delete_objects(upcoming.manifest.sequence, upcoming.token)
+            raise
+        try:
+            return self._follow_up(upcoming, manifest, start)
+        except BaseException:  # an interruption: the skip patches may lack this version
+            self._skips.clear()
+            raise
+
+    def _put_parts(self, upcoming: Upcoming) -> Manifest:
+        """Put every rank's part of the patch. Returns the manifest with the patch."""
+        manifest, base, patch = upcoming.manifest, upcoming.move.base, upcoming.patch
+        if patch is None or base is None:
+            return manifest
+        ref, changes = self._put_patch("put a patch", patch, manifest.sequence, upcoming.token)
+        fields = {name: getattr(ref, name) for name in PatchObject.__struct_fields__}
+        described = PatchRef(**fields, base=base.version, codec=patch.header.codec, changes=changes)
+        return msgspec.structs.replace(manifest, patch=described)
+
+    def _put_patch(self, what: str, patch: EncodedPatch, sequence: int, token: str) -> tuple[PatchObject, int]:
+        """Put this rank's part of a patch, unless it is alone. Returns the whole patch's reference, and its changes.
+
+        A patch of one rank, and the list of several parts, are put together with the trail, which saves a round trip.
+        """
+        if self._ranks.size == 1:
+            return describe(patch_name(sequence, token), patch), patch.header.changes
+        name = parts_name(sequence, token)
+
+        def put() -> _File:
+            part = describe(part_name(name, self._ranks.rank), patch)
+            self._history.store.put(part.name, patch.data)
+            return _File(part.nbytes, part.blake3, part.head_nbytes, part.head_blake3, patch.header.changes)
+
+        files = self._ranks.share(what, put, _File)
+        _, ref = list_parts(name, _parts(name, files))
+        self._files = files
+        return ref, sum(file.changes for file in files)
+
+    def _put_anchor(self, upcoming: Upcoming, manifest: Manifest) -> Manifest:
+        """Put the version's anchor, if it has one. Returns the manifest with it."""
+        if manifest.anchor_sequence != manifest.sequence:
+            return manifest
+        start, store, own = time.perf_counter(), self._history.store, upcoming.move.baseline.tensors
+        directory = anchor_name(manifest.sequence, upcoming.token)
+        if self._ranks.size == 1:
+            files = put_anchor(store, directory, own, manifest.digest, upcoming.assets)
+        else:
+            files = put_anchor_together(
+                self._ranks, store, directory, own, upcoming.plan, manifest.digest, upcoming.assets
+            )
+        manifest = msgspec.structs.replace(manifest, anchor=files)
+        self.measured_bandwidth = 8 * manifest.anchor_nbytes / (time.perf_counter() - start)
+        return manifest
+
+    def _commit(self, upcoming: Upcoming, manifest: Manifest) -> Manifest:
+        """Put the trail, and on the first rank commit. Returns the manifest as it is committed."""
+        if self._ranks.rank:
+            self._committing = upcoming.token
+        created = self._ranks.share("commit a version", lambda: self._commit_first(upcoming, manifest), float)[0]
+        if self._ranks.rank:
+            self.committed = msgspec.structs.replace(manifest, created=created)
+        assert self.committed is not None
+        return self.committed
+
+    def _commit_first(self, upcoming: Upcoming, manifest: Manifest) -> float:
+        """On the first rank: put the list of parts and the trail, and commit. Returns when."""
+        if self._ranks.rank:
+            return 0.0
+        trail = Trail(manifest.sequence)
+        if manifest.patch is not None and upcoming.patch is not None and upcoming.move.base is not None:
+            link = PatchLink(manifest.patch, upcoming.move.base.sequence, state_of(manifest))
+            trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
+            encoded = trail.encode()
+            trail_ref = _ref(trail_name(manifest.sequence, upcoming.token), encoded)
+            data, name = self._first_object(upcoming.patch, manifest.patch), manifest.patch.name
+            manifest = msgspec.structs.replace(manifest, trail=trail_ref)
+            decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
+            with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
+                trail_put = submit(pool, self._history.store.put, trail_ref.name, encoded)
+                self._history.store.put(name, data)
+                trail_put.result()
+        manifest = msgspec.structs.replace(manifest, created=time.time())
+        self._history.seal(manifest)  # which proves that it can be read
+        self._committing = upcoming.token
+        self._history.commit(manifest)
+        self._trail, self._unlisted = trail, []
+        self.committed = manifest
+        return manifest.created
+
+    def _first_object(self, patch: EncodedPatch, ref: PatchObject) -> bytes:
+        """What is put under a patch's name: the patch, or the list of its parts."""
+        return list_parts(ref.name, _parts(ref.name, self._files))[0] if ref.parts else patch.data
+
+    def _follow_up(self, upcoming: Upcoming, manifest: Manifest, start: float) -> Delivered:
+        """What is done after the commit, which cannot fail any more."""
+        committed = time.perf_counter()
+        warnings: list[str] = []
+        skip_nbytes = 0
+        with _noting(warnings, f"skip patches to version {manifest.version}"):
+            skip_nbytes = self._put_skips(upcoming, manifest)
+        skipped = time.perf_counter()
+        if self._retention is not None and self._ranks.rank == 0:
+            with _noting(warnings, "deleting old versions"):
+                delete_planned(self._history, self._retention.plan(self._history))
+        if self.marked and self._ranks.rank == 0:
+            with _noting(warnings, f"deleting {END}"):  # which is void: it names an older version
+                self._history.store.delete(END)
+                self.marked = False
+        for warning in warnings:
+            log.warning("version %d is published, but: %s", manifest.version, warning)
+        put_s, skip_s = committed - start, skipped - committed
+        return Delivered(manifest, skip_nbytes, put_s, skip_s, "; ".join(warnings) or None)
+
+    def _delete_objects(self, sequence: int, token: str) -> None:
+        """Delete the objects of a version that will not be committed: they may be what fills the disk."""
+        with suppress(StoreError):
+            store = self._history.store
+            if self._ranks.size > 1:
+                store.delete(part_name(parts_name(sequence, token), self._ranks.rank))
+            if self._ranks.rank == 0:
+                files = store.list(anchor_name(sequence, token))
+                names = (patch_name(sequence, token), parts_name(sequence, token), trail_name(sequence, token))
+                for name in (*names, *(info.name for info in files)):
+                    store.delete(name)
+
+    def _put_skips(self, upcoming: Upcoming, manifest: Manifest) -> int:
+        """Make and put the skip patches that are due. Returns their bytes."""
+        move = upcoming.move
+        if upcoming.patch is None or move.base is None:
+            self._skips.clear()
+            return 0
+        try:
+            return self._make_skips(upcoming, manifest, move.base)
+        except Exception:
+            self._skips.clear()
+            raise
+
+    def _make_skips(self, upcoming: Upcoming, manifest: Manifest, before: Manifest) -> int:
+        move, now = upcoming.move, state_of(manifest)
+        due: list[tuple[State, Overlay]] = []
+
+        def add() -> list[int]:
+            if move.replaced is None:
+                self._skips.clear()
+            else:
+                due.extend(self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes))
+            return [base.sequence for base, _ in due]
+
+        if now.sequence % SPANS[0]:
+            add()
+            return 0
+        # A rank whose overlay grew too large has none: then nobody makes this one.
+        everywhere = self._ranks.share("find skip patches", add, list[int])
+        assert upcoming.patch is not None  # the caller has looked
+        codec, newest = CODECS[upcoming.patch.header.codec], move.baseline.tensors
+        return sum(
+            self._put_skip(base, now, overlay, newest, codec)
+            for base, overlay in due
+            if all(base.sequence in bases for bases in everywhere)
+        )
+
+    def _put_skip(self, base: State, now: State, overlay: Overlay, newest: Layout, codec: Codec) -> int:
+        """Code, prove and put one skip patch. Returns its bytes."""
+        coded: list[Coded] = []
+        proved: list[EncodedPatch] = []
+
+        def find() -> _Skip:
+            coded.append(find_skip(overlay, newest, codec))
+            return _Skip(coded[0].delta, new_token())
+
+        found = self._ranks.share("code a skip patch", find, _Skip)
+        delta = sum(one.delta for one in found)
+
+        def prove() -> bool:
+            proved.append(prove_skip(coded[0], base, now, overlay, newest, delta, self._ranks))
+            return True
+
+        self._ranks.share("prove a skip patch", prove, bool)
+        ref, _ = self._put_patch("put a skip patch", proved[0], now.sequence, found[0].token)
+
+        def put_first() -> bool:
+            if self._ranks.rank == 0:
+                self._history.store.put(ref.name, self._first_object(proved[0], ref))
+                self._unlisted.append(PatchLink(ref, base.sequence, now))
+            return True
+
+        self._ranks.share("list a skip patch", put_first, bool)
+        return ref.total_nbytes
+
+
+def _parts(name: str, files: list[_File]) -> list[PatchObject]:
+    return [
+        PatchObject(part_name(name, rank), file.nbytes, file.blake3, file.head_nbytes, file.head_blake3)
+        for rank, file in enumerate(files)
+    ]
+
+
+@contextmanager
+def _noting(warnings: list[str], what: str) -> Iterator[None]:
+    """Turn what fails in a block into a warning: the version stands, whatever it is."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        warnings.append(f"{what}: {one_line(error)}")
+
+
+def _ref(name: str, data: bytes) -> ObjectRef:
+    return ObjectRef(name, len(data), blake3(data).hexdigest())

@@ -1,0 +1,143 @@
+"""A new version as a patch against the baseline: encoded, decoded again and proved, by the codec that is chosen.
+
+Each rank encodes what it owns. What the digest gains is added up over the ranks, so each part of the patch names the
+digests of the whole weights. A version without a patch is copied. Nothing is written here, neither to the baseline nor
+to a store.
+"""
+
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from pulse_rl.codecs.choose import Chooser, Trial
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.apply import Application
+from pulse_rl.patch.encode import Coded, EncodedPatch, find
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.group.shares import Share, compare_replicas
+from pulse_rl.sync.publish.baseline import Baseline
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout
+
+
+class Encoded(NamedTuple):
+    """A new version before it is delivered. Seconds of cast and diff are summed over threads."""
+
+    digest: str
+    patch: EncodedPatch | None  # this rank's part; None for a version that has an anchor only
+    codec_reason: str | None
+    cast_s: float
+    diff_s: float
+    prove_s: float
+
+
+class _Found(msgspec.Struct, array_like=True):
+    """What one rank found."""
+
+    delta: int  # what the digest gains, mod 2^64
+    changes: int
+    replicas: dict[str, int]  # as `Share.replicas`
+    nbytes: list[int]  # of its part's payload, by each codec
+
+
+class Encoder:
+    """Encodes the versions of one model, and remembers what each codec took.
+
+    codec: the name of one, or "auto". Raises ValueError for an unknown name.
+    """
+
+    def __init__(self, codec: str, ranks: Ranks) -> None:
+        self._chooser = Chooser(codec)
+        self._ranks = ranks
+
+    def encode(
+        self, baseline: Baseline, share: Share, version: int, bandwidth: float | None
+    ) -> tuple[Application, Encoded]:
+        """Encode the changes since the baseline, and prove that the patch leads from it to the new version.
+
+        baseline: of what this rank owns. bandwidth: bits per second of the link that the codec is chosen for; None if
+        it is not known. A collective. Returns the proved patch, or part, ready to be written into the baseline. Raises
+        IntegrityError if the tensors change while they are read, and ExchangeError if replicas differ.
+        """
+        candidates = self._candidates(baseline, share, version, bandwidth)
+        if len(candidates) > 1 and self._chooser.untried:
+            # The first time may have compiled kernels, which says nothing about a codec.
+            candidates = self._candidates(baseline, share, version, bandwidth)
+        density = self._changes / max(1, share.plan.elements)
+        application, patch = candidates[self._chooser.choose(list(candidates), density, bandwidth)]
+        prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
+        return application, Encoded(
+            patch.header.target_digest, patch, self._chooser.reason, patch.read_s, patch.diff_s, prove_s
+        )
+
+    def _candidates(
+        self, baseline: Baseline, share: Share, version: int, bandwidth: float | None
+    ) -> dict[Trial, tuple[Application, EncodedPatch]]:
+        """The patch by each codec that is worth a try, proved."""
+        codecs = self._chooser.codecs(bandwidth)
+        coded: list[Coded] = []
+
+        def find_mine() -> _Found:
+            coded.extend(find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied))
+            replicas = share.replicas(self._ranks.rank)
+            return _Found(coded[0].delta, sum(coded[0].counts), replicas, [one.nbytes for one in coded])
+
+        found = self._ranks.share("find changes", find_mine, _Found)
+        compare_replicas([one.replicas for one in found])
+        self._changes = sum(one.changes for one in found)
+        total = sum(one.delta for one in found)
+        made: list[tuple[Trial, Application, EncodedPatch]] = []
+
+        def prove_mine() -> list[Trial]:
+            made.extend(self._prove(baseline, one, version, total) for one in coded)
+            return [trial for trial, _, _ in made]
+
+        proved = self._ranks.share("prove a patch", prove_mine, list[Trial])
+        trials = [_together(mine) for mine in zip(*proved, strict=True)]
+        return {trial: (application, patch) for trial, (_, application, patch) in zip(trials, made, strict=True)}
+
+    def _prove(
+        self, baseline: Baseline, coded: Coded, version: int, total: int
+    ) -> tuple[Trial, Application, EncodedPatch]:
+        """Put this rank's part together, and prove it on the baseline. total: what the digest gains over all ranks."""
+        start, before = time.perf_counter(), int(baseline.manifest.digest, 16)
+        patch = coded.finish(
+            base=baseline.manifest.version,
+            target=version,
+            base_digest=before,
+            target_digest=before + total,
+            part=self._ranks.rank,
+            parts=self._ranks.size,
+        )
+        application = Application(
+            patch_format.unpack(patch.data), {name: [bits] for name, bits in baseline.tensors.items()}
+        )
+        application.prove(before, lambda mine: mine + total - coded.delta)
+        trial = Trial(coded.codec, len(patch.data), coded.encode_s, time.perf_counter() - start)
+        return trial, application, patch
+
+
+def _together(trials: tuple[Trial, ...]) -> Trial:
+    """One codec's measurements on all parts: their bytes together, and the time of the slowest rank."""
+    nbytes = sum(trial.nbytes for trial in trials)
+    encode_s, decode_s = (max(getattr(one, name) for one in trials) for name in ("encode_s", "decode_s"))
+    return Trial(trials[0].codec, nbytes, encode_s, decode_s)
+
+
+def copy_whole(share: Share, ranks: Ranks) -> tuple[Layout, Encoded]:
+    """A copy of what this rank owns, and the digest of the whole, for a version that has an anchor only. A collective.
+
+    Raises ExchangeError if replicas differ.
+    """
+    start = time.perf_counter()
+    copies: list[Layout] = []
+
+    def copy_mine() -> _Found:
+        copies.append(share.own.clone())
+        return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
+
+    found = ranks.share("copy the weights", copy_mine, _Found)
+    compare_replicas([one.replicas for one in found])
+    digest = digests.to_hex(sum(one.delta for one in found))
+    return copies[0], Encoded(digest, None, None, time.perf_counter() - start, 0.0, 0.0)

@@ -1,0 +1,214 @@
+"""Where a publisher stands in its history: the version that it has committed last, and the baseline that holds it.
+
+The first rank looks where the history ends. Where a rank's baseline does not hold the newest version, every rank
+rebuilds its own share of it.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from pulse_rl.errors import BaseMismatchError, StoreError
+from pulse_rl.history.follow import Effort
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
+from pulse_rl.history.search import FaultLog
+from pulse_rl.logs import logger
+from pulse_rl.patch.apply import Application
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.group.shares import Share, plan_of, taken
+from pulse_rl.sync.publish.baseline import Baseline, Move
+from pulse_rl.sync.publish.beginning import Beginning
+from pulse_rl.sync.publish.successor import check_key, check_place
+from pulse_rl.sync.subscribe.landings import InFiles
+
+log = logger(__name__)
+
+
+class Position:
+    """One publisher's place in a history.
+
+    committed: the version that it has committed last, or resumed from; None for none. baseline: what holds it; None
+    where that is not known. token: 16 random hex digits that name the publisher.
+    """
+
+    def __init__(self, history: History, ranks: Ranks) -> None:
+        self.committed: Manifest | None = None
+        self.baseline: Baseline | None = None
+        self.token = new_token()
+        self._history, self._ranks = history, ranks
+        self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
+
+    def after(self, head: Manifest, bandwidth: float | None) -> Beginning:
+        """Where the version after one in flight goes. Raises StoreError if there is no room."""
+        self._check_room(head.sequence + 1)
+        return Beginning(None, True, head.sequence + 1, head.sequence, False, bandwidth, new_token())
+
+    def begin(
+        self,
+        anchor: bool,
+        share: Share | None,
+        bandwidth: float | None,
+        resumed: Callable[[Manifest], None],
+    ) -> tuple[Beginning, Manifest | None, Baseline | None]:
+        """Where the next version goes, the version before it, and the baseline that it is encoded against.
+
+        share: what this rank holds; None to find out where the history ends. resumed: called with a version that was
+        rebuilt, as its baseline was missing and no anchor was asked for. A collective.
+        """
+        if self.baseline is not None and share is not None and not self.baseline.fits(share.plan):
+            self.baseline = None  # the weights are sharded otherwise than before
+        found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
+        first = found[0]
+        if first.before is None:
+            return first, None, None
+        if any(one.known != first.before for one in found):
+            self._ranks.share("read the newest version", partial(self._read, first.before), int)
+        blind = first.blind or (anchor and not all(one.ready for one in found))
+        ready = all(one.ready and one.known == first.before for one in found)
+        if not ready and not blind:
+            if self._ranks.size == 1:
+                self._ranks.share("rebuild the newest version", partial(self._rebuild, share, resumed), int)
+            elif share is not None:
+                self._rebuild_share(share, resumed)
+        return first, self._head, None if blind else self.baseline
+
+    def _look(self, anchor: bool, bandwidth: float | None) -> Beginning:
+        """Where this rank stands; on the first one also where the history ends."""
+        if self._ranks.rank:
+            committed = self.committed
+            return Beginning(committed.sequence if committed else None, self.baseline is not None)
+        blind = self.baseline is None and anchor
+        if blind:
+            sequence, head = self._history.end()
+            self.check_end(head)
+            check_key(self._history, head)
+        else:
+            with add_recovery_hint():
+                head = self._history.head()
+            self.check_end(head)
+            if self.baseline is None:
+                with add_recovery_hint():
+                    check_place(self._history, head)
+            sequence = head.sequence + 1 if head else 0
+        self._check_room(sequence)
+        self._head = head
+        known = self.committed.sequence if self.committed else None
+        before = head.sequence if head else None
+        return Beginning(known, self.baseline is not None, sequence, before, blind, bandwidth, new_token())
+
+    def _read(self, sequence: int) -> int:
+        """Read the version before, where this rank does not know it."""
+        if self._ranks.rank:
+            self._head = self._history.read(sequence)
+        return sequence
+
+    def _rebuild(self, share: Share | None, resumed: Callable[[Manifest], None]) -> int:
+        """Rebuild the newest version as the baseline of one process alone."""
+        head = self._head
+        assert head is not None  # the caller has looked
+        faults = FaultLog()
+        with add_recovery_hint(), scratch() as directory:
+            nbytes = share.plan.nbytes if share else None
+            own = restore(self._history, head, directory, Effort(), faults, nbytes).clone()
+            own.tied = dict(head.tied)
+            self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
+        return head.sequence
+
+    def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:
+        """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
+        head = self._head
+        assert head is not None  # the caller has looked
+        faults, effort, peers = FaultLog(), Effort(), RankPeers(self._ranks)
+        with add_recovery_hint(), ExitStack() as files:
+            places: list[Path] = []
+
+            def make_room() -> int:
+                if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):
+                    raise BaseMismatchError(
+                        f"version {head.version} ties {apart[0]!r} to {head.tied[apart[0]]!r}, and these weights hold "
+                        "them apart",
+                        unexpected=apart,
+                    )
+                places.append(files.enter_context(scratch()))
+                return 0
+
+            peers.add_up("make room for the newest version", make_room)
+            first = self._ranks.rank == 0
+            wanted = Wanted(
+                share.own, share.plan.tensors, peers, first, lambda found: InFiles(found, share, peers, effort)
+            )
+            found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
+
+            def take_up() -> int:
+                self._take_up(Baseline(taken(found, share.own).clone(), head, share.plan), faults, resumed)
+                return head.sequence
+
+            self._ranks.share("take up the newest version", take_up, int)
+
+    def _take_up(self, baseline: Baseline, faults: FaultLog, resumed: Callable[[Manifest], None]) -> None:
+        """Continue after a version that was rebuilt."""
+        head = baseline.manifest
+        for fault in faults.messages:
+            log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
+        resumed(head)
+        self.committed, self.baseline = head, baseline
+
+    def _check_room(self, sequence: int) -> None:
+        """Raise StoreError if no sequence number is left."""
+        if sequence > MAX_SEQUENCE:
+            last, url = manifest_name(MAX_SEQUENCE), self._history.store.url
+            raise StoreError(
+                f"{url} is full: it holds {last}, after which no name is left; if this object is not part of your "
+                "history, delete it",
+                url=url,
+                name=last,
+            )
+
+    def check_end(self, head: Manifest | None) -> None:
+        """Compare where the history ends with where this publisher left it.
+
+        Raises StoreError if another publisher has committed since.
+        """
+        if self.committed is None or head == self.committed:
+            return
+        if head is not None and head.publisher == self.token and head.sequence > self.committed.sequence:
+            # Our commit succeeded; its response was lost, or the call was interrupted.
+            self.baseline = None
+            self.committed = None
+            return
+        raise self.changed(self.committed, head.publisher if head else "unknown")
+
+    def changed(self, since: Manifest, by: str) -> StoreError:
+        """The error where the history is not as this publisher left it. by: who is known to have changed it."""
+        return StoreError(
+            f"another publisher ({by}) has changed {self._history.store.url} since version {since.version}: a history "
+            "has one publisher at a time; open a new Publisher to continue from its newest version",
+            url=self._history.store.url,
+        )
+
+    def move(self, application: Application, manifest: Manifest) -> Move:
+        """Move the baseline to a new version, on all ranks or none. No baseline is left in the field. A collective."""
+        base, self.baseline = self.baseline, None
+        assert base is not None
+        moved: list[Move] = []
+
+        def move_mine() -> int:
+            moved.append(base.move(application, manifest))
+            return manifest.sequence
+
+        try:
+            self._ranks.share("move the baseline", move_mine, int)
+        except BaseException:
+            if moved:  # another rank could not
+                self.baseline = moved[0].undo()
+            raise
+        return moved[0]
+
+    def record(self, baseline: Baseline, committed: Manifest) -> None:
+        """Record that a version is committed, which a baseline holds."""
+        self.committed = self._head = committed
+        self.baseline = Baseline(baseline.tensors, committed, baseline.plan)

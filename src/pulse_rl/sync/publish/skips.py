@@ -1,0 +1,108 @@
+"""Skip patches: from the version 4, 16 or 64 commits ago to the newest, so that subscribers far behind catch up fast.
+
+The publisher makes them from its baseline and from what its versions overwrote in it, after the newest version is
+committed. The trail of the next version lists them. Reading them is `history.trail`'s part.
+"""
+
+from dataclasses import dataclass
+
+from pulse_rl.codecs.base import Codec
+from pulse_rl.errors import IntegrityError
+from pulse_rl.history.trail import SPANS, State
+from pulse_rl.patch import encode
+from pulse_rl.patch.apply import Application
+from pulse_rl.patch.encode import Coded, EncodedPatch
+from pulse_rl.patch.format import unpack
+from pulse_rl.patch.overlay import Overlay
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.weights import digests
+from pulse_rl.weights.layout import Layout
+
+MAX_OVERLAY = 1 / 2  # of the model's bytes; a larger overlay is dropped, and its window is empty until the next begins
+
+
+@dataclass
+class _Window:
+    """The versions since a sequence number that the span divides."""
+
+    span: int
+    base: State | None = None  # where the window begins; None if what changed since is not known
+    overlay: Overlay | None = None  # what the base held; None before the first version after it
+
+    def restart(self, base: State | None) -> None:
+        self.base, self.overlay = base, None
+
+
+class Skips:
+    """Keeps what each window's base held, and says which skip patches are due."""
+
+    def __init__(self) -> None:
+        self._windows = [_Window(span) for span in SPANS]
+
+    def clear(self) -> None:
+        """Empty all windows, as what the last version overwrote is not known."""
+        for window in self._windows:
+            window.restart(None)
+
+    def add(self, before: State, now: State, replaced: Overlay, full_nbytes: int) -> list[tuple[State, Overlay]]:
+        """Record a version.
+
+        before, now: the version before, and this one. replaced: what this one overwrote. full_nbytes: of the model.
+        Returns the bases of the skip patches to this version that are due, nearest first, with their overlays.
+        """
+        due: list[tuple[State, Overlay]] = []
+        for window in self._windows:
+            if before.sequence % window.span == 0:
+                window.restart(before)
+            if window.base is not None:
+                window.overlay = window.overlay.and_later(replaced) if window.overlay else replaced
+                if window.overlay.nbytes > full_nbytes * MAX_OVERLAY:
+                    window.restart(None)
+            if now.sequence % window.span:
+                return due
+            if window.base is None or window.overlay is None:
+                break
+            due.append((window.base, window.overlay))
+            before, replaced = window.base, window.overlay
+        # The longer windows lack these changes.
+        for window in self._windows[len(due) + 1 :]:
+            window.restart(None)
+        return due
+
+
+def find_skip(overlay: Overlay, newest: Layout, codec: Codec) -> Coded:
+    """Code what changed from an older version to the newest, of what this rank owns.
+
+    overlay: what the older version held, over `newest`.
+    """
+    (coded,) = encode.find(overlay.over(newest), newest, codecs=[codec], tied=newest.tied)
+    return coded
+
+
+def prove_skip(
+    coded: Coded, base: State, target: State, overlay: Overlay, newest: Layout, delta: int, ranks: Ranks
+) -> EncodedPatch:
+    """The patch, or this rank's part of it, proved. Raises IntegrityError if it does not lead to the target.
+
+    delta: what the digest gains, added up over all ranks.
+    """
+    before = int(base.digest, 16)
+    reached = digests.to_hex(before + delta)
+    if reached != target.digest:
+        raise IntegrityError(
+            f"the patch from version {base.version} to {target.version}: expected that it leads to digest "
+            f"{target.digest}, found {reached}",
+            expected=target.digest,
+            found=reached,
+        )
+    patch = coded.finish(
+        base=base.version,
+        target=target.version,
+        base_digest=before,
+        target_digest=before + delta,
+        part=ranks.rank,
+        parts=ranks.size,
+    )
+    older = {name: [bits] for name, bits in overlay.over(newest).items()}
+    Application(unpack(patch.data), older).prove(before, lambda mine: mine + delta - coded.delta)
+    return patch

@@ -1,0 +1,179 @@
+"""What may follow a version of a history, and the manifest of what follows.
+
+What no reader would accept is refused here, before anything is put, by the code that readers use.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pulse_rl.checkpoint.header import check_header
+from pulse_rl.checkpoint.shards import plan_shards
+from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
+from pulse_rl.history.heartbeat import software
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MAX_MANIFEST_NBYTES,
+    Manifest,
+    Scalar,
+    manifest_name,
+    new_token,
+)
+from pulse_rl.history.search import FaultLog, check_line
+from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.segments import Entry
+from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.publish.baseline import Baseline
+from pulse_rl.weights.boxes import whole
+from pulse_rl.weights.layout import compare_layouts
+
+MAX_METADATA_NBYTES = 4096  # of its JSON
+OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
+
+
+def next_version(head: Manifest | None, sequence: int) -> int:
+    """The version after the newest one: one more; more where manifests in between cannot be read.
+
+    sequence: of the next version. Raises ValueError where nothing tells the newest version.
+    """
+    if head is None and sequence > 0:
+        raise ValueError("version: expected a number, as no manifest that is left tells the newest version; found None")
+    return head.version + sequence - head.sequence if head is not None else 0
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | None:
+    """What a manifest can hold of metadata. Raises TypeError or ValueError.
+
+    Scalars of NumPy and torch become Python's. A float that JSON does not have, as NaN, becomes its text.
+    """
+    if not metadata:
+        return None
+    found: dict[str, Scalar] = {}
+    for name, value in metadata.items():
+        if not isinstance(value, str | int | float | bool | None) and hasattr(value, "item"):
+            value = value.item()
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise TypeError(f"metadata: expected names with text, numbers, booleans or None, found {name!r}: {value!r}")
+        found[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    try:
+        encoded = msgspec.json.encode(found)
+        read_back = msgspec.json.decode(encoded, type=dict[str, Scalar])
+    except (UnicodeEncodeError, msgspec.MsgspecError, OverflowError) as error:
+        raise ValueError(f"metadata: expected what JSON can hold, found otherwise: {error}") from None
+    if len(encoded) > MAX_METADATA_NBYTES or read_back != found:
+        raise ValueError(f"metadata: expected at most {MAX_METADATA_NBYTES} bytes of JSON, found {len(encoded)}")
+    return found
+
+
+def check_readable(plan: SharePlan) -> None:
+    """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
+    if "__metadata__" in plan.all_names():  # a patch could hold it, an anchor could not
+        raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
+    with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
+        rows = {name: (name, spec.dtype, spec.shape) for name, spec in plan.tensors.items()}
+        patch_format.check_table([Entry(*row, (whole(row[2]),)) for row in rows.values()], plan.tied)
+        for shard in plan_shards(plan.tensors)[0]:
+            check_header([rows[name] for name in shard.tensors])
+
+
+def check_key(history: History, head: Manifest | None) -> None:
+    """Raise ValueError if the history is signed and there is no key: workers would refuse what is added to it."""
+    if head is not None and not history.signs and history.is_signed(head.sequence):
+        raise ValueError(
+            f"sign_with: expected the private key of {history.store.url}, whose version {head.version} is signed, "
+            "found None: workers with the public key would refuse what is added"
+        )
+
+
+def check_place(history: History, head: Manifest | None) -> None:
+    """Compare the newest version with what is before it, where a publisher begins to continue from it.
+
+    Raises IntegrityError if the newest manifests are lost or this one is of another history, ValueError as `check_key`.
+    """
+    check_key(history, head)
+    first = history.first()
+    if first > (head.sequence if head else 0):
+        raise IntegrityError(
+            f"{history.store.url} has lost its newest manifests: expected {manifest_name(first)}, where its last "
+            "pruning let it begin, and those after it; found "
+            f"{manifest_name(head.sequence) if head else 'none'} as the last",
+            name=manifest_name(first),
+        )
+    if head is not None:
+        check_line(history, head, FaultLog())
+
+
+def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, version: int) -> None:
+    """Raise ValueError or BaseMismatchError unless these tensors can be the version after `head`.
+
+    base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared.
+    """
+    if version <= head.version:
+        raise ValueError(
+            f"version: expected more than {head.version}, the newest one, found {version}; without version=… it is the "
+            "next number, and resume() returns the newest"
+        )
+    what = f"version {head.version} and version {version}"
+    if base is not None:
+        compare_layouts(base.plan.all_names(), tensors.all_names(), what)
+    elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
+        raise BaseMismatchError(
+            f"{what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
+            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast"
+        )
+    if head.tied != tensors.tied:
+        raise BaseMismatchError(
+            f"{what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}",
+            missing=sorted(head.tied.keys() - tensors.tied.keys()),
+            unexpected=sorted(tensors.tied.keys() - head.tied.keys()),
+        )
+
+
+def new_manifest(
+    sequence: int,
+    version: int,
+    *,
+    digest: str,
+    tensors: SharePlan,
+    head: Manifest | None,
+    publisher: str,
+    anchor: bool,
+    metadata: dict[str, Scalar] | None,
+) -> Manifest:
+    """All of a new version's manifest but its objects.
+
+    head: the version before; None for the first. publisher: the token of the one that publishes. anchor: whether the
+    version has an anchor, as the first always has. metadata: checked. Raises ValueError if no reader would accept it.
+    """
+    manifest = Manifest(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        sequence=sequence,
+        version=version,
+        digest=digest,
+        elements=tensors.elements,
+        full_nbytes=tensors.nbytes,
+        tied=tensors.tied,
+        patch=None,
+        anchor=(),
+        anchor_sequence=sequence if anchor or head is None else head.anchor_sequence,
+        anchor_number=0 if head is None else head.anchor_number + anchor,
+        trail=None,
+        publisher=publisher,
+        created=time.time(),
+        history=new_token() if head is None else head.history,
+        software=software(),
+        metadata=metadata,
+    )
+    nbytes = len(msgspec.json.encode(manifest)) + OBJECTS_NBYTES
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise ValueError(
+            f"tensor names: expected a manifest of at most {MAX_MANIFEST_NBYTES} bytes, found {nbytes}: "
+            f"{len(tensors.tied)} tied tensors are too many"
+        )
+    return manifest

@@ -1,0 +1,134 @@
+"""Which version live weights hold, by counting all their bits: the one that they should hold, or any of a history.
+
+Ranks that hold shares count what they own, and add it up. Replicas, and tensors that a version ties, must be equal.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import msgspec
+
+from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.search import FaultLog, Faults
+from pulse_rl.history.trail import State, state_of
+from pulse_rl.patch.live import by_name, live_digest, tied_differ
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.group.shares import Share, compare_replicas
+from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import whole
+from pulse_rl.weights.layout import Layout
+
+_ALTERED = "something other than this subscriber has written to them, or they are other weights"
+
+
+def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
+    """The digest of all live weights. A collective.
+
+    tied: the tied tensors of the version that they may hold. Raises BaseMismatchError if a tied copy differs from the
+    tensor that it is tied to, or a replica from another rank's.
+    """
+    share = held.share
+    if not held.shared:
+        return digests.to_hex(live_digest(by_name(share.held, tied)))
+    total = peers.add_up("count the weights", lambda: _own_digest(share, tied, peers.ranks.rank))
+    aliases = sorted(tied.keys() & share.plan.tensors.keys())
+    if aliases and peers.add_up("count tied tensors", lambda: _difference(share, tied)):
+        raise tied_differ(tied[aliases[0]])
+    try:
+        prove_replicas(peers, share)
+    except IntegrityError as error:
+        raise BaseMismatchError(str(error)) from None
+    return digests.to_hex(total)
+
+
+def prove_replicas(peers: RankPeers, share: Share, tensors: Layout | None = None) -> None:
+    """Compare what several ranks hold alike. A collective. Raises IntegrityError if it is not equal.
+
+    tensors: the same boxes in other memory; None: the weights themselves.
+    """
+    found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank, tensors), dict[str, int])
+    try:
+        compare_replicas(list(found))
+    except ExchangeError as error:
+        raise IntegrityError(str(error)) from None
+
+
+def _own_digest(share: Share, tied: Mapping[str, str], rank: int) -> int:
+    """The terms of what this rank owns. Tensors without elements are the first rank's."""
+    total = digests.state_digest({name: bits for name, bits in share.own.items() if bits.size and name not in tied})
+    if rank == 0:
+        for name, spec in share.plan.tensors.items():
+            if not whole(spec.shape).size and name not in tied:
+                total += digests.mix(digests.seed(name, spec.dtype, spec.shape))
+    return total
+
+
+def _difference(share: Share, tied: Mapping[str, str]) -> int:
+    """What this rank owns of tied tensors less what it owns of the tensors that they are tied to, as digests."""
+    total = 0
+    for alias, owner in tied.items():
+        if alias in share.plan.tensors:
+            total += _terms(owner, share.own.get(alias)) - _terms(owner, share.own.get(owner))
+    return total
+
+
+def _terms(name: str, tensor: Bits | None) -> int:
+    return digests.state_digest({name: tensor}) if tensor is not None else 0
+
+
+def check(peers: RankPeers, held: Held, tied: Mapping[str, str], state: State) -> str:
+    """Count live weights that should hold a version. A collective. Returns their digest.
+
+    tied: the tied tensors of that version. Raises IntegrityError if they do not hold it.
+    """
+    try:
+        found = count(peers, held, tied)
+    except BaseMismatchError as error:  # a tied copy, or a replica
+        raise IntegrityError(f"{error}: {_ALTERED}", expected=state.digest) from None
+    if found != state.digest:
+        raise IntegrityError(
+            f"the live weights: expected digest {state.digest} of version {state.version}, found {found}: {_ALTERED}",
+            expected=state.digest,
+            found=found,
+        )
+    return found
+
+
+class _Recognised(msgspec.Struct):
+    """The version that one process recognised, and what it found wrong on the way."""
+
+    state: State | None
+    faults: Faults
+
+
+def recognise(history: History, peers: RankPeers, held: Held, target: Manifest, faults: FaultLog) -> State | None:
+    """Find out whether live weights already hold a version from which patches lead to the target. A collective."""
+    try:
+        found = count(peers, held, target.tied)
+    except BaseMismatchError:
+        return None
+
+    def look() -> _Recognised:
+        states = (state for state in _candidates(history, target, faults) if state.digest == found)
+        return _Recognised(next(states, None), faults.state())
+
+    recognised = peers.lead("recognise the weights", look, _Recognised)
+    faults.take(recognised.faults)
+    return recognised.state
+
+
+def _candidates(history: History, target: Manifest, faults: FaultLog) -> Iterator[State]:
+    """The versions from which patches may lead to the target: those of its trail, and its newest anchor's."""
+    yield state_of(target)
+    if target.trail is not None:
+        try:
+            trail = history.trail(target)
+            yield from dict.fromkeys(link.to for link in reversed(trail.links() if trail else []))
+        except PulseError as error:
+            faults.add(target.trail.name, error)
+    with suppress(VersionNotFoundError, IntegrityError):  # reported later, if that anchor is needed
+        yield state_of(history.read(target.anchor_sequence))

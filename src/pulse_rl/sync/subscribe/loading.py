@@ -1,0 +1,126 @@
+"""Load a version into live weights: built and proved in temporary files, then written whole.
+
+Before the first element is written, everything that would make the result another one is refused: tensors that are
+missing, of another shape, read-only, or that share memory for which the version holds different bits.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.patch.apply import finish_despite_interrupt
+from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.subscribe.counting import count
+from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.weights.bits import Bits, mirrored
+from pulse_rl.weights.boxes import Box
+from pulse_rl.weights.layout import HasLayout, Layout
+from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
+from pulse_rl.weights.segments import segments
+
+
+class Restored:
+    """A version in temporary files, proved, which fits the live weights that it will be written to.
+
+    proved: what this rank holds of its tensors, in the files. directory: for more such files. Raises
+    BaseMismatchError or ValueError.
+    """
+
+    def __init__(self, target: Manifest, proved: Layout, live: Held, directory: Path) -> None:
+        self.target = target
+        self.nbytes = proved.held_nbytes  # of the files
+        self._proved = proved
+        expected: Mapping[str, HasLayout] = proved
+        if live.shared:  # the tensors of all ranks were compared before they were read
+            expected = {name: spec for name, spec in live.tensors.items() if name not in target.tied}
+        self._live = resolve(expected, target.tied, live.memory, everywhere=live.tensors)
+        _refuse_shared_memory(proved, self._live)
+        _refuse_overlaps(proved, self._live, directory)
+
+    def write(self) -> None:
+        """Write every element that this rank holds."""
+        finish_despite_interrupt(lambda: _write_all(self._proved, self._live))
+
+    def check(self, peers: RankPeers, live: Held) -> None:
+        """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
+        found = count(peers, live, self.target.tied)
+        if found != self.target.digest:
+            raise IntegrityError(
+                f"the live weights after loading version {self.target.version}: expected digest {self.target.digest}, "
+                f"found {found}",
+                expected=self.target.digest,
+                found=found,
+            )
+
+
+def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
+    """Raise BaseMismatchError if two tensors are one in the live weights, but differ in the version."""
+    names = list(live)
+    for pair in shared_memory(live.values()):
+        one, other = (names[place] for place in pair)
+        for box in _common_boxes(source[one], source[other]):
+            if _differ(place_view(source[one], box), place_view(source[other], box)):
+                raise BaseMismatchError(
+                    f"tensors {one!r} and {other!r} share memory in these weights, but the version holds different "
+                    "bits for them: expected weights in which they are not tied"
+                )
+
+
+def _common_boxes(one: Bits, other: Bits) -> Iterator[Box]:
+    """The boxes of one tensor that another one has, too."""
+    theirs = [piece.box for piece in pieces_of(other)]
+    for piece in pieces_of(one):
+        if any(piece.box.inside(box) for box in theirs):
+            yield piece.box
+
+
+def _differ(one: Bits, other: Bits) -> bool:
+    return any((one.read(*at) != other.read(*at)).any() for at in segments(one.size))
+
+
+def _refuse_overlaps(source: Layout, live: Mapping[str, Copies], directory: Path) -> None:
+    """Raise BaseMismatchError if tensors overlap in the live weights, and the version differs in what they share.
+
+    Shown by a rehearsal: they are written to a file that stands for their memory, in which they overlap alike.
+    """
+    for number, group in enumerate(overlaps(live)):
+        start = min(bits.extent[1] for _, _, bits in group)
+        stop = max(bits.extent[2] for _, _, bits in group)
+        memory = np.memmap(directory / f"overlap-{number}", np.uint8, "w+", shape=(stop - start,))
+        rehearsed = [(name, place_view(source[name], box), mirrored(bits, memory, start)) for name, box, bits in group]
+        for _, proved, copy in rehearsed:
+            _copy(proved, copy)
+        for name, proved, copy in rehearsed:
+            if _differ(copy, proved):
+                raise BaseMismatchError(
+                    f"tensor {name!r} overlaps others in the memory of these weights, but the version holds different "
+                    "bits for what they share: expected weights that do not overlap; they are as they were"
+                )
+
+
+def _write_all(source: Layout, live: Mapping[str, Copies]) -> None:
+    """Write every tensor of a version to its live tensors. May be repeated."""
+    for name, copies in live.items():
+        for copy in copies:
+            for piece in pieces_of(copy) if copy.size else ():
+                _copy(place_view(source[name], piece.box), piece.bits)
+
+
+def _copy(source: Bits, target: Bits) -> None:
+    for start, stop in segments(source.size):
+        target.write(start, source.read(start, stop))
+
+
+def wanted(live: Held) -> Layout | None:
+    """What a rank needs of a version: the boxes that it holds of each tensor; None for whole tensors."""
+    if not live.shared:
+        return None
+    found: dict[str, Bits] = {}
+    for name, tensor in live.memory.items():
+        pieces = {piece.box: piece for piece in reversed(pieces_of(tensor))}  # owned ones are first of their box
+        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), list(pieces.values()))
+    return Layout(found)

@@ -1,0 +1,169 @@
+"""What live weights are proved to hold: which version, and in which memory.
+
+A proof belongs to the memory that it was made of. Of other memory, or of memory that torch has written to since, all
+bits are recounted before anything is done with them. Ranks of a group hold one version together: where one of them
+holds another, or its weights have moved, no version counts as held.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError
+from pulse_rl.group.collectives import name_ranks
+from pulse_rl.history.follow import Effort
+from pulse_rl.history.trail import State
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.group.shares import SharePlan, print_of
+from pulse_rl.sync.subscribe.counting import check
+from pulse_rl.sync.subscribe.held import Halo, Held
+from pulse_rl.weights.memory import LiveWeights, Memory
+
+
+class _Standing(msgspec.Struct, array_like=True):
+    """Where one rank stands when a call begins."""
+
+    version: int | None  # that was asked for
+    held: State | None
+    still: bool  # whether its weights are in the memory that was proved
+    known: bool  # whether this memory has held a version before, whatever it holds now
+    due: bool  # whether they are to be recounted all the same
+    print: bytes  # of what it holds (`print_of`); empty of one process alone
+
+
+class Proof:
+    """What the weights of one subscriber are proved to hold.
+
+    recount_every: syncs; 0 for never. overwrite: whether a version may be loaded over weights that hold none.
+    """
+
+    def __init__(self, peers: RankPeers, recount_every: int, overwrite: bool = True) -> None:
+        self.overwrite = overwrite
+        self.held: State | None = None  # None while elements are being written, and where it is not known
+        self.tied: dict[str, str] = {}  # the tied tensors of that version
+        self.highest: State | None = None  # the newest version that was ever held
+        self.halo: Halo = {}  # strips of other ranks' weights, of that version
+        self._peers = peers
+        self._plan: SharePlan | None = None
+        self._memory: Memory | None = None  # that was proved to hold it
+        self._known: Memory | None = None  # the last that has held a version, whatever it holds now
+        self._recognised = False  # whether the weights of this call are in memory that has held a version
+        self._recount_every = recount_every
+        self._syncs = 0
+        self._recount = False  # whether the weights may not be those that were proved, or a recount is due
+
+    def hold(self, held: State | None, tied: dict[str, str] | None = None) -> None:
+        """Note what the weights are proved to hold. tied: the tied tensors of that version; None: as before."""
+        if tied is not None:
+            self.tied = tied
+        self.held = held
+        self._recognised |= held is not None
+        if held is not None and (self.highest is None or held.sequence > self.highest.sequence):
+            self.highest = held
+
+    def begin(
+        self, make: Callable[[], LiveWeights], call: str, version: int | None, effort: Effort
+    ) -> tuple[Held, str | None]:
+        """View the weights, and recount those that may not be the ones that were proved, or if that is due.
+
+        A collective. make: views them, and may raise. Returns them, and what is wrong with them; then no version is
+        held.
+        """
+        self._syncs += 1
+        live, altered = self.view(make, call, version)
+        if self.held is not None and self._recount:
+            try:
+                with effort.timing("prove_s"):
+                    self.verify(self.held, live)
+            except IntegrityError as error:
+                altered = str(error)
+        return live, altered
+
+    def view(self, make: Callable[[], LiveWeights], call: str, version: int | None) -> tuple[Held, str | None]:
+        """View the weights. A collective. Returns them, and what is wrong with the versions that the ranks hold."""
+        found: list[LiveWeights] = []
+
+        together = self._peers.ranks.size > 1
+
+        def stand() -> _Standing:
+            live = make()
+            still = self._memory is not None and self._memory.is_still(live.tensors)
+            if together or not still:
+                live.layout  # noqa: B018 - what is no tensor is refused here, before anything is forgotten
+            found.append(live)
+            if not still:
+                self._memory = None
+            due = self._recount_every and self._syncs % self._recount_every == 0
+            known = self.overwrite or (self._known is not None and self._known.is_same(live.tensors))
+            mine = print_of(live.layout, self._plan) if together else b""
+            return _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
+
+        standings = self._peers.ranks.share(call, stand, _Standing)
+        self._require_same_wish(call, standings)
+        states = {standing.held for standing in standings}
+        altered = None
+        if len(states) > 1:
+            self.held = None
+            known = ", ".join(str(standing.held.version if standing.held else None) for standing in standings)
+            altered = f"the ranks held different versions: {known}"
+        prints = [standing.print for standing in standings] if together else None
+        live = Held(found[0], self._peers.ranks, self._plan, self.halo if self.held is not None else {}, prints)
+        if together:
+            self._plan = live.plan
+        self._recount = any(not standing.still or standing.due for standing in standings)
+        self._recognised = all(standing.known for standing in standings)
+        return live, altered
+
+    def resume(self, look: Callable[[State | None], LiveWeights], call: str) -> Held:
+        """View weights that a version was staged on. A collective. look: views them, and raises if it is obsolete."""
+        found: list[LiveWeights] = []
+
+        def view() -> int:
+            found.append(look(self.held))
+            return 0
+
+        self._peers.add_up(call, view)
+        return Held(found[0], self._peers.ranks, self._plan, self.halo)
+
+    def _require_same_wish(self, call: str, standings: list[_Standing]) -> None:
+        wanted = standings[0].version
+        odd = [rank for rank, standing in enumerate(standings) if standing.version != wanted]
+        if odd:
+            raise ExchangeError(
+                f"{call}: expected the same version on all ranks: {wanted} on rank 0, found "
+                f"{standings[odd[0]].version} on {name_ranks(odd, len(standings))}",
+                ranks=odd,
+            )
+
+    def verify(self, held: State, live: Held) -> str:
+        """Recount live weights that should hold a version. A collective. Returns their digest.
+
+        Raises IntegrityError.
+        """
+        self.held = None  # not known until they are counted
+        found = check(self._peers, live, self.tied, held)
+        self.held, self._memory = held, Memory(live.live.tensors)
+        self._recognised = True
+        return found
+
+    def check_overwrite(self) -> None:
+        """Raise BaseMismatchError if a version must not be loaded over the weights of this call."""
+        if not self.overwrite and not self._recognised:
+            raise BaseMismatchError(
+                "the live weights: expected those of a version of the history, as this Subscriber was made with "
+                "overwrite=False, found other ones; they are as they were"
+            )
+
+    def remember(self, live: Held, before: State | None) -> None:
+        """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
+        known = self.overwrite or (self._known is not None and self._known.is_same(live.live.tensors))
+        if self._recognised and not known:
+            self._known = Memory(live.live.tensors)
+        if self.held is None:
+            self._memory, self.halo = None, {}
+            return
+        self.halo = live.halo
+        if self._memory is None:
+            self._memory = Memory(live.live.tensors)
+        elif self.held != before:  # the same memory: this subscriber has written to it
+            self._memory.count_writes(live.live.tensors)

@@ -1,0 +1,124 @@
+"""The route from what live weights hold to a version: by patches, or by a version that is restored in files.
+
+Patches come first, each proved before anything is written; where they do not lead to the version, or would take more
+bytes than its anchor, it is restored. Objects that are missing or damaged are avoided, and the report says which.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
+from pulse_rl.history.follow import Effort, find_chain, follow
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
+from pulse_rl.history.search import FaultLog
+from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
+from pulse_rl.sync.group.peers import RankPeers
+from pulse_rl.sync.subscribe.counting import prove_replicas, recognise
+from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.landings import InFiles, Landings
+from pulse_rl.sync.subscribe.loading import Restored, wanted
+from pulse_rl.sync.subscribe.proof import Proof
+
+
+@add_recovery_hint()
+def advance(
+    history: History,
+    target: Manifest,
+    peers: RankPeers,
+    live: Held,
+    landing: Landings,
+    proof: Proof,
+    effort: Effort,
+    faults: FaultLog,
+) -> bool:
+    """Take weights to a version. A collective. Returns whether it had to be restored, as patches did not lead there.
+
+    landing: what becomes of what is proved. proof: what the weights hold; if it is not known, they are recognised.
+    Raises BaseMismatchError for weights that hold no version, where the proof says that these are not overwritten.
+    """
+    if proof.held is None:
+        proof.hold(recognise(history, peers, live, target, faults), target.tied)
+    held = proof.held
+    # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
+    if held is not None and proof.tied == target.tied:
+        if held.sequence < target.sequence:
+            live.tie(target.tied)
+            held = _patch(history, held, target, peers, landing, proof, effort, faults)
+        if held == state_of(target):
+            return False
+    proof.check_overwrite()
+    try:
+        live.tie(target.tied)
+        with ExitStack() as files:
+            places: list[Path] = []
+
+            def make_room() -> int:
+                places.append(files.enter_context(scratch()))
+                return 0
+
+            peers.add_up("make room for the version", make_room)
+            directory = places[0]
+            share = _share_of(live, peers, effort)
+            nbytes = live.share.held.nbytes if share is None else live.plan.nbytes
+            proved = restore(history, target, directory, effort, faults, nbytes, share)
+            found: list[Restored] = []
+
+            def fit() -> int:
+                found.append(Restored(target, proved, live, directory))
+                return 0
+
+            peers.add_up("compare the weights", fit)
+            landing.load(found[0], files.pop_all())
+    except PulseError as error:
+        before = [message for message in faults.messages if message not in str(error)]
+        if before:
+            error.add_note(f"before that: {'; '.join(before)}")
+        raise
+    return True
+
+
+def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
+    """The share of a version that this rank needs; None for all of it, of one process."""
+    pieces = wanted(live)
+    if pieces is None:
+        return None
+    first = peers.ranks.rank == 0
+    return Wanted(
+        pieces,
+        live.tensors,
+        peers,
+        first,
+        lambda files: InFiles(files, live, peers, effort),
+        lambda files: prove_replicas(peers, live.share, files),
+    )
+
+
+def _patch(
+    history: History,
+    held: State,
+    target: Manifest,
+    peers: RankPeers,
+    landing: Landings,
+    proof: Proof,
+    effort: Effort,
+    faults: FaultLog,
+) -> State | None:
+    """Take weights towards a version by patches, unless loading its anchor takes fewer bytes.
+
+    Returns how far they led; None if these are not the weights that were proved before.
+    """
+    limit = target.full_nbytes + REQUEST_NBYTES
+    chain = find_chain(history, held, target, faults, peers, limit)
+    if chain is None:
+        return held
+    try:
+        return follow(history, landing, held, target, effort, faults, sure=False, peers=peers, chain=chain)
+    except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
+        faults.note(str(error))
+        return proof.held
+    except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
+        faults.note(str(error))
+        proof.hold(None)
+        return None

@@ -1,0 +1,444 @@
+"""The rollout workers' side: bring live weights to a version of a history, proved, by the route with the fewest bytes.
+
+A sync finds the version and takes the route to it (`routes`). What was proved on the way is written at once, or, by
+`stage`, kept until `Staged.apply` (`landings`). So the weights hold a version whenever a call returns or raises, but
+where a write itself failed. What they hold, and in which memory, is the `Proof`.
+
+Finding and reading the objects is the history's part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.history.follow import Effort
+from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
+from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, check_same_history
+from pulse_rl.history.partial import tensors_of
+from pulse_rl.history.restore import add_recovery_hint
+from pulse_rl.history.search import FaultLog, Faults, check_line
+from pulse_rl.history.trail import state_of
+from pulse_rl.store.base import Store
+from pulse_rl.store.patient import PATIENCE_S
+from pulse_rl.sync.group.peers import WORDING, RankPeers
+from pulse_rl.sync.group.ranks import collective, ranks_of
+from pulse_rl.sync.reports import Arrival, Route, SyncReport
+from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
+from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
+from pulse_rl.sync.subscribe.proof import Proof
+from pulse_rl.sync.subscribe.routes import advance
+from pulse_rl.sync.subscribe.staging import Made, Staged
+from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.weights.layout import TensorSpec
+from pulse_rl.weights.memory import LiveWeights, Memory
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pulse_rl.history.signing import PublicKey
+
+
+class _Found(msgspec.Struct):
+    """The version that one process has found for all, and what was wrong with the one before it."""
+
+    target: Manifest
+    faults: Faults
+
+
+class Subscriber:
+    """Follows one history with one model's live weights.
+
+    One subscriber belongs to one set of weights: it keeps their proved version and digest from sync to sync, and reads
+    only what changed. Weights in other memory, or that torch has written to since, are recognised anew by a recount.
+    Any number of subscribers may follow one history; they write nothing to it but heartbeats. One is used by one thread
+    at a time: a second call meanwhile gets a RuntimeError, and a process that was forked after the first one a
+    StoreError.
+
+    Memory: the patch that is applied and the one after it, and a few MB a thread.
+
+    Args:
+        store: A Store, or the URL or path of one.
+        overwrite: Whether weights that hold no version of the history are overwritten by one. False where they are
+            views whose map has to be proved first, as an engine's: then `sync` and `stage` raise BaseMismatchError
+            instead, until a digest has shown that this memory holds a version. From then on it is repaired as usual.
+        verify_live: Whether to recount every live bit before a sync: True, before each; a number N, before every N-th;
+            False, never (then only `verify` does). Weights that something else wrote to are overwritten by the version
+            synced to, and the report's `recovered` says so. A recount reads all weights once, those on a device
+            through the host.
+        public_key: An Ed25519 public key, or the path of its PEM file: a history that it did not sign, or that was
+            altered, is refused. Needs the extra `sign`. None: signatures are not looked at.
+        heartbeat: An id for this subscriber, of at most 64 letters, digits and `. _ -`. After each sync, failed ones
+            too, it then writes to the store what it holds and what went wrong, for `pulse-rl status`: in the
+            background, at once if that is news, every 15 s otherwise. A heartbeat that cannot be written is a logged
+            warning, once for each cause. None: no heartbeat.
+        patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
+            lost, an error of the server) is tried again before it is raised. 0: at once. `wait` has its own timeout.
+        poll: The first interval of `wait` between two looks, in seconds. It grows to 5 % of the time waited.
+        poll_max: The longest such interval, in seconds.
+        group: A torch.distributed process group whose ranks hold shares of one model, or replicas of it:
+            `torch.distributed.group.WORLD` for all. Then making the Subscriber, `sync`, `stage`, `Staged.apply` and
+            `verify` are collective: every rank calls them, with its own weights. Rank 0 finds the version, each rank
+            reads and decodes what its share needs, and either all ranks write or none. By default one process alone.
+        group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
+            default.
+
+    Raises:
+        ValueError: A setting makes no sense.
+        ExchangeError: The group is not one, or a rank is lost.
+
+    Attributes:
+        history: The history that it follows.
+    """
+
+    def __init__(
+        self,
+        store: Store | str | Path,
+        *,
+        overwrite: bool = True,
+        verify_live: bool | int = False,
+        public_key: PublicKey | None = None,
+        heartbeat: str | None = None,
+        patience: float = PATIENCE_S,
+        poll: float = POLL_S,
+        poll_max: float = LONGEST_POLL_S,
+        group: dist.ProcessGroup | None = None,
+        group_timeout: float | None = None,
+    ) -> None:
+        self._ranks = ranks_of(group, WORDING, group_timeout)
+        made: list[tuple[History, Heart | None]] = []
+
+        def make() -> bool:
+            if not isinstance(verify_live, int) or verify_live < 0:
+                raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
+            check_intervals(poll, poll_max)
+            history = History(store, public_key=public_key, patience=patience)
+            leads = self._ranks.rank == 0
+            made.append((history, Heart(history.store, heartbeat) if heartbeat is not None and leads else None))
+            return True
+
+        with self._ranks.collective():
+            self._ranks.share("make a subscriber", make, bool)
+        history, self._heart = made[0]
+        self.history = history
+        self._poll, self._poll_max = poll, poll_max
+        self._peers = RankPeers(self._ranks)
+        self._newest = 0  # the highest sequence number of a version that a sync was to reach
+        self._proof = Proof(self._peers, int(verify_live), overwrite)
+        self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
+        self._turn = Turn("Subscriber", nested=False)
+
+    @property
+    def version(self) -> int | None:
+        """The version that the weights are proved to hold; None before the first sync and after a failed write."""
+        held = self._proof.held
+        return held.version if held else None
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether weights that hold no version are overwritten. May be set, once something else has proved them."""
+        return self._proof.overwrite
+
+    @overwrite.setter
+    def overwrite(self, overwrite: bool) -> None:
+        self._proof.overwrite = overwrite
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of that version, 16 hex digits; None without one."""
+        held = self._proof.held
+        return held.digest if held else None
+
+    def latest(self) -> int | None:
+        """Look up the newest version in the history.
+
+        Returns:
+            That version; None for an empty history.
+
+        Raises:
+            StoreError: The store failed.
+            IntegrityError: The newest manifest is damaged, or is not signed by the public key.
+        """
+        head = self.history.head(polling=True)
+        return head.version if head else None
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Look up which tensors the newest version has, without downloading it: to allocate weights for it.
+
+        Reads the headers of an anchor's files, a few KB; of a pruned one, the newest patch.
+
+        Returns:
+            Name → dtype and shape, sorted by name. Tied tensors appear once, under the first name.
+
+        Raises:
+            VersionNotFoundError: The history is empty.
+            IntegrityError: It is damaged.
+            StoreError: The store failed.
+        """
+        head = self.history.head(polling=True)
+        if head is None:
+            url = self.history.store.url
+            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+        return tensors_of(self.history, head)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended: its trainer called `Publisher.end` after the newest version. Asks the store.
+
+        Raises:
+            StoreError: The store failed.
+            IntegrityError: The newest manifest is damaged, or is not signed by the public key.
+        """
+        return self.history.ended()
+
+    def wait(self, version: int, timeout: float) -> int:
+        """Wait until the history holds this version or a newer one. Does not sync.
+
+        Args:
+            version: The version to wait for.
+            timeout: Seconds; 0 looks once. A store that is out of reach is asked again until then; a request that it
+                accepts and does not answer may take two minutes longer.
+
+        Returns:
+            The newest version.
+
+        Raises:
+            TimeoutError: The history does not hold the version in time, or the store was out of reach.
+            StoreError: The store failed for a reason that does not pass.
+            IntegrityError: As `latest`.
+            ValueError: The timeout is not a number of at least 0.
+        """
+        return wait(self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beat_again)
+
+    @in_turn
+    @collective
+    def sync(self, weights: Any, *, version: int | None = None) -> SyncReport:
+        """Bring the weights to the newest version, or to the one given, in place, by the route with the fewest bytes.
+
+        On a first sync, weights that already hold a version of the history (as after loading an anchor) are recognised
+        by their digest, and patched from there.
+
+        What is proved: every element that a patch writes; and all elements by the digest that is kept from version to
+        version, for the memory that it was proved of. If these are other weights, or in other memory, or torch has
+        written to them since, all bits are recounted first. Writes through NumPy, through `tensor.data` or by another
+        process are not noticed: `verify_live` and `verify` find them. A backward pass whose forward pass came before
+        the sync raises torch's error.
+
+        After any error the weights hold a version of the history, bit for bit, and `version` says which; if they were
+        never synced, they are as they were. Where they were found altered, or a write failed, `version` is None until
+        a later sync has repaired them.
+
+        Args:
+            weights: A torch module, a state dict or a mapping of name → tensor or array, with the published tensors.
+                They keep their memory and device, and tied tensors are written once. A module or mapping that gives
+                copies at each access (FSDP1, an .npz file) is refused.
+            version: The version to sync to. None: the newest.
+
+        Returns:
+            What was done, and what it took.
+
+        Raises:
+            VersionNotFoundError: The history is empty, or does not hold that version.
+            BaseMismatchError: The tensors are those of another model, or hold no version and `overwrite` is False.
+            IntegrityError: The history is damaged, and no other route leads to the version; or it has gone back behind
+                a version that this subscriber has held, or is another history than before.
+            StoreError: The store failed.
+            VersionSkewError: The version is of a newer format than this release knows: upgrade it.
+            ValueError: A tensor cannot be written.
+            TypeError: Something is not a tensor, or is a copy.
+            RuntimeError: Another thread is using this subscriber.
+        """
+        start = time.perf_counter()
+        with self._beating(start):
+            effort = Effort()
+            live, altered = self._proof.begin(lambda: LiveWeights(weights), "sync", version, effort)
+            writing = Writing(live, self._proof, self._peers, effort)
+            arrival = self._advance(live, version, writing, effort, altered)
+            self._reached = arrival.target
+            return self._report(arrival, live, start)
+
+    @in_turn
+    @collective
+    def stage(self, weights: Any, *, version: int | None = None) -> Staged:
+        """Fetch, decode and prove the newest version, or the one given, without touching a weight.
+
+        Run it in a thread while generation goes on: it only reads the weights. Then pause generation, and
+        `Staged.apply` writes them in a moment. Nothing but this subscriber may write to the weights in between.
+
+        The route is the one that `sync` would take. Of several patches each is proved against the weights as those
+        before it will leave them; where patches do not lead to the version, it is restored in temporary files.
+
+        Args:
+            weights: As in `sync`.
+            version: The version to stage. None: the newest.
+
+        Returns:
+            The staged version. What it holds is freed when it is applied, discarded or obsolete.
+
+        Raises:
+            PulseError: As `sync`. The weights are as they were.
+            RuntimeError: Another thread is using this subscriber.
+        """
+        start = time.perf_counter()
+        with self._beating(start), ExitStack() as undo:
+            effort = Effort()
+            live, altered = self._proof.begin(lambda: LiveWeights(weights), "stage", version, effort)
+            memory, keeping = Memory(live.live.tensors), Keeping(live, self._peers)
+            undo.callback(keeping.discard)
+            arrival = self._advance(live, version, keeping, effort, altered)
+            keeping.settle()
+            undo.pop_all()
+            return Staged(Made(self._apply, weights, memory, self._proof.held, keeping, arrival))
+
+    @in_turn
+    @collective
+    def _apply(self, staged: Staged) -> SyncReport:
+        """See `Staged.apply`."""
+        start = time.perf_counter()
+        before = self._proof.held
+        with self._beating(start), ExitStack() as after:
+            after.callback(staged.discard)
+            live = self._proof.resume(staged._view, f"apply version {staged.version}")
+            keeping, arrival = staged._held()
+            try:
+                keeping.write(Writing(live, self._proof, self._peers, arrival.effort))
+                keeping.hand_over_halo(live)
+            finally:
+                self._proof.remember(live, before)
+            self._reached = arrival.target
+            return self._report(arrival, live, start)
+
+    @in_turn
+    @collective
+    def verify(self, weights: Any) -> str:
+        """Recount the digest of all live weights: one read of every bit.
+
+        Args:
+            weights: As in `sync`.
+
+        Returns:
+            The digest, 16 hex digits, which is that of `version`.
+
+        Raises:
+            IntegrityError: The weights no longer hold `version`: something else wrote to them. Then `version` is None,
+                and the next `sync` repairs them.
+            VersionNotFoundError: The weights have not been synced yet.
+            TypeError: As in `sync`.
+            RuntimeError: As in `sync`.
+        """
+        live, altered = self._proof.view(lambda: LiveWeights(weights), "verify", None)
+        if altered is not None:
+            raise IntegrityError(altered)
+        if self._proof.held is None:
+            raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
+        return self._proof.verify(self._proof.held, live)
+
+    def _advance(
+        self, live: Held, version: int | None, landing: Landings, effort: Effort, altered: str | None
+    ) -> Arrival:
+        """Take the weights to a version, written or kept. A collective. Raises as `sync`.
+
+        altered: what was wrong with them when the call began.
+        """
+        faults = FaultLog()
+        before, previous = self._proof.held, self.version
+
+        def find() -> _Found:
+            return _Found(self._find_target(version, faults), faults.state())
+
+        try:
+            found = self._peers.lead("find the version", find, _Found)
+            faults.take(found.faults)
+            target = found.target
+            self._newest = max(self._newest, target.sequence)
+            restored = advance(self.history, target, self._peers, live, landing, self._proof, effort, faults)
+        except PulseError as error:
+            if altered:
+                error.add_note(f"before that: {altered}")
+            self.history.forget()
+            raise
+        finally:
+            self._proof.remember(live, before)
+        route: Route = "anchor" if restored else "patches" if effort.patches else "none"
+        recovered = "; ".join(filter(None, [altered, *faults.messages])) or None
+        return Arrival(target, previous, route, effort, recovered)
+
+    def _report(self, arrival: Arrival, live: Held, start: float) -> SyncReport:
+        report = arrival.report(live.halo_nbytes, start)
+        self._beat(None, report, start)
+        return report
+
+    @contextmanager
+    def _beating(self, start: float) -> Iterator[None]:
+        """Send a heartbeat if the block fails."""
+        try:
+            yield
+        except Exception as error:
+            self._beat(error, None, start)
+            raise
+
+    def _beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
+        """Send the heartbeat after a sync."""
+        if self._heart is None:
+            return
+        held = self._proof.held
+        self._heart.beat(
+            Heartbeat(
+                id=self._heart.id,
+                version=held.version if held else None,
+                sequence=held.sequence if held else None,
+                lag=max(0, self._newest - held.sequence) if held else None,
+                error=one_line(error, MAX_ERROR) if error else None,
+                sync_s=time.perf_counter() - start,
+                fetched_nbytes=report.fetched_nbytes if report else None,
+            )
+        )
+
+    def _beat_again(self) -> None:
+        """Say, while waiting, that this subscriber is alive."""
+        if self._heart is not None and not self._heart.repeat():
+            self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
+
+    def _find_target(self, version: int | None, faults: FaultLog) -> Manifest:
+        """The version to sync to. What is wrong with the one before it is reported to faults. Raises as `sync`."""
+        target = self.history.find(version) if version is not None else self._find_newest()
+        if self._reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
+            check_line(self.history, target, faults)
+            return target
+        try:
+            check_same_history(target, self._reached)
+        except IntegrityError as error:
+            error.add_note("if that is intended, follow it with a new Subscriber")
+            raise
+        return target
+
+    def _find_newest(self) -> Manifest:
+        """The newest version. Raises as `sync`."""
+        url = self.history.store.url
+        with add_recovery_hint():
+            head = self.history.head()
+        highest = self._proof.highest
+        if head is None and highest is not None:
+            raise IntegrityError(
+                f"{url} has gone back: this Subscriber has held version {highest.version}, and it holds no version any "
+                "more; if that is intended, follow what comes next with a new Subscriber",
+                expected=highest.digest,
+            )
+        if head is None:
+            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+        if highest is not None and highest != state_of(head) and highest.sequence >= head.sequence:
+            raise IntegrityError(
+                f"{url} has gone back: this Subscriber has held version {highest.version} (digest {highest.digest}), "
+                f"its newest is {head.version} ({head.digest}); if that is intended, follow it with a new Subscriber",
+                expected=highest.digest,
+                found=head.digest,
+            )
+        return head
