@@ -297,7 +297,7 @@ def test_a_checkpoint_is_each_trainers_own(world: World) -> None:
         rounds(loco, plain, optimizer, 2, 4)
     model = Model()
     optimizer = adam(model)
-    with pulse.Membership(world.lighthouse, "again", host="localhost") as members:
+    with pulse.Membership(world.lighthouse, "plain", host="localhost") as members:
         again = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, process_group=members)
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])

@@ -247,7 +247,8 @@ class TorchBits:
         if self._cast is None or self._flat is None or self._tensor.device.type != "cpu":
             return self.read(start, stop)
         values: UIntArray = memory.view(UINTS[self.itemsize])[: stop - start]
-        torch.from_numpy(values).view(self._cast).copy_(self._flat[start:stop])
+        with self._on_stream():
+            torch.from_numpy(values).view(self._cast).copy_(self._flat[start:stop])
         return values
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:

@@ -44,6 +44,8 @@ MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
 CALLS = 4096  # of sampling in a task, each with a seed
 
+log = logger(__name__)
+
 
 @dataclass
 class _Held:
@@ -296,7 +298,7 @@ class RolloutWorker:
         except Exception as error:  # noqa: BLE001  # of the workflow: the dispatcher decides what becomes of the task
             self._failed += 1
             reason = one_line(_first(error), MAX_ERROR)
-            logger(__name__).warning("task %d: %s", task.number, reason)
+            log.warning("task %d: %s", task.number, reason)
             await self._call("give_back", self._name, task.number, reason)
             self._tasks.discard(task.number)
             return
