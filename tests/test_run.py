@@ -77,6 +77,7 @@ def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str,
     assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
 
 
+@pytest.mark.slow
 def test_resume_continues_where_the_run_stopped(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """In the middle of the warm-up; against a run that was not stopped."""
     run(tmp_path / "parts", "--steps", "3", "--workers", "1", *SETTINGS)

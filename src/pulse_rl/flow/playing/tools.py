@@ -127,6 +127,8 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
         data += more
     if len(data) > limit:
         _kill(process)
+        while await stream.read(1 << 16):  # a pipe that is not read to its end keeps asyncio waiting for the process
+            pass
     return data[:limit].decode(errors="replace"), len(data) > limit
 
 
