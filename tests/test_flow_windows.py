@@ -19,13 +19,13 @@ class Dataflow:
         self._windows.open(opening, tasks)
         return opening
 
-    def status(self, version: int | None) -> dict[str, Any]:
+    def status(self, version: int | None, partner: int = 0) -> dict[str, Any]:
         windows = self._windows.state.windows
         found = {"done": self.done, "pass": {}, "rewards": {}}
         return {
-            "policies": {"solver": {"version": version}},
+            "policies": {"solver": {"version": version}, "partner": {"version": partner}},
             "frozen": {},
-            "windows": {name: dict(found) for name in windows},
+            "windows": {name: found | {"versions": window.versions} for name, window in windows.items()},
         }
 
     @property
@@ -47,3 +47,6 @@ def test_windows_open_at_the_beginning_every_so_many_steps_and_at_the_end() -> N
     dataflow.done = True
     assert evaluations.open(dataflow.status(10), {"solver": 10}, ended=True)
     assert len(lines) == 4
+    assert not evaluations.open(dataflow.status(10, partner=12), {"solver": 10}, ended=True), "another policy went on"
+    assert dataflow.opened[4:] == ["held-out@10-1"]
+    assert evaluations.open(dataflow.status(10, partner=12), {"solver": 10}, ended=True)

@@ -35,9 +35,11 @@ class Evaluations:
             return False
         step, opened = steps[self._recipe.trained[0]], 0
         for window in self._recipe.evaluation:
-            before = [_step(name) for name in status["windows"] if window_of(name) == window.name]
-            last = max(before, default=-1)
-            if last < 0 or step // window.every > last // window.every or (ended and step > last):
+            before = {name: found for name, found in status["windows"].items() if window_of(name) == window.name}
+            last = max(map(_step, before), default=-1)
+            # The other policies may have gone on since the first one's last step.
+            changed = ended and newest not in [found["versions"] for found in before.values()]
+            if last < 0 or step // window.every > last // window.every or changed:
                 problems = list(range(window.first, window.first + window.problems))
                 self._dataflow.evaluate(f"{window.name}{AT}{step}", problems, newest)
                 opened += 1
