@@ -56,8 +56,8 @@ def whole_segments(tensors: dict[str, Bits]) -> Segments:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32, np.int64])
 def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
-    """Of whole tensors and of shards, in tiles of columns, of rows and of a few dimensions. What is said of old bits is
-    what the view itself says."""
+    """Of whole tensors and of shards, in tiles of columns, of rows and of a few dimensions: `lies_of` and `spots_of`
+    give the address that the view itself has."""
     memory: UIntArray = np.zeros((2048, 512), dtype)
     tensors: dict[str, Bits] = {
         "a": as_bits(memory),

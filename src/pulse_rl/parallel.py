@@ -59,6 +59,19 @@ def submit(pool: ThreadPoolExecutor, function: Callable[..., R], *args: object) 
     return future
 
 
+def batched(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Divide items into runs whose sizes add up to `least` or more, but for the last."""
+    batch, total = list[T](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= least:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield function(item) in the items' order, at most two results per thread ahead of the consumer."""
     if threads() == 1:

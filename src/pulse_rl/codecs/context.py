@@ -29,7 +29,7 @@ from pulse_rl.kernels.cpu import coding, context, moves
 from pulse_rl.kernels.cpu.coding import Starts
 from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
 
 SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
@@ -227,7 +227,7 @@ class _Group:
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """Some of the segments, or all, in runs of BATCH elements or more."""
         chosen = range(len(self._parts)) if numbers is None else numbers
-        return list(_batches(chosen, self._sizes.tolist()))
+        return list(batched(chosen, self._sizes.tolist().__getitem__, BATCH))
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
@@ -274,19 +274,6 @@ class _Group:
             return coding.Coded(edges, indices, self._moved.at(slice(first, last)))  # a view
         chosen = [np.arange(*self._edges[number : number + 2]) for number in batch]
         return coding.Coded(edges, indices, self._moved.at(np.concatenate(chosen)))
-
-
-def _batches(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Divide numbers into runs whose sizes add up to BATCH or more, but for the last."""
-    batch, size = list[int](), 0
-    for number in numbers:
-        batch.append(number)
-        size += sizes[number]
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _sample(classes: Ints) -> list[int]:
@@ -340,9 +327,8 @@ def _decode(
             found[number] = _decode_plain(segments[number], reads[number]())
         else:
             by_dtype.setdefault(spec.dtype, []).append(number)
-    sizes = [one.spec.size for one in segments]
     for members in by_dtype.values():
-        for batch in _batches(members, sizes):
+        for batch in batched(members, lambda number: segments[number].spec.size, BATCH):
             old = memory.of(batch) if memory else coding.memory_of([reads[number]() for number in batch])
             decoded = _decode_batch([segments[number] for number in batch], old)
             for number, changes in zip(batch, decoded, strict=True):

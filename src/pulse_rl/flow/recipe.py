@@ -16,6 +16,7 @@ A plug-in is a name ("grpo"), or a table with the name and its settings ({name =
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -271,18 +272,13 @@ def _check_plugins(recipe: Recipe) -> None:
                 registry.check(kind, plugin, key=f"{key}.{kind}", given=("seed",))
 
 
-class _under:
+@contextmanager
+def _under(key: str) -> Iterator[None]:
     """Put a key before the message of a ValueError."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ValueError):
-            raise ValueError(f"{self._key}.{error}") from None
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from None
 
 
 def _at_least(prefix: str, settings: msgspec.Struct, least: int, *names: str) -> None:

@@ -25,7 +25,7 @@ from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import Memory
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged
@@ -320,7 +320,7 @@ class Application:
         """
         self._overwritten = list(self.replaced()) if self._overlapping else []
         held = self._held_digest() if self._overlapping else 0
-        finish_despite_interrupt(lambda: deque(ordered_map(self._write_batch, self._batches()), maxlen=0))
+        finish_despite_interrupt(self._write_batches)
         if self._overlapping:
             self._check_overlaps(held)
 
@@ -329,16 +329,9 @@ class Application:
         for _, _, bits, (indices, values) in self._overwritten:
             bits.scatter(0, indices, values)
 
-    def _batches(self) -> Iterator[list[_Work]]:
-        """Runs of units of BATCH changes or more each, but for the last."""
-        batch, changes = list[_Work](), 0
-        for work in self._work:
-            batch.append(work)
-            changes += work.changed
-            if changes >= BATCH:
-                yield batch
-                batch, changes = [], 0
-        yield batch
+    def _write_batches(self) -> None:
+        batches = batched(self._work, lambda work: work.changed, BATCH)
+        deque(ordered_map(self._write_batch, batches), maxlen=0)
 
     def _write_batch(self, batch: list[_Work]) -> None:
         for work in batch:

@@ -1,7 +1,7 @@
 """What a person sees of a run, on stderr: live tables on a terminal, elsewhere one line per step."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,17 +14,19 @@ from pulse_rl.units import nbytes
 ROWS = 12  # steps shown
 
 
-class Display:
-    """The steps of a run and its processes, as they change. A context manager."""
+class Screen:
+    """Lines on stderr, and on a terminal live tables below them. A context manager.
+
+    title: of the run. steps: of each trainer.
+    """
 
     def __init__(self, title: str, steps: int) -> None:
         self._console = Console(stderr=True)
         self._title = title
         self._steps = steps
-        self._records: list[dict[str, Any]] = []
         self._live: Live | None = None
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=4, transient=False)
             self._live.__enter__()
@@ -37,6 +39,14 @@ class Display:
     def log(self, message: str) -> None:
         """Show one line."""
         self._console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
+
+
+class Display(Screen):
+    """The steps of a run and its processes, as they change."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        super().__init__(title, steps)
+        self._records: list[dict[str, Any]] = []
 
     def update(self, records: list[dict[str, Any]], board: Mapping[str, Mapping[str, Any]]) -> None:
         """records: those since the last call. board: what every process has reported."""

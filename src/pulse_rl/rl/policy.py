@@ -44,6 +44,21 @@ def encode(tokenizer: Any, prompts: list[str]) -> tuple[torch.Tensor, torch.Tens
     return batch["input_ids"], batch["attention_mask"]
 
 
+def padded(rows: Sequence[Any], *, left: bool, token: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of rows as one tensor, and where they are; (B, L) int64 each.
+
+    rows: numbers or an array each. token: which pads.
+    """
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), token, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        where = slice(longest - len(row), longest) if left else slice(len(row))
+        ids[number, where] = torch.tensor(row, dtype=torch.int64)
+        mask[number, where] = 1
+    return ids, mask
+
+
 def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Compute each prompt once. Returns the logits after it, (B, V) float32, and the cache, repeated by group."""
     out = model(

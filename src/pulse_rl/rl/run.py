@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pulse_rl.codecs.choose import check as check_codec
 from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
@@ -20,7 +20,7 @@ from pulse_rl.rl import metrics, model_name, report
 from pulse_rl.rl.buffer import DataBuffer
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.display import Display
-from pulse_rl.rl.engine import data_buffer, engine, wait
+from pulse_rl.rl.engine import ProcessHandle, data_buffer, engine, wait
 from pulse_rl.rl.rollout import Crew
 from pulse_rl.rl.tasks import Task
 from pulse_rl.rl.trainer_pool import TrainerPool
@@ -94,7 +94,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
                 for _ in range(config.workers):
                     workers.add()
                 final = _watch(trainer_pool, workers, buffer, stop_requested, absolute, display)
-                _finish(workers, buffer, display, final["version"])
+                wait_for_workers(workers, f"version {final['version']}", lambda: display.update([], buffer.board()))
             summary = metrics.summary(absolute, final, workers.results())
     except KeyboardInterrupt:
         raise PulseError(f"stopped; {_recovery_hint(config)}") from None
@@ -103,14 +103,26 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
     except ExchangeError as error:
         hint = _recovery_hint(config)
         raise ExchangeError(f"{error}; {hint}", ranks=error.ranks, round=error.round) from None
-    (config.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    try:
-        report.write(config.directory, summary, metrics.read(config.directory))
-    except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
-        display.log(f"no {report.REPORT}: {error}")
+    write_results(
+        config.directory,
+        summary,
+        lambda: report.write(config.directory, summary, metrics.read(config.directory)),
+        display.log,
+    )
     if final["step"] < config.steps:
         display.log(f"stopped at step {final['step']} of {config.steps}; {_recovery_hint(config)}")
     return summary
+
+
+def write_results(
+    directory: Path, summary: dict[str, Any], write_report: Callable[[], object], log: Callable[[str], None]
+) -> None:
+    """Write summary.json, and the report if it can be written. log: shows a person one line."""
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    try:
+        write_report()
+    except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
+        log(f"no {report.REPORT}: {error}")
 
 
 @contextmanager
@@ -203,15 +215,28 @@ def _watch(
     return trainers.result()
 
 
-def _finish(workers: WorkerPool, buffer: DataBuffer, display: Display, version: int) -> None:
-    """Wait until every worker has reached the last version, proved it and ended."""
+class Workers(Protocol):
+    """The rollout workers of a run."""
+
+    def running(self) -> list[ProcessHandle]:
+        """Those that have not ended."""
+
+    def poll(self) -> None:
+        """Collect results, and restart those that died."""
+
+
+def wait_for_workers(workers: Workers, what: str, update: Callable[[], object]) -> None:
+    """Wait until every worker has reached what was published last, proved it and ended.
+
+    what: they are to reach. update: called all the while. Raises TimeoutError, and as `poll`.
+    """
     deadline = time.monotonic() + FINISH_S
     while left := workers.running():
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{len(left)} of the rollout workers have not caught up with version {version} in {FINISH_S} s; the "
+                f"{len(left)} of the rollout workers have not caught up with {what} in {FINISH_S} s; the "
                 "run itself is complete"
             )
         wait(left, POLL_S)
         workers.poll()
-        display.update([], buffer.board())
+        update()

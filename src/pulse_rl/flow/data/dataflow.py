@@ -113,8 +113,8 @@ class Dataflow(Board):
     def take(self, worker: str, playing: Sequence[int] | None = None) -> Task | None:
         """The next task for a worker; None if there is nothing to do now.
 
-        playing: the tasks that it has. Another one that is leased to it was in an answer that a dying process of the
-        dataflow could not give any more, and is handed out anew. None: nothing is said about that.
+        playing: the tasks that it has. If it has the lease of another one, the dataflow died before its answer arrived:
+        that task is handed out anew. None: all leases stay.
         """
         now = self._tick()
         holder = self._known(worker, now)

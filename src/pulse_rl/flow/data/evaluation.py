@@ -1,6 +1,6 @@
 """Evaluation windows: problems that are played at fixed versions while the run goes on. Nothing of them is trained on.
 
-Their tasks have numbers from a range of their own, so a window does not shift what training samples. They are handed
+Their tasks are numbered apart from those of training, so a window does not shift what training samples. They are handed
 out before training's tasks, so a window ends soon, and its versions are still at hand.
 """
 

@@ -10,7 +10,6 @@ dataflow.journal    the Dataflow's state; dataflow.lock is locked by the process
 summary.json, report.html, ray.log, running: as in `rl.directory`
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +35,7 @@ from pulse_rl.rl import metrics, model_name
 from pulse_rl.rl.checkpoints import saved_step
 from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import engine, service, wait
-from pulse_rl.rl.report import REPORT
-from pulse_rl.rl.run import FINISH_S, POLL_S, stop_requests
+from pulse_rl.rl.run import POLL_S, stop_requests, wait_for_workers, write_results
 
 
 def prepare(recipe: Recipe) -> Recipe:
@@ -121,11 +119,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
         raise PulseError(f"stopped; {_recovery_hint(recipe)}") from None
     except ProcessDiedError as error:
         raise ProcessDiedError(f"{error}; {_recovery_hint(recipe)}", process=error.process) from None
-    (recipe.directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
-    try:
-        report.write(recipe.directory, result)
-    except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
-        display.log(f"no {REPORT}: {error}")
+    write_results(recipe.directory, result, lambda: report.write(recipe.directory, result), display.log)
     if result["steps"] < recipe.steps:
         display.log(f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}")
     return result
@@ -176,16 +170,7 @@ class _Driver:
     def finish(self, finals: dict[str, dict[str, Any]], started: float) -> dict[str, Any]:
         """Wait until every worker has reached the last versions, proved them and ended; return the summary."""
         self._dataflow.end()
-        deadline = time.monotonic() + FINISH_S
-        while left := self._pools.running():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{len(left)} of the rollout workers have not caught up with the last versions in {FINISH_S} s; "
-                    "the run itself is complete"
-                )
-            wait(left, POLL_S)
-            self._pools.poll()
-            self._update()
+        wait_for_workers(self._pools, "the last versions", self._update)
         seconds = time.monotonic() - started
         status = self._update() | {"restarts": self._revived}
         return summary(self._recipe, finals, self._pools.results(), status, seconds)

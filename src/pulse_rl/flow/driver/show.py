@@ -3,41 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from pulse_rl.errors import printable
+from pulse_rl.rl.display import Screen
 from pulse_rl.units import nbytes
 
 
-class Display:
-    """The policies and workers of a run, as they change. A context manager.
-
-    title: of the run. steps: of each policy.
-    """
+class Display(Screen):
+    """The policies and workers of a run, as they change."""
 
     def __init__(self, title: str, steps: int) -> None:
-        self._console = Console(stderr=True)
-        self._title = title
-        self._steps = steps
+        super().__init__(title, steps)
         self._last: dict[str, Mapping[str, Any]] = {}  # the newest record of each policy
-        self._live: Live | None = None
-
-    def __enter__(self) -> "Display":
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
-            self._live.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._live is not None:
-            self._live.__exit__(*exception)
-
-    def log(self, message: str) -> None:
-        """Show one line."""
-        self._console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, records: list[dict[str, Any]], status: Mapping[str, Any], board: Mapping[str, Any]) -> None:
         """records: of steps since the last call, each with its `policy`. status, board: the Dataflow's."""

@@ -56,7 +56,7 @@ except BaseException as error:
 
 
 class Python:
-    """Runs Python code in a process of its own and answers with what it prints.
+    """Runs Python code in a new process, and answers with what it prints.
 
     Args:
         cpu_s: Seconds of processor time.

@@ -156,7 +156,7 @@ class PolicySampling:
         limits = [request.limit - len(request.tokens) for request in order]
         temperatures = [request.temperature for request in order]
         stops = [request.stops for request in order]
-        ids, mask = _padded(list(groups), self.tokenizer.pad_token_id)
+        ids, mask = policy.padded(list(groups), left=True, token=self.tokenizer.pad_token_id)
         # Plain numbers where all rows agree: then the call is the same as one of today's sampler.
         one_temperature = len(set(temperatures)) == 1 and temperatures[0] > 0
         how = policy.How(
@@ -255,14 +255,3 @@ def _fitting(waiting: Sequence[_Request]) -> list[_Request]:
             break
         batch.append(request)
     return batch
-
-
-def _padded(contexts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask of contexts, (P, L) each, padded on the left."""
-    longest = max(map(len, contexts))
-    ids = torch.full((len(contexts), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, context in enumerate(contexts):
-        ids[row, longest - len(context) :] = torch.tensor(context)
-        mask[row, longest - len(context) :] = 1
-    return ids, mask

@@ -170,8 +170,8 @@ def _part(rows: Sequence[_Row]) -> _Part:
             contexts.append(row.turn.prompt)
             sizes.append(0)
         sizes[-1] += 1
-    prompt_ids, prompt_mask = _padded(contexts, left=True)
-    tokens, mask = _padded([row.turn.tokens for row in rows], left=False)
+    prompt_ids, prompt_mask = policy.padded(contexts, left=True)  # what pads is masked out
+    tokens, mask = policy.padded([row.turn.tokens for row in rows], left=False)
     logprobs = torch.zeros(tokens.shape)
     for number, row in enumerate(rows):
         logprobs[number, : len(row.turn.logprobs)] = torch.from_numpy(np.array(row.turn.logprobs))
@@ -180,18 +180,6 @@ def _part(rows: Sequence[_Row]) -> _Part:
         torch.tensor(sizes),
         torch.tensor([row.advantage for row in rows]),
     )
-
-
-def _padded(rows: Sequence[Any], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of token ids as one tensor, and where they are; (B, L) int64 each. Token 0 pads: it is masked out."""
-    longest = max(map(len, rows))
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        where = slice(longest - len(row), longest) if left else slice(len(row))
-        ids[number, where] = torch.from_numpy(np.array(row))
-        mask[number, where] = 1
-    return ids, mask
 
 
 class _Board:

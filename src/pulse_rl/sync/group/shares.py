@@ -60,6 +60,11 @@ class SharePlan:
         """Of the whole model."""
         return sum(whole(spec.shape).size for spec in self.tensors.values())
 
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks hold some elements."""
+        return any(len(part.holders) > 1 for parts in self.parts.values() for part in parts)
+
     def all_names(self) -> dict[str, TensorSpec]:
         """Every name, tied ones too, → the tensor that stands for it."""
         return {**self.tensors, **{alias: self.tensors[owner] for alias, owner in self.tied.items()}}

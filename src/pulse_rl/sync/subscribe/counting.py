@@ -50,6 +50,8 @@ def prove_replicas(peers: RankPeers, share: Share, tensors: Layout | None = None
 
     tensors: the same boxes in other memory; None: the weights themselves.
     """
+    if not share.plan.replicated:
+        return
     found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank, tensors), dict[str, int])
     try:
         compare_replicas(list(found))
