@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,46 @@ GAME = HERE / "flow_game.toml"
 ROLES = ("digits", "letters")
 PATHS = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # the first is where the workflow is
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
+add = lambda: cluster.add_node(num_cpus=1, resources={"far": 1})
+far = [add() for _ in range(int(sys.argv[1]))]
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(far.pop(0), allow_graceful=False)
+    if line == "replace\\n":
+        far.append(add())
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+class Nodes:
+    """A Ray cluster on this machine: a head, and nodes with the resource `far`."""
+
+    def __init__(self, far: int) -> None:
+        command = [sys.executable, "-c", CLUSTER, str(far)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT)
+        self.pid = self._process.pid
+        self.address = self._read()
+
+    def lose(self, *, replace: bool = False) -> None:
+        """Kill the oldest of the far nodes, with all its processes; start another one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("replace\n" if replace else "lose\n")
+        self._process.stdin.flush()
+        assert self._read() == "done"
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._process.communicate(timeout=60)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
 
 
 def start(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> "subprocess.Popen[str]":

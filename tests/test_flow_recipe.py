@@ -69,6 +69,7 @@ BAD = [
     ("policies.solver.trained=1", ["policies.solver.trained: expected true or false, found 1"]),
     ("policies.solver.trained=false", ["policies: expected at least one with trained = true"]),
     ("policies.solver.order=lifo", ["policies.solver.order: expected task or deadline or newest, found 'lifo'"]),
+    ("policies.solver.sync=half", ["policies.solver.sync: expected patch or full, found 'half'"]),
     ("policies.solver.codec=zip", ["policies.solver.codec: expected one of", "'zip'"]),
     ("policies.solver.model=/nowhere", ["policies.solver.model", "'/nowhere'"]),
     ("policies.solver.loss=gspoo", ["policies.solver.loss", "did you mean gspo"]),
@@ -124,6 +125,13 @@ def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:
 def test_a_deterministic_run_takes_no_engine_with_a_cache() -> None:
     with pytest.raises(ValueError, match=r"pools\[0\].kind: expected builtin"):
         _load("math", "deterministic=true", "pools.near.kind=vllm")
+
+
+def test_an_engine_follows_by_patches_and_finishes_what_it_has_begun() -> None:
+    with pytest.raises(ValueError, match=r"pools\[0\].interrupt: expected false"):
+        _load("math", "pools.near.kind=vllm", "pools.near.interrupt=true")
+    with pytest.raises(ValueError, match=r"policies.solver.sync: expected patch"):
+        _load("math", "pools.near.kind=vllm", "sync=full")
 
 
 def test_a_recipe_that_is_none(tmp_path: Path) -> None:

@@ -2,29 +2,16 @@
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from flow_runs import ENVIRONMENT, GAME, ROLES, check, finish, kill, run, start, steps
+from flow_runs import GAME, ROLES, Nodes, check, finish, kill, run, start, steps
 from runs import COMMAND, children, wait_for
 
 from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 PATIENCE_S = 300  # with other work on the machine
-
-NODES = """
-import sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
-far = [cluster.add_node(num_cpus=1, resources={"far": 1}) for _ in range(2)]
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    cluster.remove_node(far.pop(), allow_graceful=False)
-    print("removed", flush=True)
-cluster.shutdown()
-"""
 
 
 def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
@@ -152,21 +139,14 @@ def test_evaluation_windows_are_played_at_their_versions(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_run_on_a_cluster_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     """A pool on another node, found by its region; its node is lost, and its worker starts elsewhere."""
-    nodes = subprocess.Popen(
-        [sys.executable, "-c", NODES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    assert nodes.stdin is not None
-    assert nodes.stdout is not None
+    nodes = Nodes(far=2)
     out = tmp_path / "run"
     process = None
     try:
-        address = nodes.stdout.readline().strip()
         pools = ["pools.near.region=far", "pools.near.workers=2"]
-        process = start(out, "steps=100000", "checkpoint_every=5", f'address="{address}"', *pools)
+        process = start(out, "steps=100000", "checkpoint_every=5", f'address="{nodes.address}"', *pools)
         wait_for(lambda: steps(out) >= 3 or process.poll() is not None, PATIENCE_S)
-        nodes.stdin.write("one\n")
-        nodes.stdin.flush()
-        assert nodes.stdout.readline().strip() == "removed"
+        nodes.lose()
         before = steps(out)
         wait_for(lambda: steps(out) > before + 20 or process.poll() is not None, PATIENCE_S)
         process.send_signal(signal.SIGINT)
@@ -174,8 +154,7 @@ def test_a_run_on_a_cluster_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     finally:
         if process is not None:
             process.kill()
-        nodes.stdin.close()
-        nodes.wait(60)
+        nodes.close()
     check(summary, out)
     assert len(summary["workers"]) == 2
     assert sum(worker["restarts"] for worker in summary["workers"]) >= 1

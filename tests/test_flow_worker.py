@@ -20,8 +20,9 @@ from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Policy, Rewards
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
+from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.worker import RolloutWorker
-from pulse_rl.flow.samples import Batch
+from pulse_rl.flow.samples import Batch, Turn
 from pulse_rl.rl import model
 
 
@@ -46,17 +47,21 @@ class Odd:
 class World:
     """The trainer's side of a run of a tiny policy, and a worker in a thread."""
 
-    def __init__(self, directory: Path, *, deterministic: bool = False, **settings: int) -> None:
+    def __init__(
+        self, directory: Path, *, deterministic: bool = False, tokens: int = 3, staleness: int = 1, **settings: int
+    ) -> None:
         self.recipe = Recipe(
             out=str(directory),
             deterministic=deterministic,
             policies={"solver": PolicyRecipe(model="tiny")},
-            workflow=WorkflowRecipe(name="test_flow_worker:Odd", settings=settings, group_size=2, max_new_tokens=3),
+            workflow=WorkflowRecipe(
+                name="test_flow_worker:Odd", settings=settings, group_size=2, max_new_tokens=tokens
+            ),
             pools=[PoolRecipe(slots=2)],
             evaluation=[EvaluationRecipe(name="held", samples=3)],
         )
         self.dataflow = Dataflow(
-            {"solver": PolicySettings(groups=2)},
+            {"solver": PolicySettings(groups=2, max_staleness=staleness)},
             All(),
             deterministic=deterministic,
             dispatch=DispatchSettings(pause=0.1),
@@ -95,6 +100,19 @@ class World:
             self.result = RolloutWorker("near-0", self.recipe, self.recipe.pools[0], self.dataflow).run()
         except BaseException as error:  # noqa: BLE001  # the test raises it
             self._error = error
+
+    def logprobs(self, turn: Turn, before: int) -> Any:
+        """Of a turn's tokens, each at its version, or at one so many versions before; one pass a version."""
+        ids = torch.from_numpy(np.concatenate([turn.prompt, turn.tokens]))[None]
+        found = np.zeros(len(turn.tokens))
+        for version in set(turn.versions.tolist()):
+            module, _ = model.build(model.assets(self._loaded))
+            pulse.Subscriber(self.recipe.store_url("solver")).sync(module, version=max(0, version - before))
+            with torch.no_grad():
+                logits = module(input_ids=ids).logits[0, len(turn.prompt) - 1 : -1].float()
+            of_tokens = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(turn.tokens)[:, None])[:, 0]
+            found[turn.versions == version] = of_tokens.numpy()[turn.versions == version]
+        return found
 
     def pull(self) -> Batch:
         batch: Batch = wait_for(lambda: self.dataflow.pull("solver"))
@@ -197,6 +215,31 @@ def test_tokens_carry_versions_that_the_history_has(tmp_path: Path, interrupt: b
             world.publish(version)
     assert all(min(versions) >= 0 and max(versions) <= number for number, versions in enumerate(seen))
     assert seen[-1] != [0]
+
+
+def test_an_interrupted_turn_says_of_each_token_which_version_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token's log-probability is that of the version that it is said to be of, and not of the one before."""
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.02)
+    world = World(tmp_path, tokens=48, staleness=40)
+    world.recipe = _with(world.recipe, interrupt=True)
+    world.publish(0)
+    mixed: list[Turn] = []
+    with world.worker():
+        for version in range(1, 40):
+            found = [Turn(*turn) for group in world.pull().groups for turn in group.turns]
+            mixed += [turn for turn in found if len(set(turn.versions)) > 1]
+            if len(mixed) >= 2:
+                break
+            world.publish(version)
+    assert len(mixed) >= 2
+    for turn in mixed:
+        assert (np.diff(turn.versions) >= 0).all()
+        own, other = (np.abs(world.logprobs(turn, before) - turn.logprobs) for before in (0, 1))
+        late = turn.versions > turn.versions[0]
+        assert own.mean() < 0.02
+        assert own[late].mean() < other[late].mean() / 5
 
 
 def _with(recipe: Recipe, *, interrupt: bool) -> Recipe:

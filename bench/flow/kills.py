@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python bench/flow/kills.py --kills 200 --seed 0 --out /tmp/kills
 
-Each run is one of two policies of tiny models. At random moments a worker, a trainer, the Dataflow or the driver is
-killed; after the driver, the run goes on by --resume. Then the run is stopped by SIGINT, and checked: every worker
-holds the bits of every trainer, and every step was trained and recorded once. One line of JSON a run.
+Each run is one of two policies of tiny models, every other one on a Ray cluster of several nodes on this machine. At
+random moments a worker, a trainer, the Dataflow, the driver or a node is killed; after the driver, the run goes on by
+--resume, and a node is replaced. Then the run is stopped by SIGINT, and checked: every worker holds the bits of every
+trainer, and every step was trained and recorded once. One line of JSON a run.
 """
 
 import argparse
@@ -15,13 +16,16 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flow_runs import check, finish, kill, start, steps
+from flow_runs import Nodes, check, finish, kill, start, steps
 from runs import children, wait_for
 
-SERVICES = ("RolloutProcess", "TrainerProcess", "DataflowProcess", "driver")
+PROCESSES = ("RolloutProcess", "TrainerProcess", "DataflowProcess")
+SERVICES = (*PROCESSES, "driver")
+FAR = 2  # nodes beside the head's
 PATIENCE_S = 600  # for a run to go on
 
 
@@ -33,33 +37,47 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    begun, done, totals = time.monotonic(), 0, Counter[str]()
+    begun, done, runs, totals = time.monotonic(), 0, 0, Counter[str]()
     while done < options.kills and time.monotonic() - begun < options.seconds:
-        result = one(options.out / "run", options.seed + done, min(options.each, options.kills - done))
+        nodes = FAR * (runs % 2)
+        result = one(options.out / "run", options.seed + done, min(options.each, options.kills - done), nodes)
         done += sum(result["killed"].values())
+        runs += 1
         totals.update(result["killed"])
         print(json.dumps(result), flush=True)
-    print(json.dumps({"kills": done, "by_service": totals, "seconds": time.monotonic() - begun}))
+    seconds = round(time.monotonic() - begun, 1)
+    print(json.dumps({"runs": runs, "kills": done, "by_service": totals, "seconds": seconds}))
 
 
-def one(out: Path, seed: int, kills: int) -> dict[str, Any]:
-    """A run with so many kills; raises AssertionError if it does not end whole."""
+def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
+    """A run with so many kills; raises AssertionError if it does not end whole. far: nodes of its cluster; 0: none."""
     shutil.rmtree(out, ignore_errors=True)
     chance, killed, begun = random.Random(seed), Counter[str](), time.monotonic()
-    process = start(out, "steps=100000", "checkpoint_every=4", "pools.near.workers=2")
-    try:
+    services = (*SERVICES, "node") if far else SERVICES
+    with ExitStack() as stack:
+        nodes = Nodes(far) if far else None
+        where = []
+        if nodes:
+            stack.callback(nodes.close)
+            where = [f'address="{nodes.address}"', "pools.near.region=far"]
+        process = start(out, "steps=100000", "checkpoint_every=4", "pools.near.workers=2", *where)
+        stack.callback(lambda: process.kill())  # the last one
         wait_for(lambda: steps(out) >= 1 or process.poll() is not None, PATIENCE_S)
         while sum(killed.values()) < kills:
             time.sleep(chance.expovariate(1 / 2))
-            service, before = chance.choice(SERVICES), steps(out)
+            service, before = chance.choice(services), steps(out)
+            above = nodes.pid if nodes else process.pid
             if service == "driver":
-                below = children("ray::", process.pid)
+                below = [pid for title in PROCESSES for pid in children(f"ray::{title}", above)]
                 process.kill()
                 process.communicate()
                 wait_for(lambda below=below: not any(map(_alive, below)), PATIENCE_S)
                 process = start(out, resume=True)
                 before = 0
-            elif kill(service, process.pid) is None:
+            elif service == "node":
+                assert nodes is not None
+                nodes.lose(replace=True)
+            elif kill(service, above) is None:
                 continue  # it is being started again
             killed[service] += 1
             if chance.random() < 0.5:  # else the next one follows while this one is being mended
@@ -67,12 +85,11 @@ def one(out: Path, seed: int, kills: int) -> dict[str, Any]:
         _go_on(out, process, steps(out))
         process.send_signal(signal.SIGINT)
         summary, _ = finish(process)
-    finally:
-        process.kill()
     check(summary, out)
     policies = summary["policies"].values()
     return {
         "seed": seed,
+        "nodes": far and far + 1,
         "killed": dict(killed),
         "steps": [policy["steps"] for policy in policies],
         "repeated_groups": [policy["repeated"] for policy in policies],
@@ -88,7 +105,10 @@ def _go_on(out: Path, process: "subprocess.Popen[str]", before: int) -> None:
 
 
 def _alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

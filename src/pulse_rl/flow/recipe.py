@@ -53,6 +53,7 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     replay: Plugin | None = None  # which groups are trained on again; None: none
     replay_ratio: float = 0.0  # repeated groups in a batch, as a share of it
     filter: Plugin = _ALL  # which groups are kept
+    sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint per version
     codec: str = "context"
     anchor_every: int = 50  # versions
 
@@ -235,6 +236,15 @@ def _check_pools(recipe: Recipe) -> None:
             raise ValueError(
                 f"{key}.kind: expected builtin with deterministic = true, found vllm, whose results depend on what it "
                 "has cached"
+            )
+        if pool.kind == "vllm" and pool.interrupt:
+            raise ValueError(
+                f"{key}.interrupt: expected false with kind = \"vllm\", found true: vLLM finishes what it has begun"
+            )
+        if pool.kind == "vllm" and (full := [name for name, each in recipe.policies.items() if each.sync == "full"]):
+            raise ValueError(
+                f"policies.{full[0]}.sync: expected patch with a pool of kind vllm ({pool.name}), which follows by "
+                "patches, found full"
             )
     if not any(pool.workers for pool in recipe.pools):
         raise ValueError("pools: expected at least one worker in all pools together, found 0")

@@ -21,7 +21,8 @@ from pulse_rl.flow.registry import Plugin
 from pulse_rl.rl.config import RECIPE
 
 FILE = RECIPE  # in the run's directory
-SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "codec")  # --set of every policy at once
+# --set of every policy at once
+SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "sync", "codec")
 FREE = ("steps", "checkpoint_every", "address")  # may change with --resume
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workflow": WorkflowRecipe,

@@ -43,11 +43,11 @@ class Share:
 class _Load:
     """The slots of a region's live workers, and how many have a task."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: float) -> None:
         self.workers = 0
         self.slots = 0
         self.busy = 0
-        self._busy_share = Share()
+        self._busy_share = Share(window)
 
     def set(self, now: float) -> None:
         self._busy_share.set(self.busy / self.slots if self.slots else 0.0, now)
@@ -57,13 +57,14 @@ class _Load:
 
 
 class Loads:
-    """How busy the workers of each region are."""
+    """How busy the workers of each region are. window: of the shares, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: float = WINDOW) -> None:
+        self._window = window
         self._regions: dict[str, _Load] = {}
 
     def change(self, region: str, now: float, *, slots: int = 0, busy: int = 0, workers: int = 0) -> None:
-        load = self._regions.setdefault(region, _Load())
+        load = self._regions.setdefault(region, _Load(self._window))
         load.workers += workers
         load.slots += slots
         load.busy += busy

@@ -70,7 +70,7 @@ class Dataflow(Board):
         self._clock = clock
         self._called = clock()  # when, the last time
         self._now = self._state.at  # seconds in which this process has run
-        self._waits = {name: Share() for name in self._buffers}
+        self._waits = {name: Share(self._dispatcher.settings.window) for name in self._buffers}
         self._waiting: set[str] = set()  # policies whose trainers found no batch
         self._behind = 0  # calls of workers that got no task as their weights were too old
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pulse_rl.flow.data.balance import Loads
+from pulse_rl.flow.data.balance import WINDOW, Loads
 from pulse_rl.flow.samples import Task
 
 KEPT = 20  # errors of tasks that were given up
@@ -33,6 +33,7 @@ class DispatchSettings:
     pause: float = 5.0  # the first such time
     longest_pause: float = 300.0
     tries: int = 5  # of a task, until it is given up
+    window: float = WINDOW  # of the balance report's shares
 
 
 class Worker(msgspec.Struct):
@@ -87,7 +88,7 @@ class Dispatcher:
     def __init__(self, settings: DispatchSettings, *, now: float, state: State | None = None) -> None:
         self.settings = settings
         self.state = state or State()
-        self.loads = Loads()
+        self.loads = Loads(settings.window)
         self._heard: OrderedDict[str, float] = OrderedDict()  # live workers, by when they were heard of
         self._silent: OrderedDict[str, float] = OrderedDict()  # suspects, likewise
         for worker in self.state.workers.values():

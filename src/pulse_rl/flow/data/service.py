@@ -7,11 +7,13 @@ from typing import Any
 from pulse_rl.flow import registry
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.rl.directory import lock
 
 NAME = "dataflow"  # of the service, in the run's namespace
 LOCK = "dataflow.lock"
+DECISIONS = 4  # of the autoscaling rule, in which past time loses 63 % of its weight
 PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
@@ -27,11 +29,18 @@ class DataflowProcess(Dataflow):
             registry.build("curator", recipe.curator, key="curator", seed=recipe.seed),
             deterministic=recipe.deterministic,
             directory=recipe.directory,
+            dispatch=_dispatch(recipe),
         )
 
     def status(self) -> dict[str, Any]:
         """As `Dataflow.status`, and the process."""
         return super().status() | {"pid": os.getpid()}
+
+
+def _dispatch(recipe: Recipe) -> DispatchSettings:
+    """Who decides more often than every half minute needs shares that follow as fast."""
+    scale = recipe.autoscale
+    return DispatchSettings() if scale is None else DispatchSettings(window=DECISIONS * scale.every)
 
 
 def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | None:

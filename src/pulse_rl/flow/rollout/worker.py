@@ -162,6 +162,7 @@ class RolloutWorker:
             max_new_tokens=recipe.workflow.max_new_tokens,
             temperature=recipe.workflow.temperature,
             threads=self._pool.threads,
+            sync=recipe.policies[policy].sync,
             seed=recipe.seed,
         )
 

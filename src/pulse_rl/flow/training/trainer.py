@@ -55,6 +55,7 @@ def settings(recipe: Recipe, name: str) -> RunConfig:
         max_staleness=given.max_staleness,
         deterministic=recipe.deterministic,
         seed=recipe.seed,
+        sync=given.sync,
         codec=given.codec,
         anchor_every=given.anchor_every,
         checkpoint_every=recipe.checkpoint_every,
