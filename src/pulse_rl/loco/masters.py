@@ -154,9 +154,15 @@ class Masters:
         sends: what this trainer sent, to be subtracted from the residual. gradient: the mean over all trainers, (n,).
         The live parameters become θ, and frozen ones θ − (frozen − live), which keeps the steps taken since `freeze`.
         """
-        if segment.residual is not None and sends is not None:
-            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
+        self._keep(segment, sends)
         loco.outer(segment.shared, segment.momentum, gradient, lr, mu)
+        self._write(segment)
+        return self._digest(segment, segment.shared)
+
+    def adopt(self, segment: MasterSegment, sends: Sends | None, theta: F32, momentum: F32) -> int:
+        """Likewise where another trainer gives θ and momentum after the outer step, (n,), in place of the gradient."""
+        self._keep(segment, sends)
+        segment.shared[:], segment.momentum[:] = theta, momentum
         self._write(segment)
         return self._digest(segment, segment.shared)
 
@@ -177,6 +183,10 @@ class Masters:
     def momentum_digest(self) -> int:
         """Likewise of the momentum."""
         return sum(self._digest(segment, segment.momentum) for segment in self.segments) & digests.MASK
+
+    def _keep(self, segment: MasterSegment, sends: Sends | None) -> None:
+        if segment.residual is not None and sends is not None:
+            loco.keep(segment.shared, self.live(segment), segment.residual, sends.indices, sends.values)
 
     def _digest(self, segment: MasterSegment, values: F32) -> int:
         return cpu.digest_range(self._seeds[segment.name], segment.start, values.view(np.uint32))

@@ -2,9 +2,19 @@
 
 from typing import NamedTuple
 
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.exchange import Mean, Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.report import LocoReport
+
+
+class StateAfter(NamedTuple):
+    """θ and momentum after a round, taken over from another trainer."""
+
+    round: int  # rounds done
+    theta: list[F32]  # of each segment
+    momentum: list[F32]
+    nbytes: int  # as it was received
 
 
 class Outcome(NamedTuple):
@@ -17,6 +27,7 @@ class Outcome(NamedTuple):
     means: list[Mean]  # of each segment
     timings: Timings
     counted: bool = True  # whether what this trainer sent is in the mean; if not, all of it stays in the residual
+    after: StateAfter | None = None  # in place of the means, where these cannot be had
 
     def report(self, round: int, elements: int, digest: str) -> LocoReport:
         """The report of this round, once it is committed."""

@@ -363,16 +363,18 @@ class LocalSteps:
 
     def _commit(self, outcome: Outcome, inner_steps: int) -> int:
         """Take the outer step of a round of `inner_steps` steps; returns θ's digest."""
-        masters, sends = self._masters, outcome.sends
+        masters, sends, after = self._masters, outcome.sends, outcome.after
 
         def commit(number: int) -> int:
-            segment = masters.segments[number]
-            mean, sent = outcome.means[number].dense(segment.size), sends[number] if sends else None
+            segment, sent = masters.segments[number], sends[number] if sends else None
+            if after is not None:
+                return masters.adopt(segment, sent, after.theta[number], after.momentum[number])
+            mean = outcome.means[number].dense(segment.size)
             return masters.commit(segment, sent, mean, self.outer_lr, self.outer_momentum)
 
-        total = (masters.empty_digest + sum(ordered_map(commit, range(len(outcome.means))))) & digests.MASK
+        total = (masters.empty_digest + sum(ordered_map(commit, range(len(masters.segments))))) & digests.MASK
         masters.thaw()
-        self.round += 1
+        self.round = self.round + 1 if after is None else after.round
         self.inner_steps -= inner_steps
         return total
 

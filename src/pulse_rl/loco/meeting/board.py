@@ -8,7 +8,18 @@ from typing import NamedTuple, TypeVar
 from pulse_rl.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError
 from pulse_rl.history.signing import Keys
 from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import MAX_NBYTES, Anchor, Beginning, Commit, Document, Offer, Run, Stop, decode
+from pulse_rl.loco.meeting.documents import (
+    MAX_NBYTES,
+    Anchor,
+    Beginning,
+    Commit,
+    Document,
+    Lack,
+    Offer,
+    Run,
+    Stop,
+    decode,
+)
 from pulse_rl.store.base import Store, read_up_to
 
 D = TypeVar("D", bound=Document)
@@ -21,6 +32,7 @@ class Look(NamedTuple):
     later: bool  # whether there is anything of a later round, which begins when this one is committed
     offering: frozenset[int]  # ranks
     stops: frozenset[str]  # names
+    lacks: frozenset[str] = frozenset()  # names
 
 
 class Board:
@@ -61,11 +73,13 @@ class Board:
             later=len(here) < len(found),
             offering=frozenset(rank for name in here if (rank := names.offering_rank(name)) is not None),
             stops=frozenset(name for name in here if names.stopped_rank(name) is not None),
+            lacks=frozenset(name for name in here if names.lacking_rank(name) is not None),
         )
 
-    def committed(self) -> list[int]:
-        """The rounds whose commits are in the store, ascending."""
-        found = [(names.round_of(info.name), info.name) for info in self.store.list(names.ROUNDS)]
+    def committed(self, first: int = 0) -> list[int]:
+        """The rounds from `first` on whose commits are in the store, ascending."""
+        after = names.round_folder(first) if first else ""
+        found = [(names.round_of(info.name), info.name) for info in self.store.list(names.ROUNDS, after=after)]
         return [round for round, name in found if round is not None and name == names.commit_name(round)]
 
     def anchors(self) -> list[int]:
@@ -105,6 +119,10 @@ class Board:
     def stop(self, name: str) -> Stop:
         """Why a trainer cannot take part."""
         return self._read(name, Stop)
+
+    def lack(self, name: str) -> Lack:
+        """Which round a trainer cannot end."""
+        return self._read(name, Lack)
 
     def anchor(self, round: int) -> Anchor:
         """The anchor of a round."""

@@ -7,6 +7,7 @@ complete adds up what is offered and commits it, by one put-if-absent; then the 
 
 So an offer that came too late does not count: all of it stays in that trainer's residual, exactly, and counts in the
 next round. What nobody could read never counts: who commits has read it all, and says in the commit whom it refused.
+What another one cannot read after the commit is repaired (`repair`).
 If θ differs between trainers the majority is right, of equally many the one with the lowest rank.
 """
 
@@ -23,7 +24,9 @@ from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.meeting import names, parcels
 from pulse_rl.loco.meeting.board import Board, Look
 from pulse_rl.loco.meeting.documents import Commit, Offer, Refusal, Stop
+from pulse_rl.loco.meeting.repair import Repairs
 from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -32,10 +35,11 @@ log = logger(__name__)
 
 
 class Ended(NamedTuple):
-    """A round that is committed."""
+    """A round that is committed: what counted in it, or the state that it led to."""
 
     commit: Commit
     means: list[Mean]  # of each segment
+    after: StateAfter | None = None  # where a payload cannot be read any more
 
 
 class Meeting:
@@ -55,6 +59,7 @@ class Meeting:
         self._late_after = late_after
         self.timeout = timeout
         self._read: set[str] = set()  # names of stops that are dealt with
+        self.repairs = Repairs(board, rank, self.life, timeout)
 
     def end_round(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> Ended:
         """Wait until the trainer's next round is committed, or commit it.
@@ -74,13 +79,15 @@ class Meeting:
                 self._check(commit)
                 if ready is not None and ready.commit.offers == commit.offers:
                     return Ended(commit, ready.means)
-                return Ended(commit, self._receive(trainer, commit.offers, sends, timings))
+                return self._ended(trainer, commit, sends, timings)
             if look.later:
                 raise self.left_behind(round)
             for rank in sorted(look.offering - offers.keys()):
                 if rank < self.size:
                     offers[rank] = self.board.offer(round, rank)
             self._heed_stops(look, round)
+            if self.rank in offers:
+                self.repairs.give(trainer, look)
             waited = time.monotonic() - began
             late = self._late_after is not None and waited >= self._late_after and self.rank in offers
             if late or len(offers) == self.size:
@@ -167,6 +174,16 @@ class Meeting:
     def _receive(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> list[Mean]:
         own = any((offer.rank, offer.life) == (self.rank, self.life) for offer in offers)
         return parcels.receive(self.board.store, trainer, offers, sends, self.rank if own else None, timings)
+
+    def _ended(self, trainer: Trainer, commit: Commit, sends: list[Sends], timings: Timings) -> Ended:
+        """A round that another trainer has committed. What it has read is what counts, so that is read or repaired."""
+        try:
+            return Ended(commit, self._receive(trainer, commit.offers, sends, timings))
+        except ExchangeError as error:
+            after = self.repairs.state_after(trainer, commit.round, error)
+        timings.spent("exchange")
+        timings.received_nbytes += after.nbytes
+        return Ended(commit, [], after)
 
     def _check(self, commit: Commit) -> None:
         """Raise if this trainer cannot go on from a commit."""

@@ -45,6 +45,11 @@ class Anchor(Document, frozen=True, kw_only=True, tag="anchor"):
     life: Token  # of the trainer that wrote it
     parts: tuple[Part, ...]  # by fragment
 
+    @property
+    def nbytes(self) -> int:
+        """Of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
 
 class Run(Document, frozen=True, kw_only=True, tag="run"):
     """Who may take part, and the state that the run began with."""
@@ -103,6 +108,15 @@ class Stop(Document, frozen=True, kw_only=True, tag="stop"):
     round: Count
     rank: Count  # whose fault it is
     refused: bool  # whether another model, world size or option is why, so that no run of all can begin
+    reason: str
+
+
+class Lack(Document, frozen=True, kw_only=True, tag="lack"):
+    """Which committed round a trainer cannot end."""
+
+    round: Count  # the open one, in whose folder this lies
+    rank: Count
+    lacks: Count  # the round
     reason: str
 
 

@@ -6,6 +6,7 @@ Whatever state a trainer brings, it ends with the θ and momentum of the last co
     its state is of the last round         it goes on as it is, its inner steps too
     older, and all rounds since are there  it takes their outer steps
     a new trainer, or rounds were pruned   it takes over the newest anchor, then the rounds since
+    what a round sent cannot be read       it takes over the state after it, which the others give (`repair`)
 
 What it had not sent is kept: its inner steps go into the residual, exactly, and each element that a former life has
 sent in one of those rounds is taken out of it, as it has counted. If a former life's offer is in a round that is not
@@ -22,7 +23,7 @@ from pulse_rl.loco.meeting import anchors, names, parcels
 from pulse_rl.loco.meeting.commits import Ended, Meeting
 from pulse_rl.loco.meeting.documents import Anchor, Run
 from pulse_rl.loco.members import Trainer
-from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.logs import logger
 from pulse_rl.weights import digests
 
@@ -120,9 +121,7 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
         if round:
             log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, anchor.round)
         values = anchors.read(board.store, masters, anchor)
-        masters.take_over(*values)
-        counters.round, counters.inner_steps = anchor.round, 0
-        meeting.base = anchor.theta
+        _take_over(meeting, trainer, StateAfter(anchor.round, *values, anchor.nbytes))
     elif counters.round < newest or meeting.rank in board.look(round + 1).offering:
         masters.fold()
         counters.inner_steps = 0
@@ -171,15 +170,29 @@ def _newest_anchor(meeting: Meeting, run: Run) -> Anchor:
     return meeting.board.anchor(rounds[-1]) if rounds else run.anchor
 
 
+def _take_over(meeting: Meeting, trainer: Trainer, after: StateAfter) -> None:
+    """Start from another trainer's state, with an empty residual."""
+    trainer.masters.take_over(after.theta, after.momentum)
+    trainer.counters.round, trainer.counters.inner_steps = after.round, 0
+    meeting.base = digests.to_hex(trainer.masters.digest())
+
+
 def _replay(meeting: Meeting, trainer: Trainer, ended: Ended) -> None:
     """Take the outer step of a committed round in which this life took no part."""
     masters = trainer.masters
     mine = ended.commit.offer(meeting.rank)
-    counted = (
-        parcels.sent_indices(meeting.board.store, masters, trainer.contribution, mine)
-        if mine is not None and masters.residual
-        else [None] * len(masters.segments)
-    )
+    after = ended.after
+    try:
+        counted = (
+            parcels.sent_indices(meeting.board.store, masters, trainer.contribution, mine)
+            if mine is not None and masters.residual
+            else [None] * len(masters.segments)
+        )
+    except ExchangeError as error:
+        after = after or meeting.repairs.state_after(trainer, ended.commit.round, error)
+    if after is not None:
+        _take_over(meeting, trainer, after)
+        return
     for segment, indices in zip(masters.segments, counted, strict=True):
         if segment.residual is not None and indices is not None:
             segment.residual[indices] = 0

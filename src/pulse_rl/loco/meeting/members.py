@@ -78,7 +78,7 @@ class StoreMembers:
             nothing = Sends(np.empty(0, np.uint32), np.empty(0, np.float32))
             sends, sent = [nothing] * len(trainer.masters.segments), 0
         workers = len(ended.commit.offers)
-        return Outcome(workers, sends, sent, ["store"], ended.means, timings, counted)
+        return Outcome(workers, sends, sent, ["store"], ended.means, timings, counted, ended.after)
 
     def settle(self, prove: Callable[[Group], None], digest: int) -> None:
         """Remember θ's digest, for the next offer; put an anchor and prune where it is this trainer's turn."""
@@ -86,11 +86,12 @@ class StoreMembers:
         meeting.base = digests.to_hex(digest)
         assert self._trainer is not None
         assert self._last is not None
-        if self._last.round % self._anchor_every == 0 and self._last.offers[0].life == meeting.life:
+        round = self._trainer.counters.round
+        if round % self._anchor_every == 0 and round == self._last.round and self._last.offers[0].life == meeting.life:
             try:
-                self._put_anchor(self._trainer, self._last.round)
+                self._put_anchor(self._trainer, round)
             except StoreError as error:  # the round is done; the next anchor serves as well
-                log.warning("no anchor after round %d: %s", self._last.round, error)
+                log.warning("no anchor after round %d: %s", round, error)
 
     def _find(self, trainer: Trainer, round: int) -> list[Sends]:
         """What to send. Raises what its computation raises, and FloatingPointError; then the others are told."""

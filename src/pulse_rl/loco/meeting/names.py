@@ -6,6 +6,8 @@
     trainers/rounds/000000000007/commit.json         the round's commit: which offers count
     trainers/rounds/000000000007/stop-00002-<life>.json
                                                      why rank 2 cannot take part
+    trainers/rounds/000000000007/lack-00002-<life>.json
+                                                     which earlier round rank 2 cannot end
     trainers/payloads/000000000007/00002-<life>/00000
                                                      what it sends of fragment 0
     trainers/anchors/000000000050.json               a state that newcomers start from: θ and momentum after round 50
@@ -23,6 +25,7 @@ ROUNDS, PAYLOADS, ANCHORS = f"{FOLDER}/rounds", f"{FOLDER}/payloads", f"{FOLDER}
 _NUMBERED = re.compile(rf"{FOLDER}/(?:rounds|payloads|anchors)/(\d{{12}})[./-].+")
 _OFFER = re.compile(rf"{ROUNDS}/\d{{12}}/(\d{{5}})\.json")
 _STOP = re.compile(rf"{ROUNDS}/\d{{12}}/stop-(\d{{5}})-[0-9a-f]{{16}}\.json")
+_LACK = re.compile(rf"{ROUNDS}/\d{{12}}/lack-(\d{{5}})-[0-9a-f]{{16}}\.json")
 
 
 def round_folder(round: int) -> str:
@@ -40,6 +43,10 @@ def offer_name(round: int, rank: int) -> str:
 
 def stop_name(round: int, rank: int, life: str) -> str:
     return f"{round_folder(round)}/stop-{rank:05d}-{life}.json"
+
+
+def lack_name(round: int, rank: int, life: str) -> str:
+    return f"{round_folder(round)}/lack-{rank:05d}-{life}.json"
 
 
 def payload_name(round: int, rank: int, life: str, fragment: int) -> str:
@@ -69,4 +76,10 @@ def offering_rank(name: str) -> int | None:
 def stopped_rank(name: str) -> int | None:
     """The rank in the name of a stop; None for any other name."""
     match = _STOP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def lacking_rank(name: str) -> int | None:
+    """The rank in the name of a lack; None for any other name."""
+    match = _LACK.fullmatch(name)
     return int(match[1]) if match else None

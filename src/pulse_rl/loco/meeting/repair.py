@@ -1,0 +1,106 @@
+"""Repair: a payload that counts in a committed round, and that this trainer cannot read.
+
+What is committed counts, so the round can be neither repeated nor left out. But who committed it has read all of it,
+and what it led to are θ and momentum, which any trainer that has ended the round can give:
+
+    the trainer that cannot read     puts a lack into the folder of the open round, again in each later one, and waits
+                                     for an anchor of the lacking round or a later one
+    the trainers in the open round   put one, of the state that they hold, while they wait for that round's end
+
+The lowest rank does so; each other one only after TURN_S seconds more, if those before it have not. The anchor is
+proved by digest as a newcomer's is. The trainer's own residual is made of what it sent and needs none of the payloads,
+so nothing of it is lost, and all hold the same bits.
+"""
+
+import time
+
+from pulse_rl.errors import ExchangeError, ObjectNotFoundError, one_line
+from pulse_rl.loco.exchange import FAILURE_CHARACTERS
+from pulse_rl.loco.meeting import anchors, names
+from pulse_rl.loco.meeting.board import Board, Look
+from pulse_rl.loco.meeting.documents import Lack
+from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.outcome import StateAfter
+from pulse_rl.logs import logger
+
+PAUSE_S = 0.2  # between looks for an anchor
+TURN_S = 30.0  # for which a rank leaves it to the one before
+
+log = logger(__name__)
+
+
+class Repairs:
+    """How one trainer asks for a state, and gives the one it has. timeout: seconds for which it asks."""
+
+    def __init__(self, board: Board, rank: int, life: str, timeout: float) -> None:
+        self._board = board
+        self._rank = rank
+        self._life = life
+        self._timeout = timeout
+        self._seen: dict[str, float] = {}  # name of a lack → when it was first seen
+        self._met: set[str] = set()  # lacks for which there is an anchor
+
+    def state_after(self, trainer: Trainer, round: int, error: ExchangeError) -> StateAfter:
+        """θ and momentum after a committed round, or after a later one, from another trainer.
+
+        error: why this one cannot end the round; raised if nobody gives a state within the timeout. Also raises
+        StoreError, and IntegrityError for an anchor that is damaged.
+        """
+        log.warning("round %d: %s; asks the other trainers for the state after it", round, error)
+        began, asked = time.monotonic(), 0
+        while True:
+            if (found := self._newest(trainer, round)) is not None:
+                log.warning("round %d: took over the state after round %d", round, found.round)
+                return found
+            current = max(self._board.committed(round), default=round) + 1
+            if current > asked:
+                self._ask(current, round, error)
+                asked = current
+            if time.monotonic() - began > self._timeout:
+                error.add_note(f"no other trainer gave the state after round {round} within {self._timeout:g} s")
+                raise error
+            time.sleep(PAUSE_S)
+
+    def _newest(self, trainer: Trainer, round: int) -> StateAfter | None:
+        """The newest anchor of this round or a later one, if there is one."""
+        rounds = [each for each in self._board.anchors() if each >= round]
+        if not rounds:
+            return None
+        try:
+            anchor = self._board.anchor(rounds[-1])
+            values = anchors.read(self._board.store, trainer.masters, anchor)
+        except ObjectNotFoundError:  # pruned meanwhile: there is a newer one
+            return None
+        return StateAfter(anchor.round, *values, anchor.nbytes)
+
+    def _ask(self, current: int, round: int, error: ExchangeError) -> None:
+        assert self._board.run_id is not None
+        reason = one_line(error, FAILURE_CHARACTERS)
+        lack = Lack(run=self._board.run_id, round=current, rank=self._rank, lacks=round, reason=reason)
+        self._board.post(names.lack_name(current, self._rank, self._life), lack)
+
+    def give(self, trainer: Trainer, look: Look) -> None:
+        """Put an anchor where others lack a round that this trainer has ended, and it is its turn to help.
+
+        look: at the round in which it has made its offer. Raises StoreError and IntegrityError.
+        """
+        now = time.monotonic()
+        first = min((self._seen.setdefault(name, now) for name in look.lacks - self._met), default=now)
+        before = sum(rank < self._rank for rank in look.offering)
+        if look.lacks <= self._met or now - first < before * TURN_S:
+            return
+        done = trainer.counters.round
+        lacks = {name: self._board.lack(name) for name in sorted(look.lacks - self._met)}
+        newest = max(self._board.anchors(), default=0)
+        wanted = [lack for lack in lacks.values() if newest < lack.lacks <= done]
+        for lack in wanted:
+            log.warning(
+                "rank %d cannot end round %d: %s; gives it the state after round %d",
+                *(lack.rank, lack.lacks, lack.reason, done),
+            )
+        if wanted:
+            assert self._board.run_id is not None
+            anchor = anchors.write(self._board.store, trainer.masters, self._board.run_id, done, self._life)
+            if not self._board.post(names.anchor_name(done), anchor):  # another one was faster
+                anchors.delete(self._board.store, anchor)
+        self._met |= lacks.keys()
