@@ -165,6 +165,50 @@ def test_ranks_ask_for_their_batches_in_any_order() -> None:
     assert buffer.state.given == 2
 
 
+def test_a_version_is_in_its_round_until_every_rank_has_its_batches() -> None:
+    buffer = _buffer(ranks=2, round_steps=2)
+    for number in range(8):
+        buffer.add(part(number, 0))
+    assert not buffer.in_round()
+    buffer.give(1)
+    buffer.give(3)  # rank 1 has both of its batches, rank 0 none
+    assert buffer.in_round()
+    buffer.give(0)
+    assert buffer.in_round()
+    buffer.give(2)
+    assert not buffer.in_round()
+
+
+def test_a_rank_that_starts_again_gets_what_it_had_and_it_is_counted() -> None:
+    buffer = _buffer(ranks=2, round_steps=2)
+    for number in range(8):
+        buffer.add(part(number, 0))
+    for number in (1, 0, 3):
+        buffer.give(number)
+    buffer.begin_rank(1, 0)
+    assert buffer.in_round()
+    for number, groups, repeated in ((1, [2, 3], True), (3, [6, 7], True), (2, [4, 5], False)):
+        batch = buffer.give(number)
+        assert [(group.number, group.repeated) for group in batch.groups] == [(each, repeated) for each in groups]
+    assert buffer.state.repeated == 4
+    buffer.begin_rank(0, 1)
+    buffer.commit(4)  # the checkpoint holds the round after all
+    assert not buffer.in_round()
+
+
+def test_what_no_rank_had_is_not_repeated_when_all_start_again() -> None:
+    for deterministic in (False, True):
+        buffer = PolicyBuffer(PolicySettings(groups=1, ranks=2, max_staleness=9), deterministic=deterministic)
+        buffer.begin(0, 0, 0)
+        for number in range(2):
+            buffer.add(part(number, 0))
+        buffer.give(1)
+        for life in (1, 2):  # also where it dies again before it has pulled
+            buffer.begin(0, life, 0)
+        assert [buffer.give(number).groups[0].repeated for number in (0, 1)] == [False, True]
+        assert buffer.state.repeated == 1
+
+
 def test_a_deterministic_batch_is_given_again_as_it_was() -> None:
     buffer = PolicyBuffer(PolicySettings(groups=2), deterministic=True)
     buffer.begin(0, 0, 0)

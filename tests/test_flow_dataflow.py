@@ -15,12 +15,14 @@ from flow_world import Clock, dataflow, group, started, take_all
 
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.data import events
-from pulse_rl.flow.data.curators import DropSolved
+from pulse_rl.flow.data.buffer import PolicySettings
+from pulse_rl.flow.data.curators import All, DropSolved
 from pulse_rl.flow.data.dataflow import QUESTIONS, Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.filters import drop_equal
 from pulse_rl.flow.data.journal import FILE, Journal
 from pulse_rl.flow.data.replay import Recent
+from pulse_rl.flow.data.state import KEPT
 from pulse_rl.flow.samples import Episode, Group, Task, Turn, split
 
 
@@ -621,3 +623,123 @@ def test_a_policy_that_has_finished_holds_up_nobody() -> None:
             flow.finish("a")
             assert flow.stopping("a")
     assert flow.status()["policies"]["b"]["version"] == 3
+
+
+def _stopped_and_resumed(directory: Path, *, pushed: int) -> list[list[int]]:
+    """A stop after a round has opened, and before anybody has pulled. Returns the tasks of the next batches."""
+    settings: dict[str, Any] = {"deterministic": True, "directory": directory, "groups": 3}
+    flow = started("a", "b", **settings)
+    tasks = take_all(flow)
+    for task in tasks[:pushed]:
+        flow.push(group(task, "w0"))
+    flow.stop()
+    flow.finish("a")
+    for task in tasks[pushed:-1]:  # workers finish what they play; one dies
+        flow.push(group(task, "w0"))
+    flow.finish("b")
+    flow.end()
+    flow = dataflow("a", "b", **settings)
+    flow.resume()
+    for name in ("a", "b"):
+        flow.begin(name, 0, 0)
+    flow.register("w0", "builtin", 8, ["a", "b"])
+    for task in take_all(flow):
+        flow.push(group(task, "w0"))
+    batches = [flow.pull(name) for name in ("a", "b")]
+    return [[each.number for each in batch.groups] for batch in batches if batch is not None]
+
+
+@pytest.mark.parametrize("pushed", range(4))
+def test_a_deterministic_run_goes_on_with_the_round_in_which_it_was_stopped(tmp_path: Path, pushed: int) -> None:
+    assert _stopped_and_resumed(tmp_path, pushed=pushed) == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_no_deterministic_round_opens_after_the_last_step(tmp_path: Path) -> None:
+    """Whoever has the last step may take a while to end: a run with more steps has the same rounds nevertheless."""
+    for steps in (1, 2):
+        flow = dataflow("a", "b", deterministic=True, directory=tmp_path, steps=steps)
+        flow.resume()
+        for name in ("a", "b"):
+            flow.begin(name, steps - 1, steps - 1)
+        flow.register("w0", "builtin", 8, ["a", "b"])
+        tasks = take_all(flow)
+        assert [task.number for task in tasks] == [2 * steps - 2, 2 * steps - 1]
+        for task in tasks:
+            flow.push(group(task, "w0"))
+        for name in ("a", "b"):
+            assert flow.pull(name) is not None
+            flow.publish(name, steps, "d", steps)
+        assert flow.take("w0") is None
+        flow.finish("a")
+        flow.finish("b")
+
+
+# --- several trainers of a policy -----------------------------------------------------------------------------------
+
+
+def test_a_stop_waits_for_the_batches_of_all_ranks() -> None:
+    flow = started("p", ranks=2, groups=1, max_staleness=0)
+    for task in take_all(flow):
+        flow.push(group(task, "w0", {"p": 0}))
+    assert flow.pull("p", 1) is not None
+    flow.stop()
+    assert not flow.stopping("p")  # rank 0 has none of this step yet
+    assert flow.pull("p", 0) is not None
+    assert flow.stopping("p")
+    flow.publish("p", 1, "d", 1)
+    assert flow.pull("p", 2) is None
+
+
+def _round(flow: Dataflow, versions: dict[str, int], steps: dict[str, int]) -> dict[str, Any]:
+    """Play what there is, and train each policy on it; returns what each has pulled of it."""
+    for task in take_all(flow):
+        assert task.versions == versions
+        flow.push(group(task, "w0"))
+    found = {}
+    for name, taken in steps.items():
+        source = flow._buffers[name]
+        numbers = range(source.state.given, source.state.given + taken * source.settings.ranks)
+        batches = [flow.pull(name, number) for number in numbers]
+        found[name] = [[each.number for each in batch.groups] for batch in batches if batch is not None]
+        if len(found[name]) == len(numbers):
+            versions[name] += 1
+            flow.publish(name, versions[name], "d", source.state.step + taken)
+            flow.commit(name, source.state.step)
+    return found
+
+
+def test_deterministic_policies_whose_rounds_differ_go_on_after_one_has_finished(tmp_path: Path) -> None:
+    """One has two trainers and rounds of two steps; a round of the other is a step."""
+    policies = {"a": PolicySettings(groups=1, ranks=2, round_steps=2), "b": PolicySettings(groups=1)}
+    flow = Dataflow(policies, All(), deterministic=True, directory=tmp_path, clock=Clock())
+    versions = dict.fromkeys(policies, 0)
+    for name in policies:
+        flow.begin(name, 0, 0)
+    flow.register("w0", "builtin", 8, list(policies))
+    each = {"a": 2, "b": 1}
+    assert _round(flow, versions, each) == {"a": [[0], [1], [2], [3]], "b": [[0]]}
+    assert _round(flow, versions, each)["b"] == [[4]]
+    flow.finish("a")
+    assert _round(flow, versions, {"b": 1}) == {"b": [[8]]}
+    flow.finish("b")
+    flow = Dataflow(policies, All(), deterministic=True, directory=tmp_path, clock=Clock())
+    flow.resume()
+    flow.begin("a", 4, 2)
+    flow.begin("b", 3, 3)
+    flow.register("w0", "builtin", 8, list(policies))
+    assert _round(flow, versions, each) == {"a": [[9], [10], [11], [12]], "b": [[9]]}
+    flow.stop()
+    assert flow.stopping("a")
+    assert flow.stopping("b")
+
+
+def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
+    flow = dataflow("p", directory=tmp_path)
+    assert flow.share("p joined", 1, 0) == {1: 0}
+    assert flow.share("p joined", 0, 5) == flow.shared("p joined") == {0: 5, 1: 0}
+    for number in range(2 * KEPT):
+        flow.share(f"p version {number}", 0, number)
+    flow = dataflow("p", directory=tmp_path)
+    assert flow.shared("p version 0") == {}
+    assert flow.shared(f"p version {2 * KEPT - 1}") == {0: 2 * KEPT - 1}
+    assert flow.shared("p joined") == {0: 5, 1: 0}

@@ -1,6 +1,7 @@
 """Recipes: what is refused, and in which words; `--set`; saving and resuming; plug-ins by name and import path."""
 
 import tomllib
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typer.testing import CliRunner
 from pulse_rl.cli import recipes
 from pulse_rl.cli.app import app
 from pulse_rl.flow import recipe_file, registry
+from pulse_rl.flow.data import service
 from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
 from pulse_rl.flow.registry import Plugin
+from pulse_rl.flow.training import trainer
+from pulse_rl.rl.config import RunConfig
 
 TINY = ("model=tiny",)
 
@@ -78,6 +82,10 @@ BAD = [
     ("policies.solver.replay=recent", ["policies.solver.replay_ratio", "with one"]),
     ("policies.solver.replay_ratio=1.0", ["policies.solver.replay_ratio", "below 1"]),
     ("policies.solver.filter=variants", ["policies.solver.filter", "did you mean variance?"]),
+    ("policies.solver.trainers=0", ["policies.solver.trainers: expected at least 1, found 0"]),
+    ("policies.solver.trainer_sync=ddp", ["policies.solver.trainer_sync", "trainers of at least 2", "found 1"]),
+    ("policies.solver.sync_every=4", ["policies.solver.sync_every", "trainers of at least 2", "found 1"]),
+    ("policies.solver.trainer_sync=pigeon", ["policies.solver.trainer_sync: expected pulse or", "'pigeon'"]),
     ("workflow.name=maths", ["workflow", "did you mean math?"]),
     ("workflow.name=json:loads", ["workflow", "an async function"]),
     ("workflow.name=nowhere.at_all:x", ["workflow", "nowhere.at_all cannot be imported"]),
@@ -115,6 +123,40 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
     message = str(caught.value)
     assert "\n" not in message
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["steps=12"], r"steps: expected whole rounds of policies.solver's .* sync_every \(8\), found 12"),
+        (["policies.solver.trained=false"], r"policies.solver.trainers: expected 1 .* not trained, found 2"),
+        (["policies.solver.trainer_store=memory://"], r"policies.solver.trainer_store: .* memory://"),
+        (
+            ["policies.solver.trainer_store=a", "policies.solver.trainer_sync=ddp"],
+            r"policies.solver.trainer_store: expected trainer_sync pulse, .* found ddp",
+        ),
+        (
+            ["policies.verifier.trainers=2", "policies.solver.trainer_store=a", "policies.verifier.trainer_store=a"],
+            "policies: expected a different trainer_store for each, found 'a' twice",
+        ),
+    ],
+)
+def test_trainers_that_do_not_fit_are_refused(sets: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _load("solver-verifier", "policies.solver.trainers=2", *sets)
+
+
+def test_a_policy_of_several_trainers_goes_in_rounds() -> None:
+    sets = ("policies.solver.trainers=4", "policies.solver.sync_every=5", "policies.solver.trainer_store=meet")
+    recipe = _load("solver-verifier", *sets).with_absolute_paths()
+    assert [policy.round_steps for policy in recipe.policies.values()] == [5, 1]
+    given = service.settings(recipe, "solver")
+    assert given is not None
+    assert (given.ranks, given.round_steps, given.batches) == (4, 5, 20)
+    config = trainer.settings(recipe, "solver")
+    assert (config.trainers, config.round_steps, config.trainer_sync) == (4, 5, "pulse")
+    assert config.trainer_store == str(Path("meet").absolute())
+    assert typing.get_type_hints(PolicyRecipe)["trainer_sync"] == typing.get_type_hints(RunConfig)["trainer_sync"]
 
 
 def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:

@@ -69,6 +69,24 @@ def test_tables_show_policies_pools_queues_and_who_waits() -> None:
     assert status["balance"]["sentence"] in terminal.text
 
 
+BETWEEN = {"sent_nbytes": [1_000_000, 3_000_000], "dense_nbytes": 540_000_000}
+
+
+def test_what_trainers_send_each_other_is_shown_beside_what_workers_fetch(capsys: pytest.CaptureFixture[str]) -> None:
+    dataflow, terminal = _dataflow(), Terminal()
+    record = RECORD | {"trainer_sync": BETWEEN}
+    with Display("solver and judge", 40) as display:
+        display.update([record], dataflow.status(), dataflow.board())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "patch 2 MB of 270 MB each trainer 2 MB of dense 540 MB saved 270× 12.0 s" in line
+    display._live = terminal  # type: ignore[assignment]
+    display.update([], dataflow.status(), dataflow.board())
+    lines = [line.replace("│", "").split() for line in terminal.text.splitlines()]
+    row = {line[0]: line for line in lines if line}
+    assert " ".join(row["solver"]).startswith("solver 3/40 3 0.250 -0.5000 2 MB 270 MB 2 MB 540 MB 270×")
+    assert row["judge"][:3] == ["judge", "frozen", "0"]
+
+
 def test_elsewhere_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     dataflow = _dataflow()
     with Display("solver and judge", 40) as display:

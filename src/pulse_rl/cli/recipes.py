@@ -98,6 +98,11 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
             table.add_row(
                 "", f"{each} per version instead of {nbytes(policy['full_nbytes'])}: {policy['reduction']:.0f}×"
             )
+        if (sync := policy["trainer_sync"]) and sync["rounds"]:
+            each = nbytes(sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"]))
+            same = "the same weights after each round" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
+            table.add_row("", f"{sync['trainers']} trainers, {sync['mode']}: {same}")
+            table.add_row("", f"{each} sent by each a round instead of DiLoCo's {nbytes(sync['dense_nbytes'])}")
         for worker in policy["workers"]:
             proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
             table.add_row("", f"{escape(printable(worker['id']))}: version {worker['version']}, {proof}")

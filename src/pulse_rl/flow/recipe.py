@@ -39,7 +39,10 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model: str = "smollm2"  # "smollm2", "tiny", or a directory or hub id for Transformers
     dither: int | None = None  # seed; adds noise to dequantised weights, within their quantisation step
     trained: bool = True  # False: a frozen partner, published once as version 0
-    trainers: int = 1  # ranks of its trainer
+    trainers: int = 1  # each with its own batches; together they publish one version a round
+    trainer_sync: Literal["pulse", "published", "diloco", "ddp"] = "pulse"  # what several trainers exchange
+    trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
+    sync_every: int = 8  # steps of a round of several trainers
     lr: float = 3e-6
     warmup: int = 0  # steps in which the learning rate rises linearly to lr
     betas: tuple[float, float] = (0.9, 0.999)
@@ -56,6 +59,11 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint per version
     codec: str = "context"
     anchor_every: int = 50  # versions
+
+    @property
+    def round_steps(self) -> int:
+        """Steps from one version to the next."""
+        return 1 if self.trainers == 1 else self.sync_every
 
 
 class WorkflowRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -151,7 +159,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def with_absolute_paths(self) -> "Recipe":
         """The same settings for processes elsewhere, which have other working directories."""
-        return msgspec.structs.replace(self, out=str(self.directory), store=absolute_store(self.store))
+        policies = {
+            name: msgspec.structs.replace(policy, trainer_store=absolute_store(policy.trainer_store))
+            for name, policy in self.policies.items()
+        }
+        store = absolute_store(self.store)
+        return msgspec.structs.replace(self, out=str(self.directory), store=store, policies=policies)
 
 
 def check(recipe: Recipe) -> Recipe:
@@ -180,7 +193,7 @@ def _check_policies(recipe: Recipe) -> None:
     for name, policy in recipe.policies.items():
         key = f"policies.{name}"
         _plain_name(key, name)
-        _at_least(f"{key}.", policy, 1, "trainers", "tasks_per_step", "anchor_every")
+        _at_least(f"{key}.", policy, 1, "trainers", "sync_every", "tasks_per_step", "anchor_every")
         _at_least(f"{key}.", policy, 0, "warmup", "max_staleness", "weight_decay")
         for setting in ("lr", "grad_clip"):
             _positive(f"{key}.{setting}", getattr(policy, setting))
@@ -198,8 +211,34 @@ def _check_policies(recipe: Recipe) -> None:
         with _under(key):
             choose.check(policy.codec)
             model_name.check(policy.model, dither=policy.dither)
-        if policy.trainers > 1 and not policy.trained:
-            raise ValueError(f"{key}.trainers: expected 1 for a policy that is not trained, found {policy.trainers}")
+        _check_trainers(key, policy, recipe.steps)
+    stores = [policy.trainer_store for policy in recipe.policies.values() if policy.trainer_store is not None]
+    if repeated := next(_repeated(stores), None):
+        raise ValueError(f"policies: expected a different trainer_store for each, found {repeated!r} twice")
+
+
+def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
+    if policy.trainers == 1:
+        for setting in ("trainer_sync", "trainer_store", "sync_every"):
+            if getattr(policy, setting) != getattr(PolicyRecipe(), setting):
+                raise ValueError(f"{key}.{setting}: expected {key}.trainers of at least 2 with it, found 1")
+        return
+    if not policy.trained:
+        raise ValueError(f"{key}.trainers: expected 1 for a policy that is not trained, found {policy.trainers}")
+    if (policy.trainer_store or "").startswith("memory:"):
+        raise ValueError(
+            f"{key}.trainer_store: expected a place that every process reaches; memory:// lives in one process only"
+        )
+    if policy.trainer_store is not None and policy.trainer_sync == "ddp":
+        raise ValueError(
+            f"{key}.trainer_store: expected trainer_sync pulse, published or diloco with it, found ddp, which "
+            "exchanges every step"
+        )
+    if steps % policy.sync_every:
+        raise ValueError(
+            f"steps: expected whole rounds of {key}'s trainers, a multiple of its sync_every ({policy.sync_every}), "
+            f"found {steps}"
+        )
 
 
 def _check_workflow(recipe: Recipe) -> None:
@@ -239,7 +278,7 @@ def _check_pools(recipe: Recipe) -> None:
             )
         if pool.kind == "vllm" and pool.interrupt:
             raise ValueError(
-                f"{key}.interrupt: expected false with kind = \"vllm\", found true: vLLM finishes what it has begun"
+                f'{key}.interrupt: expected false with kind = "vllm", found true: vLLM finishes what it has begun'
             )
         if pool.kind == "vllm" and (full := [name for name, each in recipe.policies.items() if each.sync == "full"]):
             raise ValueError(

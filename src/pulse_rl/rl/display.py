@@ -59,7 +59,7 @@ class Display(Screen):
                 f"step {record['step']}/{self._steps}  reward {record['reward']:.3f}  loss {record['loss']:+.4f}  "
                 f"density {record['density']:.3%}  patch {nbytes(record['patch_nbytes'])} of "
                 f"{nbytes(record['full_nbytes'])}  {record['reduction']:.0f}×  publish {record['publish_s']:.2f} s  "
-                + "".join(f"{name} {text}  " for name, text in _exchange(record).items())
+                + "".join(f"{name} {text}  " for name, text in exchange(record).items())
                 + "  ".join(self._worker_line(name, facts) for name, facts in self._workers(board))
             )
 
@@ -84,7 +84,7 @@ class Display(Screen):
             "reduction",
             "publish",
             "step s",
-            *(_exchange(self._records[-1]) if self._records else ()),
+            *(exchange(self._records[-1]) if self._records else ()),
         ):
             table.add_column(column, justify="right")
         for record in self._records[-ROWS:]:
@@ -99,7 +99,7 @@ class Display(Screen):
                 f"{record['reduction']:.0f}×",
                 f"{record['publish_s']:.2f} s",
                 f"{record['total_s']:.1f}",
-                *_exchange(record).values(),
+                *exchange(record).values(),
             )
         return table
 
@@ -129,7 +129,7 @@ class Display(Screen):
         return table
 
 
-def _exchange(record: Mapping[str, Any]) -> dict[str, str]:
+def exchange(record: Mapping[str, Any]) -> dict[str, str]:
     """Columns about several trainers: the bytes that one sends in a round, and those of DiLoCo."""
     if (sync := record.get("trainer_sync")) is None:
         return {}

@@ -1,8 +1,8 @@
 """What a run records: `metrics.jsonl`, one line per version, and the summary of all lines.
 
 One trainer publishes every step, so a line describes a step. Several trainers publish every round, and a line describes
-all steps of all trainers in it: `tokens` is their sum, the seconds are a trainer's mean sum, the rest are means;
-`trainer_sync` is what they exchanged.
+all steps of all trainers in it: counts as `tokens` are their sum, the seconds are a trainer's mean sum, the rest are
+means; `trainer_sync` is what they exchanged.
 `step` is the (last) optimizer step; no two lines have the same. `version` is the version published after it. They are
 equal, until a run continues from a checkpoint that is older than its newest version: the steps after that checkpoint
 are repeated under new versions, and from there `version` is ahead of `step`.
@@ -18,8 +18,8 @@ from pulse_rl.disk import read_file, write_stream
 from pulse_rl.rl.config import RunConfig
 
 METRICS = "metrics.jsonl"
-SUMMED_OVER_STEPS = ("tokens", "wait_s", "train_s")  # of a round
-SUMMED_OVER_TRAINERS = ("tokens",)
+SUMMED_OVER_TRAINERS = ("tokens", "turns", "repeated")
+SUMMED_OVER_STEPS = (*SUMMED_OVER_TRAINERS, "wait_s", "train_s")  # of a round
 
 
 def append(directory: Path, record: dict[str, Any]) -> None:
@@ -73,14 +73,14 @@ def summary(config: RunConfig, final: dict[str, Any], workers: list[dict[str, An
         "loss": [record["loss"] for record in records],
         "dropped_chunks": sum(record["dropped_chunks"] for record in records),
         "seconds": sum(record["total_s"] for record in records),  # of the steps, without starting and stopping
-        "trainer_sync": _trainer_sync(config, records),
+        "trainer_sync": trainer_sync(config, records),
         "trainer_version": final["version"],
         "trainer_digest": final["digest"],
         "workers": [worker | {"verified": worker["digest"] == final["digest"]} for worker in workers],
     }
 
 
-def _trainer_sync(config: RunConfig, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+def trainer_sync(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The bytes between trainers, against those of DiLoCo and DDP in the same rounds; None for one trainer."""
     if config.trainers == 1:
         return None

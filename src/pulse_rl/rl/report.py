@@ -54,9 +54,9 @@ def html(summary: dict[str, Any], records: Records) -> str:
     page.table("Rollout workers at the end", *_workers(summary))
     if summary["trainer_sync"] and records:
         page.heading("What the trainers sent each other")
-        page.plot(_exchanged(records))
-        page.plot(_exchange_density(records))
-        page.table("All rounds together", ("", "of the run"), _exchange(summary["trainer_sync"]))
+        page.plot(exchanged(records))
+        page.plot(exchange_density(records))
+        page.table("All rounds together", ("", "of the run"), exchange_table(summary["trainer_sync"]))
     if records:
         page.heading("Where the time went")
         page.plot(seconds(records))
@@ -148,7 +148,7 @@ def staleness(records: Records) -> Plot:
     )
 
 
-def _exchanged(records: Records) -> Plot:
+def exchanged(records: Records) -> Plot:
     rounds = [(record["step"], record["trainer_sync"]) for record in records]
     series: dict[str, Points] = {
         records[-1]["trainer_sync"]["mode"]: [(step, _mean(one["sent_nbytes"])) for step, one in rounds],
@@ -163,7 +163,7 @@ def _exchanged(records: Records) -> Plot:
     )
 
 
-def _exchange_density(records: Records) -> Plot:
+def exchange_density(records: Records) -> Plot:
     series = {"density": [(record["step"], record["trainer_sync"]["density"]) for record in records]}
     return Plot(
         "Density between trainers",
@@ -203,7 +203,8 @@ def _workers(summary: dict[str, Any]) -> Table:
     return columns, rows
 
 
-def _exchange(sync: dict[str, Any]) -> list[list[str]]:
+def exchange_table(sync: dict[str, Any]) -> list[list[str]]:
+    """What all rounds together have sent. sync: of the summary."""
     sent = sum(map(sum, sync["sent_nbytes"]))
     return [
         ["trainers", str(sync["trainers"])],

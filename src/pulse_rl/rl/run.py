@@ -23,7 +23,7 @@ from pulse_rl.rl.display import Display
 from pulse_rl.rl.engine import ProcessHandle, data_buffer, engine, wait
 from pulse_rl.rl.rollout import Crew
 from pulse_rl.rl.tasks import Task
-from pulse_rl.rl.trainer_pool import TrainerPool
+from pulse_rl.rl.trainer_pool import ReferenceCrew, TrainerPool
 from pulse_rl.rl.worker_pool import WorkerPool
 
 POLL_S = 0.25  # between the driver's polls of the board
@@ -89,7 +89,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> dict[
             trainers = f"{config.trainers} trainers ({config.trainer_sync}), " * (config.trainers > 1)
             display.log(f"starting {config.model}, {trainers}{config.workers} rollout workers, in {config.out} …")
             with _nothing_left(config), engine(absolute), data_buffer(absolute) as buffer:
-                trainer_pool = TrainerPool(absolute, buffer, resume, display.log)
+                trainer_pool = TrainerPool(absolute, ReferenceCrew(absolute, buffer, resume), display.log)
                 workers = WorkerPool(Crew(absolute, buffer), display.log)
                 for _ in range(config.workers):
                     workers.add()

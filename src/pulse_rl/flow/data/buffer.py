@@ -46,6 +46,7 @@ class PolicySettings:
     replay_ratio: float = 0.0  # of a batch, at most
     ranks: int = 1  # batches in a step
     round_steps: int = 1  # steps from one version to the next
+    steps: int | None = None  # of the whole run; None: until the trainer has finished
 
     @property
     def batches(self) -> int:
@@ -62,7 +63,8 @@ class State(msgspec.Struct):
     finished: bool = False
     ready: dict[int, PolicyGroup] = {}  # by number of the task
     batches: dict[int, Batch] = {}  # given or made, and not committed
-    again: list[int] = []  # batches that were given before the trainer was lost, in a deterministic run
+    again: list[int] = []  # batches that are given again as they were: who had them was lost
+    owed: list[int] = []  # batches that were made as a rank pulled a later one, and are not given yet
     made: int = 0  # number of the next batch to make
     given: int = 0  # number of the next batch to give
     recent: list[tuple[PolicyGroup, int]] = []  # trained on, with the times they were replayed
@@ -127,7 +129,7 @@ class PolicyBuffer:
     def add(self, group: PolicyGroup) -> bool:
         """Take a group, or drop and count it. Returns whether it is kept."""
         state, settings = self.state, self.settings
-        if state.finished:
+        if state.finished and not self._deterministic:
             return self.drop("surplus")
         if self._stale(group):
             return self.drop("stale")
@@ -169,6 +171,9 @@ class PolicyBuffer:
         if number in state.again:
             state.again.remove(number)
             state.repeated += len(state.batches[number].groups)
+        if number in state.owed:
+            state.owed.remove(number)
+        state.owed += range(state.given, number)
         state.given = max(state.given, number + 1)
         return state.batches[number]
 
@@ -228,20 +233,32 @@ class PolicyBuffer:
                 f"forgotten, found one that holds {batches} batches"
             )
         self.commit(batches)
-        if self._deterministic:
-            state.again = [number for number in state.batches if number < state.given]
-            for number in state.again:
-                groups = [group._replace(repeated=True) for group in state.batches[number].groups]
-                state.batches[number] = Batch(number, groups)
-        else:
+        given = [number for number in state.batches if number < state.given and number not in state.owed]
+        for number in given:
+            self._give_again(number)
+        if not self._deterministic:
             for number in sorted(state.batches):
                 for group in state.batches.pop(number).groups:
-                    state.ready.setdefault(group.number, group._replace(repeated=True))
+                    state.ready.setdefault(group.number, group)
+            state.again = []
             state.made = batches
         state.made = max(state.made, batches)
-        state.given = batches
+        state.given, state.owed = batches, []
         state.recent = []
         self.publish(step, version, state.digest)
+
+    def begin_rank(self, rank: int, step: int) -> None:
+        """One of several ranks starts again, at this step; what it lost is given again as it was."""
+        state, ranks = self.state, self.settings.ranks
+        for number in range(step * ranks + rank, state.given, ranks):
+            if number in state.batches and number not in state.owed:
+                self._give_again(number)
+
+    def _give_again(self, number: int) -> None:
+        state = self.state
+        groups = [group._replace(repeated=True) for group in state.batches[number].groups]
+        state.batches[number] = Batch(number, groups)
+        state.again = sorted({*state.again, number})
 
     def publish(self, step: int, version: int, digest: str | None) -> None:
         """A version is the newest; what it makes too old is dropped."""
@@ -260,20 +277,25 @@ class PolicyBuffer:
         """The trainer's checkpoint holds all batches before this number."""
         for number in [number for number in self.state.batches if number < batches]:
             del self.state.batches[number]
+        self.state.again = [number for number in self.state.again if number >= batches]
 
     def finish(self) -> None:
-        """The trainer has ended."""
+        """The trainer has ended. In a deterministic run that was stopped, it goes on with the groups that are ready."""
         self.state.finished = True
-        self.drop("surplus", len(self.state.ready))
-        self.state.ready = {}
+        if not self._deterministic:
+            self.drop("surplus", len(self.state.ready))
+            self.state.ready = {}
 
-    def in_step(self) -> int:
-        """Batches given beyond the newest version."""
-        return self.state.given - self.state.step * self.settings.ranks
+    @property
+    def complete(self) -> bool:
+        """Whether all steps of the run are published."""
+        return self.settings.steps is not None and self.state.step >= self.settings.steps
 
-    def rounds(self) -> int:
-        """Versions that the given batches lead to; one counts from its first batch on."""
-        return -(-self.state.given // self.settings.batches)
+    def in_round(self) -> bool:
+        """Whether a version of which a batch was given lacks others: a rank has not been given all of its own."""
+        state = self.state
+        unfinished = (state.given - state.step * self.settings.ranks) % self.settings.batches
+        return bool(unfinished or state.owed or any(number < state.given for number in state.again))
 
     def status(self) -> dict[str, Any]:
         """For people and reports."""

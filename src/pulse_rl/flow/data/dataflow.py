@@ -167,6 +167,20 @@ class Dataflow(Board):
             batches = step * self._buffers[policy].settings.ranks
         self._state.record(events.Began(self._tick(), policy, step, version, batches or 0))
 
+    def begin_rank(self, policy: str, rank: int, step: int) -> None:
+        """One of a policy's ranks starts, while the others go on; what it pulled beyond this step is given again."""
+        self._buffer(policy)
+        self._state.record(events.RankBegan(self._tick(), policy, rank, step))
+
+    def share(self, what: str, rank: int, value: Any) -> dict[int, Any]:
+        """Put one rank's value of something; returns the values of all ranks so far."""
+        self._state.record(events.Shared(self._tick(), what, rank, value))
+        return self._state.shared[what]
+
+    def shared(self, what: str) -> dict[int, Any]:
+        """The values of something that ranks have put, by rank."""
+        return self._state.shared.get(what, {})
+
     def pull(self, policy: str, number: int | None = None) -> Batch | None:
         """The policy's next batch; None until there is one, and when it is stopping.
 
@@ -218,9 +232,9 @@ class Dataflow(Board):
         source = self._buffer(policy)
         if source.state.finished or self._state.ended:
             return True
-        if not self._state.stopping or source.in_step() % source.settings.batches:
+        if not self._state.stopping or source.in_round():
             return False
-        return not self._deterministic or source.rounds() >= max(each.rounds() for each in self._buffers.values())
+        return not self._deterministic or not self._state.waves.lacks(policy)
 
     # --- the driver -------------------------------------------------------------------------------------------------
 

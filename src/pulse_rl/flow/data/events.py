@@ -67,6 +67,18 @@ class Began(Event, frozen=True):
     batches: int
 
 
+class RankBegan(Event, frozen=True):
+    policy: str
+    rank: int
+    step: int
+
+
+class Shared(Event, frozen=True):
+    what: str
+    rank: int
+    value: Any
+
+
 class Pulled(Event, frozen=True):
     policy: str
     number: int
@@ -122,6 +134,8 @@ AnyEvent: TypeAlias = (
     | Pushed
     | Failed
     | Began
+    | RankBegan
+    | Shared
     | Pulled
     | Published
     | Committed

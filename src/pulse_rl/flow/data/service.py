@@ -8,7 +8,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
-from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.flow.recipe import Recipe
 from pulse_rl.rl.directory import lock
 
 NAME = "dataflow"  # of the service, in the run's namespace
@@ -25,7 +25,7 @@ class DataflowProcess(Dataflow):
         self._lock = ExitStack()
         self._lock.enter_context(lock(recipe.directory, name=LOCK, patience=PATIENCE_S))
         super().__init__(
-            {name: _settings(name, policy, recipe.seed) for name, policy in recipe.policies.items()},
+            {name: settings(recipe, name) for name in recipe.policies},
             registry.build("curator", recipe.curator, key="curator", seed=recipe.seed),
             deterministic=recipe.deterministic,
             directory=recipe.directory,
@@ -43,13 +43,14 @@ def _dispatch(recipe: Recipe) -> DispatchSettings:
     return DispatchSettings() if scale is None else DispatchSettings(window=DECISIONS * scale.every)
 
 
-def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | None:
+def settings(recipe: Recipe, name: str) -> PolicySettings | None:
     """How a policy's samples are handled; None if it is not trained."""
+    policy = recipe.policies[name]
     if not policy.trained:
         return None
 
     def build(kind: str, plugin: registry.Plugin) -> Any:
-        return registry.build(kind, plugin, key=f"policies.{name}.{kind}", seed=seed)
+        return registry.build(kind, plugin, key=f"policies.{name}.{kind}", seed=recipe.seed)
 
     return PolicySettings(
         groups=policy.tasks_per_step,
@@ -58,4 +59,7 @@ def _settings(name: str, policy: PolicyRecipe, seed: int) -> PolicySettings | No
         filter=build("filter", policy.filter),
         replay=policy.replay if policy.replay is None else build("replay", policy.replay),
         replay_ratio=policy.replay_ratio,
+        ranks=policy.trainers,
+        round_steps=policy.round_steps,
+        steps=recipe.steps,
     )

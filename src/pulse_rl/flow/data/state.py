@@ -18,6 +18,8 @@ from pulse_rl.flow.data.journal import FILE, Journal
 from pulse_rl.flow.data.waves import Waves
 from pulse_rl.flow.samples import Group, split
 
+KEPT = 256  # things of which ranks share values
+JOINED = "joined"  # how the name of one ends that is always kept
 COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
 
 
@@ -36,6 +38,7 @@ class Snapshot(msgspec.Struct):
     evaluation_windows: evaluation.State = msgspec.field(default_factory=evaluation.State)
     rounds: waves.State = msgspec.field(default_factory=waves.State)
     curator: dict[str, Any] | None = None
+    shared: dict[str, dict[int, Any]] = {}
 
 
 class FlowState:
@@ -66,6 +69,7 @@ class FlowState:
         self.ended = kept.ended
         self.dismissed = set(kept.dismissed)  # workers that are asked to leave
         self.records = kept.records  # of steps, for the driver
+        self.shared = kept.shared  # values of ranks, by what they are and by rank
         self.frozen = {name: kept.frozen.get(name) for name, each in policies.items() if each is None}
         self.buffers = {
             name: PolicyBuffer(each, deterministic=deterministic, state=kept.buffers.get(name))
@@ -130,6 +134,7 @@ class FlowState:
             evaluation_windows=self.windows.state,
             rounds=self.waves.state,
             curator=self.curator.state(),
+            shared=self.shared,
         )
 
     def _apply(self, event: events.AnyEvent) -> None:
@@ -146,6 +151,10 @@ class FlowState:
                 self.buffers[event.policy].commit(event.batches)
             case events.Began():
                 self._on_began(event)
+            case events.RankBegan():
+                self.buffers[event.policy].begin_rank(event.rank, event.step)
+            case events.Shared():
+                self._on_shared(event)
             case events.Finished():
                 self.buffers[event.policy].finish()
             case events.Registered(at, worker, kind, slots, policies, region):
@@ -237,6 +246,12 @@ class FlowState:
                     source.drop("surplus")
                 elif source.add(part):
                     self.waves.keep(name)
+
+    def _on_shared(self, event: events.Shared) -> None:
+        values = self.shared.pop(event.what, {})
+        self.shared[event.what] = values | {event.rank: event.value}  # the newest last
+        while len(self.shared) > KEPT:
+            del self.shared[next(name for name in self.shared if not name.endswith(JOINED))]
 
     def _on_began(self, event: events.Began) -> None:
         if event.policy in self.frozen:

@@ -10,16 +10,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pulse_rl.flow.data.buffer import PolicyBuffer
+from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
 from pulse_rl.flow.samples import Group, Task
 
 
 class State(msgspec.Struct):
     """What a journal keeps of the waves."""
 
-    round: int = -1
+    round: int = -1  # how many were opened before
+    starts: dict[str, int] = {}  # the step of each policy when its last round opened
     versions: dict[str, int | None] = {}  # of the round
-    kept: dict[str, int] = {}  # groups of the round, for each policy
+    kept: dict[str, int] = {}  # groups of the round, for each policy that takes part in it
     waiting: list[Task] = []  # of the wave, to be handed out
     results: dict[int, Group | None] = {}  # of the wave's tasks that have come back; None: given up
     tasks: int = 0  # of the wave that have not all come back
@@ -36,10 +37,9 @@ class Waves:
         """Tasks of the next wave; 0 while one is open, and while policies are still being trained."""
         if self.state.tasks or any(buffer.state.version is None for buffer in self._buffers.values()):
             return 0
-        lacks = [self._wanted(name) - self.state.kept.get(name, 0) for name in self._active()]
-        if self.state.round >= 0 and max(lacks, default=0) > 0:
-            return max(lacks)
-        if stopping or self._next_round() <= self.state.round:
+        if self._lacking():
+            return max(self._wanted(name) - kept for name, kept in self.state.kept.items())
+        if stopping or not all(self._published(name) for name in self._active()):
             return 0
         return max((self._wanted(name) for name in self._active()), default=0)
 
@@ -50,8 +50,9 @@ class Waves:
     def open(self, tasks: list[Task]) -> None:
         """The next wave begins."""
         if not self._lacking():
-            self.state.round = self._next_round()
-            self.state.kept = {}
+            self.state.round += 1
+            self.state.starts |= {name: self._buffers[name].state.step for name in self._active()}
+            self.state.kept = dict.fromkeys(self._active(), 0)
         self.state.versions = tasks[0].versions
         self.state.waiting = list(tasks)
         self.state.tasks = len(tasks)
@@ -75,23 +76,39 @@ class Waves:
 
     def wants(self, policy: str) -> bool:
         """Whether a policy still lacks groups of the round."""
-        return self.state.kept.get(policy, 0) < self._wanted(policy)
+        return policy in self.state.kept and self.state.kept[policy] < self._wanted(policy)
 
     def keep(self, policy: str) -> None:
         """A policy has kept a group."""
-        self.state.kept[policy] = self.state.kept.get(policy, 0) + 1
+        self.state.kept[policy] += 1
+
+    def lacks(self, policy: str) -> bool:
+        """Whether a policy is to be given more of the round, as one has begun it: all go from version to version."""
+        return any(self._given(name) > 0 for name in self._active()) and self._given(policy) < self._of(policy).batches
 
     def _lacking(self) -> bool:
-        return self.state.round >= 0 and any(self.wants(name) for name in self._active())
+        return any(map(self.wants, self.state.kept))
 
     def _active(self) -> list[str]:
-        return [name for name, buffer in self._buffers.items() if not buffer.state.finished]
+        """The policies that train on. One that has all its steps is none of them, whether its trainer has ended or not:
+        else it would depend on that moment who takes part in a round.
+        """
+        found = self._buffers.items()
+        return [name for name, buffer in found if not buffer.state.finished and not buffer.complete]
 
     def _wanted(self, policy: str) -> int:
-        settings = self._buffers[policy].settings
-        return settings.batches * settings.groups
+        return self._of(policy).batches * self._of(policy).groups
 
-    def _next_round(self) -> int:
-        """The round that all policies have come to."""
-        buffers = [self._buffers[name] for name in self._active()]
-        return min((buffer.state.step // buffer.settings.round_steps for buffer in buffers), default=-1)
+    def _given(self, policy: str) -> int:
+        """Batches that a policy has been given of its last round; negative before it has come to it again."""
+        return self._buffers[policy].state.given - self._start(policy) * self._of(policy).ranks
+
+    def _published(self, policy: str) -> bool:
+        """Whether a policy has published what its last round made."""
+        return self._buffers[policy].state.step >= self._start(policy) + self._of(policy).round_steps
+
+    def _start(self, policy: str) -> int:
+        return self.state.starts.get(policy, self.state.round * self._of(policy).round_steps)
+
+    def _of(self, policy: str) -> PolicySettings:
+        return self._buffers[policy].settings

@@ -11,7 +11,20 @@ from pulse_rl.disk import write_stream
 from pulse_rl.flow.training.trainer import directory
 from pulse_rl.html.page import Page
 from pulse_rl.rl import metrics
-from pulse_rl.rl.report import REPORT, Table, density, lag, reward, seconds, sent, staleness, versions
+from pulse_rl.rl.report import (
+    REPORT,
+    Table,
+    density,
+    exchange_density,
+    exchange_table,
+    exchanged,
+    lag,
+    reward,
+    seconds,
+    sent,
+    staleness,
+    versions,
+)
 from pulse_rl.units import nbytes
 
 Records = Sequence[dict[str, Any]]
@@ -36,7 +49,7 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     )
     page.numbers(_headline(summary))
     page.heading("Where the time went")
-    page.table("Trainers, in seconds", *_trainer_seconds(summary))
+    page.table("A trainer of each policy, in seconds", *_trainer_seconds(summary))
     page.table("Workers, in seconds", *_worker_seconds(summary))
     page.table("At the end", ("", ""), [["who waits for whom", summary["balance"]["sentence"]]])
     page.heading("What was played")
@@ -49,6 +62,10 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
             page.heading(f"The policy {name}")
             for plot in (reward, density, sent, lag, staleness, seconds):
                 page.plot(plot(found))
+            if sync := summary["policies"][name]["trainer_sync"]:
+                page.plot(exchanged(found))
+                page.plot(exchange_density(found))
+                page.table(f"What the trainers of {name} sent each other", ("", "of the run"), exchange_table(sync))
             page.table(f"Every version of {name}", *versions(found), folded=True)
     page.heading("Weights at the end")
     page.table("Trainers and workers", *_weights(summary))
@@ -65,6 +82,9 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
             found.append(
                 (f"bytes a version of {name}", nbytes(sum(policy["patch_nbytes"]) / len(rewards)), "sent to a worker")
             )
+            if sync := policy["trainer_sync"]:
+                less = f"{sync['reduction_vs_diloco']:,.3g} ×"
+                found.append((f"between the trainers of {name}", less, "fewer bytes than DiLoCo"))
     held = [worker for policy in summary["policies"].values() for worker in policy["workers"]]
     proved = sum(worker["verified"] for worker in held)
     found.append(("weights proved", f"{proved} of {len(held)}", "of workers, one for each policy that they hold"))
@@ -72,12 +92,13 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _trainer_seconds(summary: dict[str, Any]) -> Table:
-    columns = ("trainer", "waiting for batches", "training", "publishing", "the rest", "restarts")
+    columns = ("policy", "trainers", "waiting for batches", "training", "publishing", "the rest", "restarts")
     rows = []
     for name, policy in summary["policies"].items():
         parts = [policy["wait_s"], policy["train_s"], policy["publish_s"]]
         rest = max(0.0, policy["total_s"] - sum(parts))
-        rows.append([name, *(f"{part:.1f}" for part in (*parts, rest)), str(policy["restarts"])])
+        spent = (f"{part:.1f}" for part in (*parts, rest))
+        rows.append([name, str(policy["trainers"]), *spent, str(policy["restarts"])])
     return columns, rows
 
 

@@ -27,7 +27,7 @@ from pulse_rl.flow.driver.show import Display
 from pulse_rl.flow.driver.summary import summary
 from pulse_rl.flow.driver.trainers import Trainers
 from pulse_rl.flow.driver.windows import Evaluations
-from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.flow.training.trainer import DIRECTORY, directory
 from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as run_directory
@@ -73,13 +73,13 @@ def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
 
 
 def _check(recipe: Recipe) -> None:
-    for name, policy in recipe.policies.items():
+    for policy in recipe.policies.values():
         model_name.require_config(policy.model)
-        if policy.trainers > 1:
-            raise ValueError(
-                f"policies.{name}.trainers: expected 1, found {policy.trainers}: several trainers of one policy are "
-                "trained by pulse-rl train without a recipe"
-            )
+
+
+def _kind(policy: PolicyRecipe) -> str:
+    """A policy's model, and its trainers where there are several."""
+    return policy.model + f", {policy.trainers} trainers, {policy.trainer_sync}" * (policy.trainers > 1)
 
 
 def _place(recipe: Recipe) -> RunConfig:
@@ -96,7 +96,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
     """Do a run and return its summary, which is also written to summary.json.
 
     recipe: from `prepare` or `resume`. resume: whether it is the latter. The first SIGINT or SIGTERM stops the run in
-    order: every policy's current step is finished, published and checkpointed.
+    order: every policy's current step (with several trainers, its round) is finished, published and checkpointed.
     Raises FileExistsError if the run is running already, PulseError if it was stopped at once, ProcessDiedError,
     otherwise what a trainer or a worker raised.
     """
@@ -105,7 +105,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
     try:
         with run_directory.lock(recipe.directory), stop_requests() as stop_requested:
             workers = sum(pool.workers for pool in recipe.pools)
-            names = ", ".join(f"{name} ({policy.model})" for name, policy in recipe.policies.items())
+            names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
             if resume:
                 display.log("continuing from " + _where(recipe))
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
@@ -142,9 +142,9 @@ class _Driver:
         """Follow the run until the trainers have ended, and the windows are done; return what the trainers returned."""
         stopping = False
         while True:
-            running = self._trainers.running()
-            wait(running or self._pools.running(), POLL_S)
+            wait(self._trainers.running() or self._pools.running(), POLL_S)
             self._trainers.poll()
+            ended = self._trainers.ended()
             stop = self._stop_requested() and not stopping
             if stop:
                 self._dataflow.stop()
@@ -163,8 +163,8 @@ class _Driver:
                     self._display.log(f"{name} leaves")
             self._pools.poll()
             self._pools.scale()
-            done = stopping or self._windows.open(status, self._records.steps, ended=not running)
-            if done and not running:
+            done = stopping or self._windows.open(status, self._records.steps, ended=ended)
+            if done and ended:
                 return self._trainers.results()
 
     def finish(self, finals: dict[str, dict[str, Any]], started: float) -> dict[str, Any]:

@@ -8,8 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_rl.errors import printable
-from pulse_rl.rl.display import Screen
+from pulse_rl.rl.display import Screen, exchange
 from pulse_rl.units import nbytes
+
+# Columns of the table of policies; those about several trainers are between them.
+_HEAD = ("policy", "step", "version", "reward", "loss", "patch", "of")
+_TAIL = ("ready", "coming", "dropped", "waits")
 
 
 class Display(Screen):
@@ -35,11 +39,15 @@ class Display(Screen):
         return (
             f"{record['policy']} {record['step']}/{self._steps}  reward {record['reward']:.3f}  "
             f"loss {record['loss']:+.4f}  staleness {record['staleness']:.2f}  density {record['density']:.3%}  "
-            f"patch {nbytes(record['patch_nbytes'])} of {nbytes(record['full_nbytes'])}  {seconds}"
+            f"patch {nbytes(record['patch_nbytes'])} of {nbytes(record['full_nbytes'])}  "
+            + "".join(f"{name} {text}  " for name, text in exchange(record).items())
+            + seconds
         )
 
     def _policies(self, status: Mapping[str, Any]) -> Table:
-        columns = ("policy", "step", "version", "reward", "loss", "patch", "of", "ready", "coming", "dropped", "waits")
+        exchanged = {name: found for name, last in self._last.items() if (found := exchange(last))}
+        between = tuple(next(iter(exchanged.values()), ()))  # columns about several trainers, where a policy has them
+        columns = (*_HEAD, *between, *_TAIL)
         table = _table(columns, self._title)
         for name, policy in status["policies"].items():
             last = self._last.get(name)
@@ -49,6 +57,7 @@ class Display(Screen):
                 _text(policy["version"]),
                 *([f"{last['reward']:.3f}", f"{last['loss']:+.4f}"] if last else ["", ""]),
                 *([nbytes(last["patch_nbytes"]), nbytes(last["full_nbytes"])] if last else ["", ""]),
+                *(exchanged.get(name, {}).get(column, "") for column in between),
                 str(policy["ready"]),
                 str(policy["coming"]),
                 str(sum(policy["dropped"].values())),

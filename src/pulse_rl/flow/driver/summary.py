@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.training.trainer import directory
+from pulse_rl.flow.training.trainer import directory, settings
 from pulse_rl.rl import metrics
 
-SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer
+SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer, the mean of several
 HELD = ("version", "digest", "syncs", "fetched_nbytes", "sync_s", "sampling_s", "tokens")
 WORKER = ("played", "failed", "refused", "idle_s", "seconds", "restarts", "left")
 
@@ -59,12 +59,14 @@ def _policy(
         "steps": records[-1]["step"] if records else 0,
         "trainer_version": final["version"],
         "trainer_digest": final["digest"],
-        "restarts": final["restarts"],
+        "trainers": recipe.policies[name].trainers,
+        "restarts": final["restarts"],  # of all its trainers
         "elements": records[-1]["elements"] if records else 0,
         "full_nbytes": full,
         "patch_nbytes": sent,
         "reduction": full * len(sent) / sum(sent) if sum(sent) else 1.0,
         **{key: [record[key] for record in records] for key in ("density", "reward", "solved", "loss", "staleness")},
+        "trainer_sync": metrics.trainer_sync(settings(recipe, name), records),
         "tokens": sum(record["tokens"] for record in records),
         "turns": sum(record["turns"] for record in records),
         "dropped": counted.get("dropped", {}),

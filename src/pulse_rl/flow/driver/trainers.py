@@ -1,78 +1,119 @@
-"""The trainers of a run, as the driver sees them: one for each policy. One that dies goes on from its checkpoint."""
+"""The trainers of a run, as the driver sees them: one or several for each policy.
 
+One that dies goes on from its checkpoint. Of several that share a policy, all go on from theirs, as what they were to
+exchange is lost with the one; but where they exchange through a store, one that is not rank 0 starts again alone, and
+the others wait for it (`rl.trainer_pool`).
+"""
+
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from pulse_rl.errors import ProcessDiedError
+from pulse_rl.errors import ExchangeError, ProcessDiedError
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.training.trainer import PolicyTrainer, directory
+from pulse_rl.flow.training.trainer import PolicyTrainer, directory, settings
 from pulse_rl.rl import metrics
 from pulse_rl.rl.checkpoints import saved_step
-from pulse_rl.rl.engine import CAUSES, ProcessHandle, TrainerProcess, start
+from pulse_rl.rl.engine import ProcessHandle, TrainerProcess, start
+from pulse_rl.rl.trainer_pool import TrainerPool, place
 
-DEATHS = 5  # of one trainer without a new version between them; then the run ends
+DEATHS = 5  # of a policy's trainers without a new version between them; then the run ends
 
 
-@dataclass
-class _Trainer:
-    name: str
-    handle: ProcessHandle
-    restarts: int = 0
-    futile: int = 0  # deaths since its last version
-    versions: int = 0  # when it was started last
-    result: dict[str, Any] | None = None
+class _Crew:
+    """The trainers of one policy that are started together."""
+
+    def __init__(self, recipe: Recipe, policy: str, dataflow: Any) -> None:
+        self._recipe, self._policy, self._dataflow = recipe, policy, dataflow
+        self._several = recipe.policies[policy].trainers > 1
+        self._life = secrets.token_hex(4) if self._several else ""
+        directory(recipe.directory, policy).mkdir(parents=True, exist_ok=True)
+
+    def name(self, rank: int) -> str:
+        return f"trainer-{rank} of {self._policy}" if self._several else f"the trainer of {self._policy}"
+
+    def start(self, rank: int, *, again: bool) -> ProcessHandle:
+        arguments = (self._recipe, self._policy, self._dataflow, rank, self._life)
+        return start(self.name(rank), TrainerProcess, PolicyTrainer, arguments, where=place(rank))
+
+    def lost(self, rank: int) -> None:
+        """Nothing: when it starts again, it says so to the Dataflow."""
+
+
+class _Trainers:
+    """The trainers of one policy."""
+
+    def __init__(self, recipe: Recipe, name: str, dataflow: Any, log: Callable[[str], None]) -> None:
+        self.name = name
+        self.result: dict[str, Any] | None = None  # of rank 0
+        self._recipe, self._dataflow, self._log = recipe, dataflow, log
+        self._files = directory(recipe.directory, name)
+        self._restarts = 0  # of all together
+        self._futile = 0  # deaths since their last version
+        self._versions = 0  # when they were started last
+        self.pool = self._start()
+
+    def _start(self) -> TrainerPool:
+        crew = _Crew(self._recipe, self.name, self._dataflow)
+        return TrainerPool(settings(self._recipe, self.name), crew, self._log)
+
+    def poll(self) -> None:
+        """Collect the result, and start those again that died. Raises as `Trainers.poll`."""
+        if self.result is not None:
+            return
+        self.pool.restart()
+        if not self.pool.ended():
+            return
+        try:
+            result = self.pool.result()
+        except (ProcessDiedError, ExchangeError) as error:  # the latter: they have lost each other
+            self._restart(error)
+            return
+        self.pool.close()
+        self.result = result | {"restarts": self._restarts + self.pool.restarts}
+
+    def _restart(self, error: ProcessDiedError | ExchangeError) -> None:
+        records = metrics.read(self._files)
+        versions = records[-1]["version"] if records else 0
+        self._futile = 1 if versions > self._versions else self._futile + 1
+        self._versions = versions
+        if self._futile >= DEATHS:
+            raise ProcessDiedError(
+                f"policy {self.name}: its trainers ended {DEATHS} times without a new version in between: {error}",
+                process=self.name,
+            ) from None
+        self.pool.close()
+        self._restarts += 1 + self.pool.restarts
+        count = self._recipe.policies[self.name].trainers
+        who = f"one of the {count} trainers of {self.name} died; all go"
+        if count == 1:
+            who = f"the trainer of {self.name} died; it goes"
+        self._log(f"{who} on from step {saved_step(self._files)}")
+        self.pool = self._start()
 
 
 class Trainers:
     """All trainers of a run; they start at once. log: shows a person one line."""
 
     def __init__(self, recipe: Recipe, dataflow: Any, log: Callable[[str], None]) -> None:
-        self._recipe, self._dataflow, self._log = recipe, dataflow, log
-        self._trainers = [_Trainer(name, self._start(name)) for name in recipe.policies]
-
-    def _start(self, name: str) -> ProcessHandle:
-        # It writes the run's files, so it is on the driver's node.
-        return start(
-            f"the trainer of {name}",
-            TrainerProcess,
-            PolicyTrainer,
-            (self._recipe, name, self._dataflow),
-            where="here",
-        )
+        self._trainers = [_Trainers(recipe, name, dataflow, log) for name in recipe.policies]
 
     def running(self) -> list[ProcessHandle]:
         """Those that have not ended."""
-        return [trainer.handle for trainer in self._trainers if trainer.result is None]
+        return [handle for each in self._trainers if each.result is None for handle in each.pool.running()]
+
+    def ended(self) -> bool:
+        """Whether the trainers of all policies have."""
+        return all(each.result is not None for each in self._trainers)
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """The last version, digest and step of each that has ended, and its restarts."""
-        return {t.name: t.result | {"restarts": t.restarts} for t in self._trainers if t.result is not None}
+        """The last version, digest and step of each policy whose trainers have ended, and their restarts."""
+        return {each.name: each.result for each in self._trainers if each.result is not None}
 
     def poll(self) -> None:
         """Collect the results of those that ended, and start those again that died.
 
-        Raises what a trainer raised, ProcessDiedError if one dies again and again.
+        Raises what a trainer raised, ProcessDiedError if those of a policy die again and again.
         """
-        for trainer in self._trainers:
-            if trainer.result is None and trainer.handle.ended():
-                try:
-                    trainer.result = trainer.handle.result()
-                    trainer.handle.close()
-                except ProcessDiedError:
-                    self._restart(trainer)
-
-    def _restart(self, trainer: _Trainer) -> None:
-        files = directory(self._recipe.directory, trainer.name)
-        records = metrics.read(files)
-        versions = records[-1]["version"] if records else 0
-        trainer.futile = 1 if versions > trainer.versions else trainer.futile + 1
-        trainer.versions = versions
-        if trainer.futile >= DEATHS:
-            raise ProcessDiedError(
-                f"the trainer of {trainer.name} died {DEATHS} times without a new version in between ({CAUSES})",
-                process=trainer.name,
-            )
-        trainer.restarts += 1
-        self._log(f"the trainer of {trainer.name} died; it goes on from step {saved_step(files)}")
-        trainer.handle = self._start(trainer.name)
+        for each in self._trainers:
+            each.poll()

@@ -1,11 +1,13 @@
-"""The trainer of one policy: it pulls batches, takes steps on FP32 masters, and publishes to the policy's history.
+"""A trainer of one policy: it pulls batches, takes steps on FP32 masters, and publishes to the policy's history.
 
 It is the reference run's trainer (`rl.trainer`) with another source of batches and another loss. Its files are the same
 too: metrics, checkpoint and settings are in the run's directory under policies/NAME. Policies do not wait for each
-other: each trainer goes at the pace at which its batches arrive.
+other: each goes at the pace at which its batches arrive.
 
-A batch is forgotten by the Dataflow once a checkpoint holds its step. One step trains one batch, so a checkpoint's step
-is also the number of batches that it holds.
+A policy with several trainers goes in rounds, as in the reference run. A trainer of rank r takes in step s the batch of
+number s · trainers + r, so no batch is trained on by two, and none depends on who asks first. Rank 0 alone tells the
+Dataflow of versions and checkpoints; the others have written theirs by then. A batch is forgotten by the Dataflow once
+a checkpoint holds its step.
 """
 
 import os
@@ -31,6 +33,7 @@ ROWS = 32  # of a forward and backward pass, at most
 SCORED = 2048  # tokens of its completions, with padding: logits are the largest part of its memory
 TOKENS = 16_384  # of contexts and completions, with padding
 DIRECTORY = "policies"  # in the run's directory
+MEETING = "meeting"  # the address at which rank 0 waits for the others
 PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
@@ -58,6 +61,10 @@ def settings(recipe: Recipe, name: str) -> RunConfig:
         sync=given.sync,
         codec=given.codec,
         anchor_every=given.anchor_every,
+        trainers=given.trainers,
+        trainer_sync=given.trainer_sync,
+        trainer_store=given.trainer_store,
+        sync_every=given.sync_every,
         checkpoint_every=recipe.checkpoint_every,
     )
 
@@ -68,26 +75,34 @@ def directory(run: Path, name: str) -> Path:
 
 
 class PolicyTrainer(Trainer):
-    """A policy's trainer; `run` is its whole life. dataflow: what calls the run's Dataflow.
+    """A trainer of a policy; `run` is its whole life. dataflow: what calls the run's Dataflow.
 
     A policy that is not trained is published once, as version 0.
+
+    rank: among the policy's trainers. life: a name for those that were started together; none for one trainer.
     """
 
-    def __init__(self, recipe: Recipe, name: str, dataflow: Any) -> None:
+    def __init__(self, recipe: Recipe, name: str, dataflow: Any, rank: int = 0, life: str = "") -> None:
         config = settings(recipe, name)
-        config.directory.mkdir(parents=True, exist_ok=True)
         self._name, self._recipe, self._dataflow = name, recipe, dataflow
         given = recipe.policies[name]
         self._loss: PolicyLoss = registry.build("loss", given.loss, key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
         # The trainer of a driver that was killed may live a little longer than it; a checkpoint has one writer.
         self._lock = ExitStack()
-        self._lock.enter_context(run_directory.lock(config.directory, patience=PATIENCE_S))
-        board = _Board(name, dataflow, lambda: self._step, trained=given.trained)
-        super().__init__(config, cast(DataBuffer, board), resume=begun(config.directory))
+        if config.directory.is_dir():  # else `Checkpoints` says what is missing on this node
+            file = f"{run_directory.RUNNING}-{rank}" if rank else run_directory.RUNNING
+            self._lock.enter_context(run_directory.lock(config.directory, name=file, patience=PATIENCE_S))
+        board = PolicyBoard(name, dataflow, lambda: self._step, trained=given.trained, life=life)
+        self._begun = False
+        super().__init__(config, cast(DataBuffer, board), resume=begun(config.directory), rank=rank)
 
     def _find_batch(self, batch: int) -> Batch | None:
-        found = self._dataflow.pull(self._name, self._step)
+        if not self._begun:
+            self._begun = True
+            if self._rank and self._config.trainer_store:  # it may have been started again while the others went on
+                self._dataflow.begin_rank(self._name, self._rank, self._step)
+        found = self._dataflow.pull(self._name, self._step * self._config.trainers + batch)
         return found and Batch(*found)
 
     def _add_gradients(self, batch: Batch) -> dict[str, Any]:
@@ -132,7 +147,8 @@ class PolicyTrainer(Trainer):
     def _save(self) -> None:
         if self._recipe.policies[self._name].trained:
             super()._save()
-            self._dataflow.commit(self._name, self._step, self._step)
+            if self._rank == 0:
+                self._dataflow.commit(self._name, self._step)
 
 
 class _Row(NamedTuple):
@@ -183,21 +199,25 @@ def _part(rows: Sequence[_Row]) -> _Part:
     )
 
 
-class _Board:
-    """What the reference run's trainer and its lead call a data buffer, for one policy of a Dataflow.
+class PolicyBoard:
+    """What the reference run's trainers call a data buffer, for one policy of a Dataflow.
 
-    step: returns the trainer's steps so far. trained: whether the policy is.
+    step: returns the trainer's steps so far. trained: whether the policy is. life: a name for the trainers that were
+    started together, so that what they share is not mistaken for what an earlier life has shared; none for one trainer.
     """
 
-    def __init__(self, name: str, dataflow: Any, step: Callable[[], int], *, trained: bool) -> None:
+    def __init__(self, name: str, dataflow: Any, step: Callable[[], int], *, trained: bool, life: str = "") -> None:
         self._name, self._dataflow, self._step, self._trained = name, dataflow, step, trained
+        self._life = life
         self._begun = False
 
     def begin_step(self, step: int, version: int) -> None:
         """Nothing: the Dataflow knows the version since it was published."""
 
     def report(self, who: str, facts: Mapping[str, Any]) -> None:
-        """Pass a version on that was published, and what else is to be shown."""
+        """Pass a version on that was published, where the trainers meet, and what else is to be shown."""
+        if MEETING in facts:
+            self.share(MEETING, 0, facts[MEETING])
         if "digest" in facts:
             if not self._begun:
                 self._dataflow.begin(self._name, self._step(), facts["version"])
@@ -213,9 +233,18 @@ class _Board:
         return bool(self._dataflow.stopping(self._name))
 
     def board(self) -> dict[str, dict[str, Any]]:
-        """What each worker holds of this policy."""
+        """What each worker holds of this policy, and where the trainers meet."""
         board = self._dataflow.board()
-        return {who: facts["policies"].get(self._name, {}) for who, facts in board.items() if "policies" in facts}
+        held = {who: facts["policies"].get(self._name, {}) for who, facts in board.items() if "policies" in facts}
+        met = self.shared(MEETING) if self._life else {}
+        return held | {"trainer": {MEETING: met[0]}} if met else held
+
+    def share(self, what: str, rank: int, value: Any) -> dict[int, Any]:
+        """As the Dataflow's, for the trainers that were started together."""
+        return dict(self._dataflow.share(f"{self._name} {self._life} {what}", rank, value))
+
+    def shared(self, what: str) -> dict[int, Any]:
+        return dict(self._dataflow.shared(f"{self._name} {self._life} {what}"))
 
     def dropped_chunks(self) -> int:
         """Groups that were dropped, for whatever reason."""
