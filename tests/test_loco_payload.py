@@ -165,9 +165,12 @@ def test_a_hashed_but_wrong_payload_is_refused_or_in_range() -> None:
 
 def test_the_method_with_fewer_bytes_is_chosen() -> None:
     """W > 1 + U / P by hand: at 1 % of independent sends split is better from 15 workers on."""
-    assert exchange.choose([0, 0], 100) == "gather"
-    assert [exchange.choose([10_000] * w, 1_000_000) for w in (2, 14, 15, 40)] == ["gather"] * 2 + ["split"] * 2
-    assert exchange.choose([100, 100, 100], 100) == "split"
+    assert exchange.choose([0, 0], 100, "float32") == "gather"
+    sent = [10_000] * 40
+    assert [exchange.choose(sent[:w], 1_000_000, "float32") for w in (2, 14, 15, 40)] == ["gather"] * 2 + ["split"] * 2
+    assert exchange.choose([100, 100, 100], 100, "float32") == "split"
+    # Means are float32 values, six times as large as what log8 sends: to gather stays better for longer.
+    assert [exchange.choose([100_000] * w, 1_000_000, "log8") for w in (2, 58, 60)] == ["gather"] * 2 + ["split"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])

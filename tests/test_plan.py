@@ -16,7 +16,7 @@ import pulse_rl as pulse
 from pulse_rl import units
 from pulse_rl.cli.main import main
 from pulse_rl.loco import exchange
-from pulse_rl.planner import LOCO_RATES, RATES, Channel, Plan, bandwidth_needed, bits, plan, utilization
+from pulse_rl.planner import MEANS_RATES, RATES, SENT_RATES, Channel, Plan, bandwidth_needed, bits, plan, utilization
 
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "docs/measurements.md"
@@ -90,12 +90,28 @@ def test_sizes_are_those_of_the_measured_patches() -> None:
 
 def test_what_pulseloco_sends_is_what_was_measured() -> None:
     rows = re.findall(
+        r"^\| (supervised|RL), .* \| ([\d.]+) % \| ([\d.]+) MB \| ([\d.]+) × \| ([\d.]+) \| ([\d.]+) \|$",
+        MEASUREMENTS.read_text(),
+        re.M,
+    )
+    assert len(rows) == 12
+    for run, percent, megabytes, less, found, formula in rows:
+        density = float(percent) / 100
+        calculated = bits(SENT_RATES, density) / density
+        assert calculated == pytest.approx(float(found), rel=0.012 if run == "RL" else 0.07)
+        assert calculated == pytest.approx(float(formula), abs=0.006)
+        assert 8e6 * float(megabytes) / (density * 134_515_008) == pytest.approx(float(found), abs=0.01)
+        assert 538.06 / float(megabytes) == pytest.approx(float(less), abs=0.6)
+
+
+def test_means_are_as_large_as_float32_payloads_were() -> None:
+    rows = re.findall(
         r"\| ([\d.]+)% \| [\d.]+ MB \| [\d.,]+ × \| [\d.,]+ × \| ([\d.]+) \|",
         MEASUREMENTS.read_text(),
     )
     assert len(rows) == 13
     for density, found in rows:
-        assert bits(LOCO_RATES, float(density) / 100) / float(density) * 100 == pytest.approx(float(found), rel=0.06)
+        assert bits(MEANS_RATES, float(density) / 100) / float(density) * 100 == pytest.approx(float(found), rel=0.06)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.25, 0.5, 1.0])
@@ -142,14 +158,15 @@ def test_one_trainer_exchanges_nothing() -> None:
 @pytest.mark.parametrize("trainers", [2, 4, 24, 64])
 def test_trainers_receive_what_the_exchange_takes(trainers: int) -> None:
     """The ring's bytes, H times for DDP; for PULSELoCo those of the method that the library would choose."""
-    ddp, diloco, pulseloco = planned(trainers=trainers, sync_every=8, loco_density=0.03).rounds
+    ddp, diloco, pulseloco = planned(trainers=trainers, sync_every=8).rounds
     assert diloco.nbytes == round(2 * (trainers - 1) / trainers * 28e9)
     assert ddp.nbytes == pytest.approx(8 * diloco.nbytes)
-    payload, union = (7e9 * bits(LOCO_RATES, d) / 8 for d in (0.03, 1 - 0.97**trainers))
-    methods = {"gather": (trainers - 1) * payload, "split": (trainers - 1) / trainers * (payload + union)}
+    payload, means = 7e9 * bits(SENT_RATES, 0.1) / 8, 7e9 * bits(MEANS_RATES, 1 - 0.9**trainers) / 8
+    methods = {"gather": (trainers - 1) * payload, "split": (trainers - 1) / trainers * (payload + means)}
     assert pulseloco.nbytes == round(min(methods.values()))
-    # The library counts elements, not bytes, so near where the two cross it may take the other one.
-    assert methods[exchange.choose([30_000] * trainers, 1_000_000)] == pytest.approx(pulseloco.nbytes, rel=0.05)
+    # The library takes whole bits an element, so near where the two cross it may take the other one.
+    chosen = exchange.choose([100_000] * trainers, 1_000_000, "log8")
+    assert methods[chosen] == pytest.approx(pulseloco.nbytes, rel=0.05)
     assert ddp.utilization == 400 / (400 + ddp.seconds)
     assert pulseloco.reduction == pytest.approx(ddp.nbytes / pulseloco.nbytes)
 

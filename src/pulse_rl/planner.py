@@ -25,8 +25,9 @@ class Rates(NamedTuple):
 
     positions: float  # at most, for where a change is; their entropy if that is less
     rest: float  # for new values or moves, and the container
-    fixed_s: float
-    per_density_s: float  # more, times the density
+    fixed_s: float = 0.0
+    per_density_s: float = 0.0  # more, times the density
+    entropy: float = 1.0  # the share of the entropy of positions that is paid
 
 
 RATES = {
@@ -36,7 +37,12 @@ RATES = {
     # at any density.
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
-LOCO_RATES = Rates(1.9, 27.0, 0.0, 0.0)  # PULSELoCo: 27.4 to 28.9 bits; values are float32 with similar exponents
+# PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): measured 4.2 to 5.1 bits at densities of 19 to 7 %,
+# within 7 % of this ("The default's payloads" in docs/measurements.md). A value is its sign and a little more;
+# positions are coded given θ's exponents, and take less than their entropy.
+SENT_RATES = Rates(math.inf, 1.2, entropy=0.8)
+# The means that trainers gather in a split, float32 values with similar exponents: measured 27.4 to 30 bits.
+MEANS_RATES = Rates(1.9, 27.0)
 
 
 class Channel(msgspec.Struct, frozen=True):
@@ -124,7 +130,7 @@ def plan(
     workers: int = 1,
     trainers: int = 1,
     sync_every: int = 8,
-    loco_density: float = 0.03,
+    loco_density: float = 0.1,
 ) -> Plan:
     """Calculate what links cost a run: bytes, seconds and GPU use of full checkpoints and of patches.
 
@@ -139,7 +145,7 @@ def plan(
         workers: The number of rollout workers. Default: 1.
         trainers: The number of trainers. Default: 1, which exchanges nothing.
         sync_every: Steps between two exchanges of DiLoCo or PULSELoCo. Default: 8.
-        loco_density: The fraction of elements that PULSELoCo sends in an exchange. Default: 0.03.
+        loco_density: The fraction of elements that PULSELoCo sends in an exchange. Default: 0.1.
 
     Returns:
         The plan.
@@ -183,7 +189,7 @@ def bandwidth_needed(compute_s: float, nbytes: float) -> float:
 def bits(rates: Rates, density: float) -> float:
     """Bits per element of the model, changed or not."""
     entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p)
-    return min(entropy, rates.positions * density) + rates.rest * density
+    return min(rates.entropy * entropy, rates.positions * density) + rates.rest * density
 
 
 def _channel(name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int) -> Channel:
@@ -225,14 +231,14 @@ def _rounds(
     if trainers == 1:
         return ()
     others = trainers - 1
-    dense = 2 * others / trainers * params * FLOAT32  # a ring: first ranges to be added up, then their sums
+    dense = 2 * others / trainers * params * FLOAT32  # a ring: first ranges to be added up, then their means
     union = 1 - (1 - density) ** trainers
-    payload, sums = (params * bits(LOCO_RATES, d) / 8 for d in (density, union))
+    payload, means = params * bits(SENT_RATES, density) / 8, params * bits(MEANS_RATES, union) / 8
     sizes = {
         "ddp": sync_every * dense,
         "diloco": dense,
-        # Every payload whole, or each trainer's range of every payload and then all sums: `loco.exchange` chooses.
-        "pulseloco": min(others * payload, others / trainers * (payload + sums)),
+        # Every payload whole, or each trainer's range of every payload and then all means: `loco.exchange` chooses.
+        "pulseloco": min(others * payload, others / trainers * (payload + means)),
     }
     return tuple(
         Round(

@@ -27,8 +27,8 @@ def plan(
     ] = 1,
     sync_every: Annotated[int, typer.Option(min=1, help="Steps between two exchanges of the trainers.")] = 8,
     loco_density: Annotated[
-        str, typer.Option(help="Elements that a trainer sends in an exchange of PULSELoCo.")
-    ] = "3%",
+        str, typer.Option(help="Elements that a trainer sends in an exchange of PULSELoCo with its default settings.")
+    ] = "10%",
     as_json: AsJson = False,
 ) -> None:
     """Calculate what a link costs a run: bytes, seconds and GPU use of full checkpoints and patches.

@@ -94,7 +94,8 @@ class SparseContribution:
     ) -> tuple[str, list[Mean]]:
         mine = self._fragment(fragment, sends)
         elements = sum(segment.size for segment in mine.segments)
-        method = exchange.choose(counts, elements) if self._method == "auto" else self._method
+        auto = exchange.choose(counts, elements, self._coding.value_dtype)
+        method = auto if self._method == "auto" else self._method
         run = exchange.split if method == "split" else exchange.gather
         return method, run(group, mine, timings)
 

@@ -3,9 +3,10 @@
 **gather**: every rank gets every payload and adds them up itself, so (W − 1) · P come in, where P is a payload.
 **split**: every rank gets what all send of one range of segments, adds that up, and all gather the means, so
 (W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula split is better when
-W > 1 + U / P. `choose` assumes that the ranks' sends are independent: of n elements rank r sends k_r, so
-U = n · (1 − Π(1 − k_r / n)). Both methods add in rank order from +0 in float32 and divide by W once, so they agree to
-the bit. Only the segment that is being added up exists densely; what a round holds are sends and means, both sparse.
+W > 1 + U / P. `choose` assumes that the ranks' sends are independent: of n elements rank r sends k_r, so the union has
+n · (1 − Π(1 − k_r / n)); each of these takes the bits of a float32 value, each sent one those of its dtype. Both
+methods add in rank order from +0 in float32 and divide by W once, so they agree to the bit. Only the segment that is
+being added up exists densely; what a round holds are sends and means, both sparse.
 
 Decoding and adding up can fail on one rank alone: so each such phase ends in one small report from every rank, and when
 one cannot go on, none does (`fail_together`).
@@ -36,6 +37,7 @@ Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 FAILURE_CHARACTERS = 1000  # of an error's text, as one rank reports it to the others
 FAILURE_NBYTES = 1 << 16
+SENT_BITS = {"log8": 5, "bfloat16": 13, "float32": 29}  # about, of an element with its position: as measured
 EXPONENT = np.uint32(0x7F800000)  # all ones in an infinity or NaN
 
 
@@ -113,11 +115,11 @@ class Failure(msgspec.Struct, frozen=True):
     error: str
 
 
-def choose(counts: Sequence[int], elements: int) -> Literal["gather", "split"]:
+def choose(counts: Sequence[int], elements: int, value_dtype: str) -> Literal["gather", "split"]:
     """The method with fewer bytes to receive, from each rank's number of sends and the number of elements."""
-    mean = sum(counts) / len(counts)
-    union = elements * (1 - float(np.prod([1 - count / elements for count in counts])))
-    return "split" if mean and len(counts) > 1 + union / mean else "gather"
+    payload = SENT_BITS[value_dtype] * sum(counts) / len(counts)
+    union = SENT_BITS["float32"] * elements * (1 - float(np.prod([1 - count / elements for count in counts])))
+    return "split" if payload and len(counts) > 1 + union / payload else "gather"
 
 
 def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
