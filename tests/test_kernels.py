@@ -287,15 +287,17 @@ def test_changes_of_several_segments_are_digested_and_written_as_one_by_one(
     values = [random_bits(width, len(some), seed + 9) for some in indices]
     stride, every = run + gap, np.ones(segments, np.int64)
     addresses = np.array([one.ctypes.data for one in live], np.uint64)
-    spots = cpu.Spots(addresses, (run + 3) * every, starts, stride * every, run * every, roots)
+    times = np.random.default_rng(seed).integers(-3, 5, segments)
+    spots = cpu.Spots(addresses, (run + 3) * every, starts, stride * every, run * every, roots, times)
     counts = np.array([len(some) for some in indices])
     joined = np.concatenate(indices), np.concatenate(values)
     expected = 0
-    for root, start, one, some, new in zip(roots.tolist(), starts.tolist(), live, indices, values, strict=True):
+    lying = zip(roots.tolist(), starts.tolist(), times.tolist(), live, indices, values, strict=True)
+    for root, start, counted, one, some, new in lying:
         old = np.empty_like(new)
         reference.gather_rows(one, some, old)
         places = some // run * stride + some % run
-        expected += reference.digest_delta(root, start, places, old, new)
+        expected += counted * reference.digest_delta(root, start, places, old, new)
     assert cpu.spots_delta(spots, counts, *joined) == expected % 2**64
     assert cpu.write_spots(spots, counts, *joined) is None
     for number, (one, some, new) in enumerate(zip(live, indices, values, strict=True)):
@@ -308,7 +310,7 @@ def test_an_element_that_does_not_read_back_names_its_segment() -> None:
     """Two segments that are the same memory, with different bits: the later ones stay."""
     memory, one = np.zeros(64, np.uint16), np.ones(2, np.int64)
     addresses = np.full(2, memory.ctypes.data, np.uint64)
-    spots = cpu.Spots(addresses, 64 * one, 0 * one, 64 * one, 64 * one, addresses)
+    spots = cpu.Spots(addresses, 64 * one, 0 * one, 64 * one, 64 * one, addresses, one)
     indices, values = np.array([5, 5], np.uint32), np.array([1, 2], np.uint16)
     assert cpu.write_spots(spots, one, indices, values) == 0
 
@@ -321,7 +323,7 @@ def test_many_changes_are_written_some_at_a_time_where_nothing_is_aligned(width:
     begins = np.cumsum([0, *sizes[:-1]])
     addresses = (memory.ctypes.data + 1 + width * begins).astype(np.uint64)
     every = np.ones(len(sizes), np.int64)
-    spots = cpu.Spots(addresses, 4096 * every, 0 * every, 4096 * every, 4096 * every, addresses)
+    spots = cpu.Spots(addresses, 4096 * every, 0 * every, 4096 * every, 4096 * every, addresses, every)
     indices = np.concatenate([np.arange(size, dtype=np.uint32) for size in sizes])
     values = random_bits(width, sum(sizes), 1)
     assert cpu.write_spots(spots, np.array(sizes), indices, values) is None

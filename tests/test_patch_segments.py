@@ -98,18 +98,16 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
 
 
 def test_memory_that_is_not_plain_has_no_spots() -> None:
-    """Strided, reversed, shorter than its dtype, tied to other memory, another process's, cut, left out."""
+    """Strided, reversed, shorter than its dtype, tied to other memory, cut, left out."""
     flat = np.zeros(512 * 512, np.int16)
     square, wide = flat.reshape(512, 512), np.zeros((512, 1024), np.int16)
     half = [Piece(Box((0, 0), (512, 200)), as_bits(np.zeros((512, 200), np.int16)))]
     half.append(Piece(Box((0, 200), (512, 312)), as_bits(np.zeros((512, 312), np.int16))))
-    elsewhere = [piece._replace(owned=False) for piece in half]
     tensors: dict[str, list[Bits]] = {
         "strided": [as_bits(wide[:, ::2])],
         "reversed": [as_bits(square[::-1])],
         "other": [as_bits(square.view(np.uint16))],
         "tied": [as_bits(square), as_bits(wide[:, :512].copy())],
-        "owned": [Pieces("I16", 2, (512, 512), elsewhere)],
         "left out": [as_bits(square)],
         "nowhere": [],
     }
@@ -117,8 +115,11 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
     segments = Segments(table, groups_of(table, format_version=2))
     assert not spots_of(segments, [0] * len(table), tensors, {"left out"}).addresses.any()
     cut = Segments(table[:1], groups_of(table[:1], format_version=2))
-    found = spots_of(cut, [0], {"strided": [Pieces("I16", 2, (512, 512), half)]}, ()).addresses
-    assert 0 < np.count_nonzero(found) < len(found)  # tiles that one piece holds
+    halves = [piece._replace(times=times) for piece, times in zip(half, (3, -1), strict=True)]
+    found = spots_of(cut, [0], {"strided": [Pieces("I16", 2, (512, 512), halves)]}, ())
+    held = found.addresses > 0
+    assert 0 < np.count_nonzero(held) < len(held)  # tiles that one piece holds
+    assert [*found.times[held]] == [3 if start % 512 < 200 else -1 for start in found.starts[held]]
 
 
 def test_addresses_keep_their_memory() -> None:

@@ -314,7 +314,7 @@ def test_what_is_damaged_for_one_rank_is_avoided_by_all(ranks: Ranks, tmp_path: 
 
 
 def test_a_replica_that_one_rank_reads_wrongly_is_read_again(ranks: Ranks, tmp_path: Path) -> None:
-    """The digest counts the other rank's replica, so it is right: only a comparison shows it before the write."""
+    """The digest counts all replicas, so the sum is another one before anything is written."""
     store = history(tmp_path, versions=VERSIONS, anchor_every=1)
     nbytes = 2 * SHAPES["norm"][0]
     for route, recovered, _ in good(ranks(with_a_bent_store, 2, store, "flipped", str(nbytes), None)):
@@ -409,6 +409,41 @@ def test_weights_that_were_altered_on_one_rank(ranks: Ranks, tmp_path: Path, lay
         assert "something other than this subscriber" in recovered
 
 
+def flipped_in_a_copy(group: Any, rank: int, size: int, store: Path, layout: str) -> list[tuple[Any, ...]]:
+    """On each rank in turn, an element of `norm` that the next version changes has another bit: all hold `norm`."""
+    live = shards(state(0), layout, rank, size)
+    subscriber = pulse.Subscriber(store, group=group)
+    subscriber.sync(live, version=0)
+    found = []
+    for version in range(1, size + 1):
+        (index, *_), *_ = np.nonzero(state(version)["norm"] != state(version - 1)["norm"])
+        if rank == version - 1:
+            live["norm"].tensor[index] ^= 1
+        before = {name: shard.tensor.copy() for name, shard in live.items()}
+        if version % 2:
+            report = subscriber.sync(live, version=version)
+        else:
+            with subscriber.stage(live, version=version) as staged:
+                assert all((live[name].tensor == bits).all() for name, bits in before.items())
+                report = staged.apply()
+        assert equal(live, version)
+        found.append((report.route, report.recovered))
+    live["norm"].tensor[0] ^= rank == 1
+    with pytest.raises(pulse.IntegrityError, match="replicas") as raised:
+        subscriber.verify(live)
+    assert raised.value.ranks == (0, 1)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["mixed", "replicas"])
+def test_a_bit_that_is_wrong_in_any_copy_is_found_by_the_next_patch(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    """Of the owner and of the others alike: before anything is written, on all ranks, and repaired by that sync."""
+    store = history(tmp_path, codec="gap")
+    for result in good(ranks(flipped_in_a_copy, 2, store, layout)):
+        assert [route for route, _ in result] == ["anchor", "anchor"]
+        assert all("ranks 0 and 1 hold replicas" in recovered for _, recovered in result)
+
+
 def one_rank_anew(group: Any, rank: int, size: int, store: Path) -> tuple[str, str | None]:
     live = shards(state(2), "mixed", rank, size)
     subscriber = pulse.Subscriber(store, group=group)
@@ -486,6 +521,10 @@ def tied(group: Any, rank: int, size: int, store: Path, how: str) -> str:
                 where = tuple(slice(a, a + n) for a, n in zip(box.offset, box.sizes, strict=True))
                 expected = full[tensor_name][where].contiguous().view(torch.int32).numpy().view(np.uint32)
                 assert (part.read(0, part.size).reshape(box.sizes) == expected).all()
+        subscriber.verify(live)
+    if rank == 1:  # a copy that nobody publishes
+        getattr(live["head"], "tensor", live["head"]).numpy()[0, 0] += 1
+    with pytest.raises(pulse.IntegrityError, match="a tensor tied to 'embed' differs"):
         subscriber.verify(live)
     return route
 

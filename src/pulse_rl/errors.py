@@ -140,7 +140,8 @@ class IntegrityError(PulseError):
         name: The object, tensor or file whose bits they are; None for a whole state of weights.
         expected: What was promised: a digest (16 hex digits), a hash (64), or a size in bytes.
         found: What the bits give instead, in the same form.
-        ranks: Among trainers that must hold the same bits, those that differ from the majority.
+        ranks: Ranks that must hold the same bits and do not: of trainers, those that differ from the majority; of
+            replicas, two that differ.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.boxes import Box, Shape, tiles
 from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import segments
 
 
@@ -154,7 +154,7 @@ class Staged:
         self._tensors: dict[str, Bits] = {name: self._like(copies[0]) for name, copies in live.items()}
 
     def _like(self, tensor: Bits) -> Bits:
-        pieces = [Piece(box, self._take(tensor, box), owned) for box, _, owned in pieces_of(tensor)]
+        pieces = [piece._replace(bits=self._take(tensor, piece.box)) for piece in pieces_of(tensor)]
         if not isinstance(tensor, Pieces):
             return pieces[0].bits
         return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)

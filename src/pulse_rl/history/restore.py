@@ -83,8 +83,8 @@ def no_room(error: OSError) -> StoreError:
 class Wanted:
     """The share of a version that one of several processes restores.
 
-    pieces: the boxes that it holds of each tensor, marked as owned or not; their memory is not looked at. tensors: of
-    the whole model, under the names of the version and under others.
+    pieces: the boxes that it holds of each tensor; their memory is not looked at. tensors: of the whole model, under
+    the names of the version and under others.
     """
 
     pieces: Layout
@@ -92,8 +92,6 @@ class Wanted:
     peers: Peers
     first: bool  # whether this process counts the tensors without elements
     landing: Callable[[Layout], Landing]  # for patches to the pieces
-    # Proves the pieces that others own, which a digest does not count. A collective. Raises IntegrityError.
-    prove_replicas: Callable[[Layout], None] = lambda pieces: None
 
 
 class _Start(msgspec.Struct):
@@ -211,12 +209,6 @@ def _load_share(
                 raise
             continue
         if digests.to_hex(total) == anchor.digest:
-            try:
-                wanted.prove_replicas(found)
-            except IntegrityError:
-                if whole:
-                    raise
-                continue
             return found
     raise IntegrityError(
         f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digests.to_hex(total)}",

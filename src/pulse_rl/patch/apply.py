@@ -3,38 +3,33 @@
 `Application.prove` decodes every segment against the live weights and computes the digest that they will have; only if
 it is the target's may `write` run. Between the two, decoded changes are kept up to a fixed budget and the rest is
 decoded again, so a receiver holds the patch and little more. A write that is interrupted is finished before the
-interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `live`.
+interruption is raised, as an overwrite can be repeated without harm. Names and shapes are matched in `live`, and what
+is decoded together is planned in `work`.
 
-A patch may consist of parts, and the weights may be a share of the whole: then each process proves what it owns, and
-the proof is the sum over all.
+A patch may consist of parts, and the weights may be a share of the whole: then each process proves what it holds, and
+the proof is the sum over all. Of what several hold the copies count such that they add up only if all are equal.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Units, consecutive
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
-from pulse_rl.patch.live import Copies, overlapping, shared_memory, tied_differ
+from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged
-from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import Target, holds, memory_at, spots_of, targets
+from pulse_rl.patch.targets import Target, targets
+from pulse_rl.patch.work import Tensor, Work, plan
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits
-from pulse_rl.weights.boxes import Positions
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Place, pieces_of, place_view
 
@@ -51,45 +46,6 @@ def finish_despite_interrupt(write: Callable[[], object]) -> None:
     except BaseException:
         write()
         raise
-
-
-class _Tensor(NamedTuple):
-    """A tensor of the patch and the live memory behind it."""
-
-    name: str
-    shape: tuple[int, ...]
-    seed: int  # of its digest
-    live: Copies
-    before: Copies  # the same tensors as they are when the patch is written
-
-
-@dataclass(slots=True)
-class _Work:
-    """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
-
-    segments: list[Segment]
-    tensors: Sequence[_Tensor]  # of the part, by its segments' numbers
-    units: Units  # of the span that they are from
-    numbers: list[int]  # of these units, which of them
-    keep: bool  # whether the changes stay in memory from proof to write
-    spots: cpu.Spots | None  # where all of them lie in live memory, if that is known
-    memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
-    changes: list[Changes] | None = None  # of each segment, while they are in memory
-    written: bool = False
-    lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
-
-    def decode(self) -> list[Changes]:
-        """The changes of each segment."""
-        reads = [partial(self._read, segment) for segment in self.segments]
-        return self.units.decode(self.numbers, reads, self.memory)
-
-    def _read(self, segment: Segment) -> UIntArray:
-        return rows_of(self.tensors[segment.tensor].before[0], segment.place)
-
-    @property
-    def changed(self) -> int:
-        """How many elements change."""
-        return sum(segment.spec.changed for segment in self.segments)
 
 
 class _Checked(NamedTuple):
@@ -129,11 +85,11 @@ class Application:
         self._live = live
         self._before = live if before is None else before
         self._keep_nbytes = keep_nbytes
-        self._shared = _SharedMemory(live)
+        self._shared = SharedMemory(live)
         self._overlapping = overlapping(live.values())
-        self._work: list[_Work] = []  # empty until `prove`
+        self._work: list[Work] = []  # empty until `prove`
         self._overwritten: list[Overwritten] = []  # by `write`, where tensors overlap
-        self._delta: int | None = None  # what the digest of what this process owns gains
+        self._delta: int | None = None  # what this process adds to what the digest gains
         self.decode_s = 0.0  # seconds of decoding, summed over threads
         self.prove_s = 0.0  # seconds of checking what was decoded, summed over threads
 
@@ -168,12 +124,15 @@ class Application:
             )
 
     def own_delta(self) -> int:
-        """Decode what was read of the patch and check it: what the digest of what this process owns gains, mod 2^64.
+        """Decode what was read of the patch and check it: what this process adds to what the digest gains, mod 2^64.
 
         Raises PatchFormatError or BaseMismatchError; nothing is written. A second call returns the same.
         """
         if self._delta is None:
-            self._work, delta = list(self._plan()), 0
+            work = plan(
+                self._parts, self._live, self._before, self._keep_nbytes, self._shared, overlapping=self._overlapping
+            )
+            self._work, delta = list(work), 0
             for checked in ordered_map(self._check, self._work):
                 delta += checked.delta
                 self.decode_s += checked.decode_s
@@ -186,53 +145,7 @@ class Application:
             self._delta = delta & digests.MASK
         return self._delta
 
-    def _plan(self) -> Iterator[_Work]:
-        """The patch's spans in order; those whose changes fit into the budget are kept."""
-        budget = self._keep_nbytes
-        for part in self._parts:
-            tensors = [
-                _Tensor(
-                    name,
-                    shape,
-                    digests.seed(name, dtype, shape),
-                    self._live.get(name, ()),
-                    self._before.get(name, ()),
-                )
-                for name, dtype, shape, _ in part.table
-            ]
-            # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
-            keep_all = bool(part.codec.conditional and (self._shared or self._overlapping))
-            spots = None
-            if self._before is self._live:
-                spots = spots_of(part.segments, [tensor.seed for tensor in tensors], self._live, self._shared)
-            counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
-            sizes = part.segments.sizes()
-            for span, segments, units in part.opened():
-                work = _Work([], tensors, units, [], keep_all, None)
-                held: list[int] = []
-                at = span.segments.numbers.start
-                for number, members in enumerate(consecutive(segments, units.sizes)):
-                    if any(self._holds(tensors[segment.tensor], segment) for segment in members):
-                        work.numbers.append(number)
-                        work.segments += members
-                        held += range(at, at + len(members))
-                    at += len(members)
-                if not held:
-                    continue
-                widths, mine = change_nbytes[held], counts[held]
-                budget -= int((mine * widths).sum())
-                work.keep |= budget >= 0
-                if spots is not None and (widths == widths[0]).all():
-                    found = spots.of(held)
-                    if ((found.addresses > 0) | (mine == 0)).all():
-                        work.spots = found
-                    work.memory = memory_at(found, sizes[held], int(widths[0]) - 4, tensors)
-                yield work
-
-    def _holds(self, tensor: _Tensor, segment: Segment) -> bool:
-        return bool(segment.spec.changed and tensor.live) and holds(tensor.live[0], segment.place)
-
-    def _check(self, work: _Work) -> _Checked:
+    def _check(self, work: Work) -> _Checked:
         start_s = time.perf_counter()
         changes = work.decode()
         decoded_s = time.perf_counter()
@@ -247,7 +160,7 @@ class Application:
             )
         return _Checked(delta, decoded_s - start_s, time.perf_counter() - decoded_s)
 
-    def _check_segment(self, tensor: _Tensor, segment: Segment, changes: Changes) -> int:
+    def _check_segment(self, tensor: Tensor, segment: Segment, changes: Changes) -> int:
         """Check a segment's tied copies; returns what the digest gains by its changes."""
         delta = 0
         if not len(changes.indices) or not tensor.live:
@@ -259,8 +172,8 @@ class Application:
                 if (place_view(copy, target.place).gather(0, indices) != before).any():
                     raise tied_differ(tensor.name)
             self._shared.add(tensor.name, at, Changes(indices, before), after)
-            if target.owned:
-                delta += digests.delta(tensor.seed, at, indices, before, after)
+            if target.times:
+                delta += target.times * digests.delta(tensor.seed, at, indices, before, after)
         return delta
 
     @property
@@ -302,7 +215,7 @@ class Application:
                 old = Changes(changes.indices, target.bits.gather(0, changes.indices))
                 yield Overwritten(name, target.place, target.bits, old)
 
-    def _writes(self, work: _Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
+    def _writes(self, work: Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
         """Each part of live memory that is to be written, its tensor's name, and its changes."""
         for segment, changes in zip(work.segments, decoded, strict=True):
             tensor = work.tensors[segment.tensor]
@@ -333,11 +246,11 @@ class Application:
         batches = batched(self._work, lambda work: work.changed, BATCH)
         deque(ordered_map(self._write_batch, batches), maxlen=0)
 
-    def _write_batch(self, batch: list[_Work]) -> None:
+    def _write_batch(self, batch: list[Work]) -> None:
         for work in batch:
             self._write_unit(work)
 
-    def _write_unit(self, work: _Work) -> None:
+    def _write_unit(self, work: Work) -> None:
         with work.lock:
             if work.written:
                 return
@@ -353,7 +266,7 @@ class Application:
                     raise _not_written(name)
             work.written, work.changes = True, None
 
-    def _write_spots(self, work: _Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
+    def _write_spots(self, work: Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
         """Write to plain memory, all segments at once."""
         wrong = cpu.write_spots(spots, *_joined(changes))
         for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
@@ -369,7 +282,7 @@ class Application:
     def _check_overlaps(self, held: int) -> None:
         """Where tensors overlap in part, only the result shows whether the patch gave common memory the same bits.
 
-        held: the digest of what this process owns before the write. If the result is another one, what was overwritten
+        held: what this process added to the digest before the write. If the result is another one, what was overwritten
         is put back.
         """
         if self._held_digest() == (held + self.own_delta()) & digests.MASK:
@@ -394,36 +307,3 @@ def _not_written(name: str) -> IntegrityError:
 
 def _no_changes(segment: Segment) -> Changes:
     return Changes(np.empty(0, np.uint32), np.empty(0, UINTS[segment.spec.itemsize]))
-
-
-class _SharedMemory:
-    """Tensors of a patch that are the same memory in the live weights: the patch must change both alike.
-
-    What a patch does to a tensor is summed up as one number, the digest's gain under a common seed. False if there are
-    none, which is the ordinary case.
-    """
-
-    def __init__(self, live: Mapping[str, Copies]) -> None:
-        names = list(live)
-        self._pairs = [(names[one], names[other]) for one, other in shared_memory(live.values())]
-        self._sums = {name: 0 for pair in self._pairs for name in pair}
-        self._lock = Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._pairs)
-
-    def add(self, name: str, at: Positions, before: Changes, after: UIntArray) -> None:
-        """Count changes of a tensor. May be called on any thread."""
-        if name in self._sums:
-            delta = digests.delta(0, at, before.indices, before.values, after)
-            with self._lock:
-                self._sums[name] += delta
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sums
-
-    def differing(self) -> Iterator[tuple[str, str]]:
-        """The pairs that were changed differently."""
-        for one, other in self._pairs:
-            if (self._sums[one] - self._sums[other]) & digests.MASK:
-                yield one, other

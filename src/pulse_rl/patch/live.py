@@ -1,15 +1,19 @@
 """Which live memory stands behind the tensors of a patch or a version, and what of it is shared.
 
 A tensor is written to every live tensor that is tied to it. Live weights may also be tied where the patch is not, or
-overlap in part, as slices of a fused weight do: `shared_memory` and `overlapping` find out. Nothing here writes.
+overlap in part, as slices of a fused weight do: `shared_memory` and `overlapping` find out, and `SharedMemory` whether
+a patch gives the same memory different bits. Nothing here writes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import Lock
 
+from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box
+from pulse_rl.weights.boxes import Box, Positions
+from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
 from pulse_rl.weights.overlap import pairs
 from pulse_rl.weights.pieces import pieces_of
@@ -121,3 +125,36 @@ def overlaps(live: Mapping[str, Copies]) -> Iterator[list[tuple[str, Box, Bits]]
             groups |= dict.fromkeys(second, first)
     for group in {id(group): group for group in groups.values()}.values():
         yield [found[number] for number in group]
+
+
+class SharedMemory:
+    """Tensors of a patch that are the same memory in the live weights: the patch must change both alike.
+
+    What a patch does to a tensor is summed up as one number, the digest's gain under a common seed. False if there are
+    none, which is the ordinary case.
+    """
+
+    def __init__(self, live: Mapping[str, Copies]) -> None:
+        names = list(live)
+        self._pairs = [(names[one], names[other]) for one, other in shared_memory(live.values())]
+        self._sums = {name: 0 for pair in self._pairs for name in pair}
+        self._lock = Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, name: str, at: Positions, before: Changes, after: UIntArray) -> None:
+        """Count changes of a tensor. May be called on any thread."""
+        if name in self._sums:
+            delta = digests.delta(0, at, before.indices, before.values, after)
+            with self._lock:
+                self._sums[name] += delta
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums
+
+    def differing(self) -> Iterator[tuple[str, str]]:
+        """The pairs that were changed differently."""
+        for one, other in self._pairs:
+            if (self._sums[one] - self._sums[other]) & digests.MASK:
+                yield one, other

@@ -143,7 +143,7 @@ def _spots(writes: Sequence[Write]) -> cpu.Spots:
     every = np.ones(len(writes), np.int64)
     addresses = [w.bits.address + w.start * w.bits.itemsize for w in writes if isinstance(w.bits, HostBits)]
     long = REACH * every
-    return cpu.Spots(np.array(addresses, np.uint64), long, 0 * every, long, long, every.view(np.uint64))
+    return cpu.Spots(np.array(addresses, np.uint64), long, 0 * every, long, long, every.view(np.uint64), every)
 
 
 def batches(writes: Iterable[Write]) -> Iterator[Batch]:

@@ -30,7 +30,7 @@ class Target(NamedTuple):
     bits: Bits  # of this part alone
     place: Place  # of the part in its tensor
     cut: tuple[slice, ...] | None  # the part in the segment's box; None: it is all of the segment
-    owned: bool  # whether this process counts it
+    times: int  # that the digest counts it, as `Piece.times`
 
     def own(self, segment: Place, changes: Changes) -> Changes:
         """The changes of a segment that are in this part, with indices into the part."""
@@ -48,16 +48,16 @@ class Target(NamedTuple):
 def targets(tensor: Bits, place: Place) -> list[Target]:
     """The memory of this process that holds elements of a segment; empty where it holds none."""
     if isinstance(place, Run) or not isinstance(tensor, Pieces):
-        return [Target(place_view(tensor, place), place, None, True)]
+        return [Target(place_view(tensor, place), place, None, 1)]
     found = []
     for piece in tensor.pieces:
         if place.inside(piece.box):
-            found.append(Target(piece.bits.view(place.slices(piece.box)), place, None, piece.owned))
+            found.append(Target(piece.bits.view(place.slices(piece.box)), place, None, piece.times))
             continue
         common = piece.box.intersect(place)
         if common is not None:
             bits = piece.bits.view(common.slices(piece.box))
-            found.append(Target(bits, common, common.slices(place), piece.owned))
+            found.append(Target(bits, common, common.slices(place), piece.times))
     return found
 
 
@@ -81,24 +81,26 @@ def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies
         for number in group.tensors:
             entry = segments.table[number]
             pieces = [] if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
-            boxes = tuple(box for box, _ in pieces)
+            boxes = tuple(box for box, _, _ in pieces)
             if boxes not in lying:
                 kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
                 lying[boxes] = (_lying_and_kept if kept else _lying)(group.places, entry.shape, boxes)
             start, held = lying[boxes][:2]
-            addresses = np.array([*(address for _, address in pieces), 0], np.int64)[held]
+            addresses = np.array([*(address for _, address, _ in pieces), 0], np.int64)[held]
             addresses += np.where(held < 0, 0, ITEMSIZES[entry.dtype] * start)
-            of_tensors.append((addresses, lying[boxes][2:]))
+            times = np.array([*(times for _, _, times in pieces), 0], np.int64)[held]
+            of_tensors.append((addresses, times, lying[boxes][2:]))
             seeds.append(roots[number])
         if seeds and len(group.places):
-            where, how = (np.stack(each, axis=-1) for each in zip(*of_tensors, strict=True))
-            columns.append((where, *how, np.tile(np.array(seeds, np.uint64).view(np.int64), len(group.places))))
-    empty = [(np.empty(0, np.int64),)] * 6
-    addresses, apart, starts, strides, lengths, all_seeds = (
+            where, counted, how = (np.stack(each, axis=-1) for each in zip(*of_tensors, strict=True))
+            roots_of = np.tile(np.array(seeds, np.uint64).view(np.int64), len(group.places))
+            columns.append((where, *how, roots_of, counted))
+    empty = [(np.empty(0, np.int64),)] * 7
+    addresses, apart, starts, strides, lengths, all_seeds, all_times = (
         np.concatenate([one.reshape(-1) for one in column])
         for column in (zip(*columns, strict=True) if columns else empty)
     )
-    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64))
+    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64), all_times)
 
 
 def memory_at(spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, held: object) -> Memory | None:
@@ -131,13 +133,13 @@ def _lines(
     return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
 
 
-def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int]]:
-    """The box and the address of each piece of a tensor, if all of them lie in host memory, and are counted here."""
+def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int, int]]:
+    """The box, the address and `times` of each piece of a tensor, if all of them lie in host memory."""
     pieces = pieces_of(copies[0]) if len(copies) == 1 else ()
     found = [
-        (box, bits.address)
-        for box, bits, owned in pieces
-        if owned and isinstance(bits, HostBits) and bits.contiguous and bits.dtype == entry.dtype
+        (box, bits.address, times)
+        for box, bits, times in pieces
+        if isinstance(bits, HostBits) and bits.contiguous and bits.dtype == entry.dtype
     ]
     return found if len(found) == len(pieces) else []
 

@@ -63,8 +63,8 @@ def delta(seed: int, at: Positions, indices: NDArray[np.uint32], before: UIntArr
 def state_digest(tensors: Mapping[str, Bits]) -> int:
     """The digest of a whole state as an integer; segments in parallel.
 
-    Of sharded tensors, the share that this process owns: the sum over all processes is the digest,
-    but for tensors without elements, which each of them counts.
+    Of sharded tensors, what this process adds to it, each piece as often as it says: the sum over all processes is the
+    digest where all copies of an element are equal, but for tensors without elements, which each of them counts.
     """
     return (empty_digest(tensors) + sum(ordered_map(lambda term: term(), _terms(tensors)))) & MASK
 
@@ -81,19 +81,19 @@ def _terms(tensors: Mapping[str, Bits]) -> Iterator[Callable[[], int]]:
             for a, b in segments(bits.size):
                 yield partial(_of_range, root, bits, a, b)
             continue
-        for box, held, owned in bits.pieces:
-            for tile in tiles(bits.shape, box) if owned else ():
+        for box, held, times in bits.pieces:
+            for tile in tiles(bits.shape, box) if times else ():
                 view = held.view(tile.box.slices(box))
                 at = tile.box.positions(bits.shape)
-                yield partial(_of_view, root, at, view)
+                yield partial(_of_view, root, at, view, times)
 
 
 def _of_range(root: int, bits: Bits, start: int, stop: int) -> int:
     return cpu.digest_range(root, start, bits.read(start, stop))
 
 
-def _of_view(root: int, at: Positions, view: Bits) -> int:
-    return part(root, at, view.read(0, view.size))
+def _of_view(root: int, at: Positions, view: Bits, times: int) -> int:
+    return times * part(root, at, view.read(0, view.size))
 
 
 def to_hex(value: int) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pulse_rl.weights.bits import Bits, HostBits
-from pulse_rl.weights.pieces import Piece, Pieces, Shard, join
+from pulse_rl.weights.pieces import Pieces, Shard, join
 
 Ranges = list[tuple[int, int]]  # ranges [start, stop) of indices along one dimension, in the order they lie in memory
 
@@ -51,7 +51,7 @@ def pieces(tensor: Any, cast: str | None = None) -> Pieces:
         shards.append(Shard(view, shape=shape, offset=[start for _, start, _ in cell]))
     found = join([*shards, empty], cast)
     # torch counts the writes to a DTensor itself, not those to its local tensor.
-    counted = [Piece(box, _counted(bits, tensor), owned) for box, bits, owned in found.pieces]
+    counted = [piece._replace(bits=_counted(piece.bits, tensor)) for piece in found.pieces]
     # FSDP2 pads what it allocates, so that a rank without elements has memory too.
     return Pieces(found.dtype, found.itemsize, shape, counted, local.untyped_storage().data_ptr() or None)
 

@@ -13,7 +13,7 @@ from pulse_rl.weights.bits import Bits, HostBits, as_bits, is_dtensor
 from pulse_rl.weights.casts import CASTS
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.names import named_state, wrapper_prefix
-from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of
+from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
@@ -89,9 +89,7 @@ class Layout(dict[str, Bits]):
 
 def _clone(tensor: Bits) -> Bits:
     if isinstance(tensor, Pieces):
-        copies = []
-        for box, bits, owned in tensor.pieces:
-            copies.append(Piece(box, _clone(bits), owned))
+        copies = [piece._replace(bits=_clone(piece.bits)) for piece in tensor.pieces]
         return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
     found = HostBits(tensor.dtype, np.empty(tensor.shape, UINTS[tensor.itemsize]))
     for start, stop in segments(tensor.size):

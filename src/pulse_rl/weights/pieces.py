@@ -89,11 +89,20 @@ def _fits(box: Box, shape: Shape) -> bool:
 
 
 class Piece(NamedTuple):
-    """One part of a tensor, in the memory of this process."""
+    """One part of a tensor, in the memory of this process.
+
+    Of elements that lie in memory k times, over all processes, the digest counts one copy k times and each other copy
+    −1 times. So the sum over all is the digest of the weights only where all copies hold the same bits.
+    """
 
     box: Box
     bits: Bits  # of the box's sizes
-    owned: bool = True  # whether this process publishes and counts it; of replicas one does
+    times: int = 1  # that the digest counts it; 0 for what only helps to decode
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process publishes it; of replicas one does."""
+        return self.times > 0
 
 
 class Pieces:
@@ -109,7 +118,7 @@ class Pieces:
         self.dtype, self.itemsize, self.shape = dtype, itemsize, shape
         self.size = whole(shape).size
         self._memory = object() if memory is None and not pieces else memory  # equal to nothing else
-        self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, not piece.owned)))
+        self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, -piece.times)))
 
     def read(self, start: int, stop: int) -> UIntArray:
         views = [place_view(self, box) for box in Run(start, stop).boxes(self.shape)]

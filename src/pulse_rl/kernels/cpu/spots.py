@@ -31,12 +31,12 @@ class Spots(NamedTuple):
     strides: NDArray[np.int64]  # elements from row to row in the tensor
     runs: NDArray[np.int64]  # elements in a row
     seeds: NDArray[np.uint64]  # of the tensor's digest
+    times: NDArray[np.int64]  # that the digest counts each element
 
     def of(self, numbers: Sequence[int]) -> "Spots":
         """Some of them."""
         where = np.array(numbers, np.intp)
-        addresses, apart, starts, strides, runs, seeds = self
-        return Spots(addresses[where], apart[where], starts[where], strides[where], runs[where], seeds[where])
+        return Spots(*(column[where] for column in self))
 
 
 def _pointer(context: Any, builder: Any, values: Any, address: Any, index: Any) -> Any:
@@ -92,9 +92,13 @@ def _spots_delta(spots, counts, indices, values, before, places):
             before[j] = _load(values, address, np.int64(row) * apart + column)
             places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
         k += counts[s]
-    total = np.uint64(0)
-    for j in range(k):  # apart from the loop that waits for memory
-        total += mixed(places[j] + np.uint64(values[j]) * C2) - mixed(places[j] + np.uint64(before[j]) * C2)
+    total, k = np.uint64(0), np.int64(0)
+    for s in range(counts.shape[0]):  # apart from the loop that waits for memory
+        gained = np.uint64(0)
+        for j in range(k, k + counts[s]):
+            gained += mixed(places[j] + np.uint64(values[j]) * C2) - mixed(places[j] + np.uint64(before[j]) * C2)
+        total += np.uint64(spots.times[s]) * gained
+        k += counts[s]
     return total
 
 

@@ -69,7 +69,7 @@ def _warm_changes(itemsize: int) -> None:
     find_changes_rows(apart, apart, np.empty(2 * N + SLACK, np.uint32), np.empty(2 * N + SLACK, old.dtype))
     one = np.zeros(1, np.int64)
     split(indices, one, one + count, values, values, Grid(N, np.array([0, N]), one, one, one + 1))
-    spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64))
+    spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64), one)
     spots_delta(spots, one + count, indices, values)
     write_spots(spots, one + count, indices, values)
     study.count_differing(old, new)

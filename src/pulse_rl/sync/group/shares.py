@@ -2,8 +2,11 @@
 
 All ranks say which boxes they hold of which tensor. The boxes of a tensor are cut where they overlap, into parts that
 are each held by certain ranks; of these the one with the fewest bytes so far becomes the owner. So every element is
-published and counted once, and replicas (of HSDP, of norms, of whole models) spread the work over their ranks. Every
+published once, and replicas (of HSDP, of norms, of whole models) spread the work over their ranks. Every
 rank comes to the same plan by itself. It is made once, and again when some rank holds other boxes.
+
+The digest counts an element of k copies k times at its owner and −1 times at each other copy, so the sum over all ranks
+proves the copies too, with no message more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +45,7 @@ class Part(NamedTuple):
     """A part of a tensor that certain ranks hold."""
 
     box: Box
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # the rank of each copy, in ascending order
     owner: int
 
 
@@ -63,7 +66,7 @@ class SharePlan:
     @property
     def replicated(self) -> bool:
         """Whether several ranks hold some elements."""
-        return any(len(part.holders) > 1 for parts in self.parts.values() for part in parts)
+        return any(len(set(part.holders)) > 1 for parts in self.parts.values() for part in parts)
 
     def all_names(self) -> dict[str, TensorSpec]:
         """Every name, tied ones too, → the tensor that stands for it."""
@@ -80,24 +83,21 @@ class Share:
     """What this rank holds of the weights."""
 
     plan: SharePlan
-    held: Layout  # all pieces, each marked as owned or not
-    own: Layout  # only those that this rank owns: what it publishes, and counts in a digest
+    held: Layout  # all pieces
+    own: Layout  # only those that this rank owns, each counted once: what it publishes
 
-    def replicas(self, rank: int, tensors: Layout | None = None) -> dict[str, int]:
-        """The digest of what this rank and others hold, for each set of such ranks, as "0,2".
-
-        tensors: the same boxes in other memory; None: the weights themselves.
-        """
-        held = self.held if tensors is None else tensors
+    def replicas(self, rank: int) -> dict[str, int]:
+        """The digest of what this rank and others hold, for each set of such ranks, as "0,2"."""
         sets: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
         for name, parts in self.plan.parts.items():
-            for part in parts if name in held else ():
-                if len(part.holders) > 1 and rank in part.holders:
-                    piece = next(p for p in pieces_of(held[name]) if p.box == part.box)
-                    sets.setdefault(part.holders, {}).setdefault(name, []).append(piece._replace(owned=True))
+            for part in parts if name in self.held else ():
+                holders = tuple(dict.fromkeys(part.holders))
+                if len(holders) > 1 and rank in holders:
+                    piece = next(p for p in pieces_of(self.held[name]) if p.box == part.box)
+                    sets.setdefault(holders, {}).setdefault(name, []).append(piece._replace(times=1))
         found = {}
         for holders, names in sets.items():
-            layout = {name: _pieces(held[name], pieces) for name, pieces in names.items()}
+            layout = {name: _pieces(self.held[name], pieces) for name, pieces in names.items()}
             found[",".join(map(str, holders))] = digests.state_digest(layout)
         return found
 
@@ -203,11 +203,11 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
 
 
 def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Cut boxes where they overlap. Returns disjoint boxes, each with the ranks that hold it, in ascending order."""
-    whole_boxes: dict[Box, set[int]] = {}
+    """Cut boxes where they overlap. Returns disjoint boxes, each with the rank of every copy, in ascending order."""
+    whole_boxes: dict[Box, list[int]] = {}
     for rank, box in held:
-        whole_boxes.setdefault(box, set()).add(rank)
-    found: list[tuple[Box, set[int]]] = []
+        whole_boxes.setdefault(box, []).append(rank)
+    found: list[tuple[Box, list[int]]] = []
     for box, ranks in whole_boxes.items():
         left, cut = [box], []
         for known, holders in found:
@@ -215,10 +215,10 @@ def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
             if common is None:
                 cut.append((known, holders))
                 continue
-            cut.append((common, holders | ranks))
+            cut.append((common, holders + ranks))
             cut += [(rest, holders) for rest in known.without(common)]
             left = [part for piece in left for part in piece.without(common)]
-        found = cut + [(part, set(ranks)) for part in left]
+        found = cut + [(part, ranks) for part in left]
     return [(box, tuple(sorted(holders))) for box, holders in found]
 
 
@@ -233,14 +233,14 @@ def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
         pieces = []
         for part in plan.parts[name]:
             if rank in part.holders:
-                first = True  # of several pieces of this rank that hold the same elements, one counts
+                times = len(part.holders) if part.owner == rank else -1
                 for box, bits, _ in pieces_of(tensor):
                     if part.box == box or part.box.inside(box):
                         view = bits if part.box == box else bits.view(part.box.slices(box))
-                        pieces.append(Piece(part.box, view, first and part.owner == rank))
-                        first = False
+                        pieces.append(Piece(part.box, view, times))
+                        times = -1  # of further copies on this rank
         held[name] = _pieces(tensor, pieces)
-        if mine := [piece for piece in pieces if piece.owned]:
+        if mine := [piece._replace(times=1) for piece in pieces if piece.owned]:
             own[name] = _pieces(tensor, mine)
     if rank == 0:  # what has no elements is the first rank's
         own |= {name: _nothing(spec) for name, spec in plan.tensors.items() if not whole(spec.shape).size}
@@ -248,7 +248,7 @@ def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
 
 
 def _pieces(tensor: Bits, pieces: list[Piece]) -> Bits:
-    if len(pieces) == 1 and pieces[0].owned and pieces[0].box == whole(tensor.shape):
+    if len(pieces) == 1 and pieces[0].times == 1 and pieces[0].box == whole(tensor.shape):
         return pieces[0].bits
     return Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), pieces)
 

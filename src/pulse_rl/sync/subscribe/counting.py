@@ -1,6 +1,7 @@
 """Which version live weights hold, by counting all their bits: the one that they should hold, or any of a history.
 
-Ranks that hold shares count what they own, and add it up. Replicas, and tensors that a version ties, must be equal.
+Ranks that hold shares add up what they count. Replicas, and tensors that a version ties, are counted such that the sum
+is a version's digest only where they are equal; where it is not, `unequal` says which differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import whole
-from pulse_rl.weights.layout import Layout
 
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
 
@@ -28,45 +28,42 @@ _ALTERED = "something other than this subscriber has written to them, or they ar
 def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
     """The digest of all live weights. A collective.
 
-    tied: the tied tensors of the version that they may hold. Raises BaseMismatchError if a tied copy differs from the
-    tensor that it is tied to, or a replica from another rank's.
+    tied: the tied tensors of the version that they may hold. Where replicas or tied tensors differ, it is the digest of
+    no weights. Raises BaseMismatchError if a tied copy differs from the tensor that it is tied to, in one process.
     """
-    share = held.share
     if not held.shared:
-        return digests.to_hex(live_digest(by_name(share.held, tied)))
-    total = peers.add_up("count the weights", lambda: _own_digest(share, tied, peers.ranks.rank))
-    aliases = sorted(tied.keys() & share.plan.tensors.keys())
-    if aliases and peers.add_up("count tied tensors", lambda: _difference(share, tied)):
-        raise tied_differ(tied[aliases[0]])
-    try:
-        prove_replicas(peers, share)
-    except IntegrityError as error:
-        raise BaseMismatchError(str(error)) from None
-    return digests.to_hex(total)
+        return digests.to_hex(live_digest(by_name(held.share.held, tied)))
+    return digests.to_hex(peers.add_up("count the weights", lambda: _counted(held, tied, peers.ranks.rank)))
 
 
-def prove_replicas(peers: RankPeers, share: Share, tensors: Layout | None = None) -> None:
-    """Compare what several ranks hold alike. A collective. Raises IntegrityError if it is not equal.
-
-    tensors: the same boxes in other memory; None: the weights themselves.
-    """
-    if not share.plan.replicated:
-        return
-    found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank, tensors), dict[str, int])
-    try:
-        compare_replicas(list(found))
-    except ExchangeError as error:
-        raise IntegrityError(str(error)) from None
-
-
-def _own_digest(share: Share, tied: Mapping[str, str], rank: int) -> int:
-    """The terms of what this rank owns. Tensors without elements are the first rank's."""
-    total = digests.state_digest({name: bits for name, bits in share.own.items() if bits.size and name not in tied})
+def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
+    """What this rank adds to the digest. Tensors without elements are the first rank's."""
+    total = digests.state_digest({name: bits for name, bits in held.named(tied).items() if bits.size})
     if rank == 0:
-        for name, spec in share.plan.tensors.items():
+        for name, spec in held.plan.tensors.items():
             if not whole(spec.shape).size and name not in tied:
                 total += digests.mix(digests.seed(name, spec.dtype, spec.shape))
     return total
+
+
+def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityError | None:
+    """Find replicas, or tensors that a version ties, that differ in weights whose sum is wrong. A collective.
+
+    Returns the error that names them; None without any.
+    """
+    if not held.shared:
+        return None
+    share = held.share
+    if share.plan.replicated:
+        found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])
+        try:
+            compare_replicas(found)
+        except ExchangeError as error:
+            return IntegrityError(str(error), ranks=error.ranks)
+    aliases = sorted(tied.keys() & share.plan.tensors.keys())
+    if aliases and peers.add_up("compare tied tensors", lambda: _difference(share, tied)):
+        return IntegrityError(str(tied_differ(tied[aliases[0]])))
+    return None
 
 
 def _difference(share: Share, tied: Mapping[str, str]) -> int:
@@ -89,9 +86,11 @@ def check(peers: RankPeers, held: Held, tied: Mapping[str, str], state: State) -
     """
     try:
         found = count(peers, held, tied)
-    except BaseMismatchError as error:  # a tied copy, or a replica
+    except BaseMismatchError as error:  # a tied copy
         raise IntegrityError(f"{error}: {_ALTERED}", expected=state.digest) from None
     if found != state.digest:
+        if differing := unequal(peers, held, tied):
+            raise IntegrityError(f"{differing}: {_ALTERED}", expected=state.digest, ranks=differing.ranks)
         raise IntegrityError(
             f"the live weights: expected digest {state.digest} of version {state.version}, found {found}: {_ALTERED}",
             expected=state.digest,

@@ -29,7 +29,7 @@ def fetch_strips(
     """Bring each rank the boxes that it needs. A collective.
 
     needed: by this rank, by tensor. held: what it holds, from which it sends what it owns. Returns the boxes as pieces
-    that nobody owns.
+    that no digest counts.
     """
     rows = {name: [(box.offset, box.sizes) for box in boxes] for name, boxes in needed.items()}
     packed = zstandard.ZstdCompressor(3).compress(msgspec.json.encode(rows))
@@ -51,7 +51,7 @@ def fetch_strips(
                     data = incoming[owner][taken[owner] : taken[owner] + nbytes]
                     taken[owner] += nbytes
                     array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
-                piece = Piece(box, HostBits(plan.tensors[name].dtype, array), owned=False)
+                piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
                 found.setdefault(name, []).append(piece)
     return found
 

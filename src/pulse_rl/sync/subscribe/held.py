@@ -1,15 +1,17 @@
 """What one rank holds of the weights of a call: its pieces, who owns them, and strips of its neighbours'.
 
-Where a version ties tensors that the live weights hold separately, the further ones are pieces of the first that nobody
-owns: they are written like it.
+Where a version ties tensors that the live weights hold separately, the further ones are copies of the first: they are
+written like it, and counted such that the digest proves them equal.
 
 A patch is decoded tile by tile, by some codecs from the old bits of a whole tile. Where a rank holds only a part of a
-tile, it keeps the rest in memory of its own: its *halo*, pieces that nobody owns either. Patches write to them too, so
+tile, it keeps the rest in memory of its own: its *halo*, pieces that no digest counts. Patches write to them too, so
 they stay what the neighbours hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+
+from msgspec.structs import replace
 
 from pulse_rl.history.patches import Fetched
 from pulse_rl.sync.group.ranks import Ranks
@@ -87,15 +89,27 @@ class Held:
     @cached_property
     def memory(self) -> Layout:
         """The live memory alone, without the halo."""
-        held = self.share.held
-        if not self.shared:
+        return self.named(self._tied)
+
+    def named(self, tied: Mapping[str, str]) -> Layout:
+        """The live memory alone, under the names of a version. tied: as for `tie`.
+
+        The n further tensors that are tied to one are its copies: it is counted n + 1 times, and each of them −1 times.
+        """
+        held, specs = self.share.held, self.plan.tensors
+        further: dict[str, list[str]] = {}
+        for alias, owner in tied.items() if self.shared else ():
+            if alias in specs and owner in specs and specs[alias] == replace(specs[owner], name=alias):
+                further.setdefault(owner, []).append(alias)
+        if not further:
             return held
         found = dict(held)
-        for alias, owner in self._tied.items():
-            if alias in held:
-                further = [piece._replace(owned=False) for piece in pieces_of(found.pop(alias))]
-                first = pieces_of(found[owner]) if owner in found else ()
-                found[owner] = _pieces_like(held[alias], [*first, *further])
+        for owner, aliases in further.items():
+            tensors = [(owner, len(aliases) + 1), *((alias, -1) for alias in aliases)]
+            here = [(found.pop(name), copies) for name, copies in tensors if name in found]
+            if here:
+                pieces = [one._replace(times=copies * one.times) for bits, copies in here for one in pieces_of(bits)]
+                found[owner] = _pieces_like(here[0][0], pieces)
         return Layout(sorted(found.items()), held.tied)
 
     def add(self, more: Halo) -> None:

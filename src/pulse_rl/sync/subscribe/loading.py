@@ -14,12 +14,12 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
 from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.subscribe.counting import count
+from pulse_rl.sync.subscribe.counting import count, unequal
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout
-from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import segments
 
 
@@ -49,7 +49,7 @@ class Restored:
         """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
         found = count(peers, live, self.target.tied)
         if found != self.target.digest:
-            raise IntegrityError(
+            raise unequal(peers, live, self.target.tied) or IntegrityError(
                 f"the live weights after loading version {self.target.version}: expected digest {self.target.digest}, "
                 f"found {found}",
                 expected=self.target.digest,
@@ -121,6 +121,9 @@ def wanted(live: Held) -> Layout | None:
         return None
     found: dict[str, Bits] = {}
     for name, tensor in live.memory.items():
-        pieces = {piece.box: piece for piece in reversed(pieces_of(tensor))}  # owned ones are first of their box
+        pieces: dict[Box, Piece] = {}  # a box is read once, and counts as all its copies do together
+        for piece in pieces_of(tensor):
+            times = pieces[piece.box].times if piece.box in pieces else 0
+            pieces[piece.box] = piece._replace(times=times + piece.times)
         found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), list(pieces.values()))
     return Layout(found)

@@ -15,7 +15,7 @@ from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
 from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.subscribe.counting import prove_replicas, recognise
+from pulse_rl.sync.subscribe.counting import recognise, unequal
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import InFiles, Landings
 from pulse_rl.sync.subscribe.loading import Restored, wanted
@@ -45,7 +45,7 @@ def advance(
     if held is not None and proof.tied == target.tied:
         if held.sequence < target.sequence:
             live.tie(target.tied)
-            held = _patch(history, held, target, peers, landing, proof, effort, faults)
+            held = _patch(history, held, target, peers, live, landing, proof, effort, faults)
         if held == state_of(target):
             return False
     proof.check_overwrite()
@@ -91,7 +91,6 @@ def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
         peers,
         first,
         lambda files: InFiles(files, live, peers, effort),
-        lambda files: prove_replicas(peers, live.share, files),
     )
 
 
@@ -100,6 +99,7 @@ def _patch(
     held: State,
     target: Manifest,
     peers: RankPeers,
+    live: Held,
     landing: Landings,
     proof: Proof,
     effort: Effort,
@@ -119,6 +119,7 @@ def _patch(
         faults.note(str(error))
         return proof.held
     except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
-        faults.note(str(error))
         proof.hold(None)
+        differing = unequal(peers, live, target.tied)
+        faults.note(f"{error}; {differing}" if differing else str(error))
         return None

@@ -1,8 +1,8 @@
 """The rollout workers' side: bring live weights to a version of a history, proved, by the route with the fewest bytes.
 
-A sync finds the version and takes the route to it (`routes`). What was proved on the way is written at once, or, by
-`stage`, kept until `Staged.apply` (`landings`). So the weights hold a version whenever a call returns or raises, but
-where a write itself failed. What they hold, and in which memory, is the `Proof`.
+A sync finds the version (`target`) and takes the route to it (`routes`). What was proved on the way is written at once,
+or, by `stage`, kept until `Staged.apply` (`landings`). So the weights hold a version whenever a call returns or raises,
+but where a write itself failed. What they hold, and in which memory, is the `Proof`.
 
 Finding and reading the objects is the history's part.
 """
@@ -10,33 +10,32 @@ Finding and reading the objects is the history's part.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.history.follow import Effort
-from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
+from pulse_rl.history.heartbeat import Heart
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, check_same_history
+from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import tensors_of
-from pulse_rl.history.restore import add_recovery_hint
-from pulse_rl.history.search import FaultLog, Faults, check_line
-from pulse_rl.history.trail import state_of
+from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.group.peers import WORDING, RankPeers
 from pulse_rl.sync.group.ranks import collective, ranks_of
 from pulse_rl.sync.reports import Arrival, Route, SyncReport
+from pulse_rl.sync.subscribe.beating import Beating
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
 from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.sync.subscribe.routes import advance
 from pulse_rl.sync.subscribe.staging import Made, Staged
+from pulse_rl.sync.subscribe.target import find_target
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -127,12 +126,11 @@ class Subscriber:
 
         with self._ranks.collective():
             self._ranks.share("make a subscriber", make, bool)
-        history, self._heart = made[0]
-        self.history = history
+        self.history, heart = made[0]
         self._poll, self._poll_max = poll, poll_max
         self._peers = RankPeers(self._ranks)
-        self._newest = 0  # the highest sequence number of a version that a sync was to reach
         self._proof = Proof(self._peers, int(verify_live), overwrite)
+        self._beating = Beating(heart, self._proof)
         self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
         self._turn = Turn("Subscriber", nested=False)
 
@@ -216,7 +214,9 @@ class Subscriber:
             IntegrityError: As `latest`.
             ValueError: The timeout is not a number of at least 0.
         """
-        return wait(self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beat_again)
+        return wait(
+            self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beating.beat_again
+        )
 
     @in_turn
     @collective
@@ -257,7 +257,7 @@ class Subscriber:
             RuntimeError: Another thread is using this subscriber.
         """
         start = time.perf_counter()
-        with self._beating(start):
+        with self._beating.failures(start):
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights), "sync", version, effort)
             writing = Writing(live, self._proof, self._peers, effort)
@@ -288,7 +288,7 @@ class Subscriber:
             RuntimeError: Another thread is using this subscriber.
         """
         start = time.perf_counter()
-        with self._beating(start), ExitStack() as undo:
+        with self._beating.failures(start), ExitStack() as undo:
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights), "stage", version, effort)
             memory, keeping = Memory(live.live.tensors), Keeping(live, self._peers)
@@ -304,7 +304,7 @@ class Subscriber:
         """See `Staged.apply`."""
         start = time.perf_counter()
         before = self._proof.held
-        with self._beating(start), ExitStack() as after:
+        with self._beating.failures(start), ExitStack() as after:
             after.callback(staged.discard)
             live = self._proof.resume(staged._view, f"apply version {staged.version}")
             keeping, arrival = staged._held()
@@ -352,13 +352,14 @@ class Subscriber:
         before, previous = self._proof.held, self.version
 
         def find() -> _Found:
-            return _Found(self._find_target(version, faults), faults.state())
+            target = find_target(self.history, version, self._reached, self._proof.highest, faults)
+            return _Found(target, faults.state())
 
         try:
             found = self._peers.lead("find the version", find, _Found)
             faults.take(found.faults)
             target = found.target
-            self._newest = max(self._newest, target.sequence)
+            self._beating.aim(target.sequence)
             restored = advance(self.history, target, self._peers, live, landing, self._proof, effort, faults)
         except PulseError as error:
             if altered:
@@ -373,72 +374,5 @@ class Subscriber:
 
     def _report(self, arrival: Arrival, live: Held, start: float) -> SyncReport:
         report = arrival.report(live.halo_nbytes, start)
-        self._beat(None, report, start)
+        self._beating.beat(None, report, start)
         return report
-
-    @contextmanager
-    def _beating(self, start: float) -> Iterator[None]:
-        """Send a heartbeat if the block fails."""
-        try:
-            yield
-        except Exception as error:
-            self._beat(error, None, start)
-            raise
-
-    def _beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
-        """Send the heartbeat after a sync."""
-        if self._heart is None:
-            return
-        held = self._proof.held
-        self._heart.beat(
-            Heartbeat(
-                id=self._heart.id,
-                version=held.version if held else None,
-                sequence=held.sequence if held else None,
-                lag=max(0, self._newest - held.sequence) if held else None,
-                error=one_line(error, MAX_ERROR) if error else None,
-                sync_s=time.perf_counter() - start,
-                fetched_nbytes=report.fetched_nbytes if report else None,
-            )
-        )
-
-    def _beat_again(self) -> None:
-        """Say, while waiting, that this subscriber is alive."""
-        if self._heart is not None and not self._heart.repeat():
-            self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
-
-    def _find_target(self, version: int | None, faults: FaultLog) -> Manifest:
-        """The version to sync to. What is wrong with the one before it is reported to faults. Raises as `sync`."""
-        target = self.history.find(version) if version is not None else self._find_newest()
-        if self._reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
-            check_line(self.history, target, faults)
-            return target
-        try:
-            check_same_history(target, self._reached)
-        except IntegrityError as error:
-            error.add_note("if that is intended, follow it with a new Subscriber")
-            raise
-        return target
-
-    def _find_newest(self) -> Manifest:
-        """The newest version. Raises as `sync`."""
-        url = self.history.store.url
-        with add_recovery_hint():
-            head = self.history.head()
-        highest = self._proof.highest
-        if head is None and highest is not None:
-            raise IntegrityError(
-                f"{url} has gone back: this Subscriber has held version {highest.version}, and it holds no version any "
-                "more; if that is intended, follow what comes next with a new Subscriber",
-                expected=highest.digest,
-            )
-        if head is None:
-            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
-        if highest is not None and highest != state_of(head) and highest.sequence >= head.sequence:
-            raise IntegrityError(
-                f"{url} has gone back: this Subscriber has held version {highest.version} (digest {highest.digest}), "
-                f"its newest is {head.version} ({head.digest}); if that is intended, follow it with a new Subscriber",
-                expected=highest.digest,
-                found=head.digest,
-            )
-        return head

@@ -1,0 +1,114 @@
+"""The work of a patch: segments that are decoded together, where they lie in live memory, and which of them are kept.
+
+Only what touches live memory is decoded. `plan` finds that out without decoding; `apply` proves and writes it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import NamedTuple
+
+from pulse_rl.codecs.base import Units, consecutive
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.patch.format import Patch
+from pulse_rl.patch.live import Copies, SharedMemory
+from pulse_rl.patch.scan import rows_of
+from pulse_rl.patch.segments import Segment
+from pulse_rl.patch.targets import holds, memory_at, spots_of
+from pulse_rl.weights import digests
+from pulse_rl.weights.changes import Changes
+
+
+class Tensor(NamedTuple):
+    """A tensor of the patch and the live memory behind it."""
+
+    name: str
+    shape: tuple[int, ...]
+    seed: int  # of its digest
+    live: Copies
+    before: Copies  # the same tensors as they are when the patch is written
+
+
+@dataclass(slots=True)
+class Work:
+    """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
+
+    segments: list[Segment]
+    tensors: Sequence[Tensor]  # of the part, by its segments' numbers
+    units: Units  # of the span that they are from
+    numbers: list[int]  # of these units, which of them
+    keep: bool  # whether the changes stay in memory from proof to write
+    spots: cpu.Spots | None  # where all of them lie in live memory, if that is known
+    memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
+    changes: list[Changes] | None = None  # of each segment, while they are in memory
+    written: bool = False
+    lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
+
+    def decode(self) -> list[Changes]:
+        """The changes of each segment."""
+        reads = [partial(self._read, segment) for segment in self.segments]
+        return self.units.decode(self.numbers, reads, self.memory)
+
+    def _read(self, segment: Segment) -> UIntArray:
+        return rows_of(self.tensors[segment.tensor].before[0], segment.place)
+
+    @property
+    def changed(self) -> int:
+        """How many elements change."""
+        return sum(segment.spec.changed for segment in self.segments)
+
+
+def plan(
+    parts: Sequence[Patch],
+    live: Mapping[str, Copies],
+    before: Mapping[str, Copies],
+    keep_nbytes: float,
+    shared: SharedMemory,
+    *,
+    overlapping: bool,
+) -> Iterator[Work]:
+    """The spans of a patch in order; those whose changes fit into the budget are kept.
+
+    live, before, keep_nbytes: as for `Application`. shared, overlapping: of the live tensors.
+    """
+    budget = keep_nbytes
+    for part in parts:
+        tensors = [
+            Tensor(name, shape, digests.seed(name, dtype, shape), live.get(name, ()), before.get(name, ()))
+            for name, dtype, shape, _ in part.table
+        ]
+        # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
+        keep_all = bool(part.codec.conditional and (shared or overlapping))
+        spots = None
+        if before is live:
+            spots = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared)
+        counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
+        sizes = part.segments.sizes()
+        for span, segments, units in part.opened():
+            work = Work([], tensors, units, [], keep_all, None)
+            held: list[int] = []
+            at = span.segments.numbers.start
+            for number, members in enumerate(consecutive(segments, units.sizes)):
+                if any(_holds(tensors[segment.tensor], segment) for segment in members):
+                    work.numbers.append(number)
+                    work.segments += members
+                    held += range(at, at + len(members))
+                at += len(members)
+            if not held:
+                continue
+            widths, mine = change_nbytes[held], counts[held]
+            budget -= int((mine * widths).sum())
+            work.keep |= budget >= 0
+            if spots is not None and (widths == widths[0]).all():
+                found = spots.of(held)
+                if ((found.addresses > 0) | (mine == 0)).all():
+                    work.spots = found
+                work.memory = memory_at(found, sizes[held], int(widths[0]) - 4, tensors)
+            yield work
+
+
+def _holds(tensor: Tensor, segment: Segment) -> bool:
+    return bool(segment.spec.changed and tensor.live) and holds(tensor.live[0], segment.place)
