@@ -3,14 +3,12 @@
 Each prints one JSON document. `sync` says what is measured and how.
 """
 
-import ctypes
 import gc
 import json
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.bench.report import Stopwatch
 from pulse_rl.codecs.choose import CodecName
+from pulse_rl.sync.publish.freed import return_freed
 
 LEARNING_RATE = 1e-6
 WEIGHT_STD = 0.16  # of the synthetic weights: with it, about 0.15 % of the BF16 bits change a step
@@ -60,13 +59,16 @@ def masters(layers: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
-def step(weights: dict[str, torch.Tensor], generator: torch.Generator) -> None:
-    """Move the weights as an Adam step does: each by about a quarter of the learning rate, whatever its magnitude."""
+def step(weights: dict[str, torch.Tensor], generator: torch.Generator, moves: torch.Tensor) -> None:
+    """Move the weights as an Adam step does: each by about a quarter of the learning rate, whatever its magnitude.
+
+    moves: (CHUNK,), memory to work in. Were it allocated here, a publisher's peak would count it.
+    """
     for tensor in weights.values():
         flat = tensor.view(-1)
         for start in range(0, len(flat), CHUNK):
             chunk = flat[start : start + CHUNK]
-            move = torch.empty_like(chunk).normal_(0.0, MOVE_STD, generator=generator).clamp_(-1.0, 1.0)
+            move = moves[: len(chunk)].normal_(0.0, MOVE_STD, generator=generator).clamp_(-1.0, 1.0)
             chunk.sub_(move, alpha=LEARNING_RATE)
 
 
@@ -75,8 +77,7 @@ class Peak:
 
     def __init__(self) -> None:
         gc.collect()
-        with suppress(OSError, AttributeError):  # glibc only: return what the warm-up has freed
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        return_freed()  # by the warm-up
         self._floor = rss_anon()
         self._stop = threading.Event()
         self.nbytes = 0
@@ -120,19 +121,19 @@ def warm() -> None:
     for version in range(3):
         publisher.publish(small, version=version)
         subscriber.sync(live)
-        step(small, generator)
+        step(small, generator, torch.empty(CHUNK))
 
 
 def publisher(directory: Path, versions: int, layers: int, codec: CodecName) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    weights = masters(layers, generator)
+    weights, moves = masters(layers, generator), torch.zeros(CHUNK)  # zeros, so that its pages are there
     warm()
     peak = Peak()
     publisher = pulse.Publisher(directory / "store", cast="bfloat16", anchor_every=10**9, codec=codec)
     reports = []
     for version in range(versions + 1):
         if version:
-            step(weights, generator)
+            step(weights, generator, moves)
         with peak:
             reports.append(publisher.publish(weights, version=version))
     return {

@@ -36,6 +36,7 @@ SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exp
 SAMPLED_EVERY = 64
 SAMPLE = 32  # segments of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
+READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 
 
 class ContextCodec:
@@ -227,7 +228,8 @@ class _Group:
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """Some of the segments, or all, in runs of BATCH elements or more."""
         chosen = range(len(self._parts)) if numbers is None else numbers
-        return list(batched(chosen, self._sizes.tolist().__getitem__, BATCH))
+        least = BATCH if all(part.lies is not None for part in self._parts) else READ_BATCH
+        return list(batched(chosen, self._sizes.tolist().__getitem__, least))
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
@@ -328,7 +330,7 @@ def _decode(
         else:
             by_dtype.setdefault(spec.dtype, []).append(number)
     for members in by_dtype.values():
-        for batch in batched(members, lambda number: segments[number].spec.size, BATCH):
+        for batch in batched(members, lambda number: segments[number].spec.size, BATCH if memory else READ_BATCH):
             old = memory.of(batch) if memory else coding.memory_of([reads[number]() for number in batch])
             decoded = _decode_batch([segments[number] for number in batch], old)
             for number, changes in zip(batch, decoded, strict=True):

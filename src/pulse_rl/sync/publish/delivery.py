@@ -45,6 +45,7 @@ from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.sync.publish.anchors import put_anchor_together
 from pulse_rl.sync.publish.baseline import Move
+from pulse_rl.sync.publish.freed import return_freed
 from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
 from pulse_rl.weights.layout import Layout
 
@@ -192,6 +193,7 @@ class Delivery:
             )
         manifest = msgspec.structs.replace(manifest, anchor=files)
         self.measured_bandwidth = 8 * manifest.anchor_nbytes / (time.perf_counter() - start)
+        return_freed()  # an upload holds some parts of 8 MB
         return manifest
 
     def _commit(self, upcoming: Upcoming, manifest: Manifest) -> Manifest:
