@@ -10,6 +10,8 @@ from runs import COMMAND, children, wait_for
 
 from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
+from pulse_rl.rl.config import RunConfig
+from pulse_rl.rl.engine import engine
 
 PATIENCE_S = 300  # with other work on the machine
 
@@ -42,6 +44,22 @@ def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_
     assert len({policy["steps"] for policy in summary["policies"].values()}) == 2  # nobody waited for the other
     page = (out / "report.html").read_text()
     assert all(policy["trainer_digest"] in page for policy in summary["policies"].values())
+
+
+def test_a_run_without_an_address_joins_no_cluster_that_runs_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would look for one in a file that `ray start` writes."""
+    import ray
+
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for address in (None, "head:6379"):
+        with engine(RunConfig(out=str(tmp_path), address=address)):
+            pass
+    assert [options["address"] for options in given] == ["local", "head:6379"]
+    assert ["object_store_memory" in options for options in given] == [True, False]
 
 
 @pytest.mark.slow
@@ -117,6 +135,37 @@ def _alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.slow
+def test_a_pool_grows_while_trainers_wait_and_shrinks_when_they_do_not(tmp_path: Path) -> None:
+    """Plays are slow at first; later the trainers are. Workers that left have proved what they held."""
+    recipe, quick, out = tmp_path / "game.toml", tmp_path / "quick", tmp_path / "run"
+    recipe.write_text(f"{GAME.read_text()}\n[autoscale]\nmost = 3\nevery = 0.5\n")
+    paced = ["workflow.name=flow_game:Paced", f"workflow.until={quick}", "workflow.seconds=1.0"]
+    trainers = ['advantage={name = "flow_game:slow_advantages", seconds = 0.4}']
+    process = start(out, "steps=100000", *paced, *trainers, recipe=recipe)
+
+    def workers() -> int:
+        return len(children("ray::RolloutProcess", process.pid))
+
+    try:
+        wait_for(lambda: process.poll() is not None or workers() == 3, PATIENCE_S)
+        before = steps(out)
+        wait_for(lambda: steps(out) > before + 2 or process.poll() is not None, PATIENCE_S)
+        quick.touch()
+        wait_for(lambda: process.poll() is not None or workers() < 3, PATIENCE_S)
+        before = steps(out)
+        wait_for(lambda: steps(out) > before + 2 or process.poll() is not None, PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        summary, said = finish(process)
+    finally:
+        process.kill()
+    check(summary, out)
+    assert [each["id"] for each in summary["workers"]][:3] == ["near-0", "near-1", "near-2"]
+    left = [each["id"] for each in summary["workers"] if each["left"]]
+    assert left
+    assert all(any(line.startswith(f"{name} leaves: trainers wait") for line in said.splitlines()) for name in left)
 
 
 @pytest.mark.slow

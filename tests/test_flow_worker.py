@@ -147,6 +147,7 @@ def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> N
     assert (held["version"], held["digest"], held["verified"]) == (2, world.publisher.digest, True)
     assert held["syncs"] == 3
     assert world.result["failed"] >= 1
+    assert 0 < world.result["start_s"] < world.result["seconds"]
     assert world.dataflow.status()["workers"] == {}  # it has left
 
 

@@ -65,6 +65,7 @@ def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
         wait_for(lambda: steps(out) >= 1 or process.poll() is not None, PATIENCE_S)
         while sum(killed.values()) < kills:
             time.sleep(chance.expovariate(1 / 2))
+            _lives(process)
             service, before = chance.choice(services), steps(out)
             above = nodes.pid if nodes else process.pid
             if service == "driver":
@@ -73,7 +74,7 @@ def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
                 process.communicate()
                 wait_for(lambda below=below: not any(map(_alive, below)), PATIENCE_S)
                 process = start(out, resume=True)
-                before = 0
+                _wait_for_all(process, nodes.pid if nodes else process.pid)
             elif service == "node":
                 assert nodes is not None
                 nodes.lose(replace=True)
@@ -101,7 +102,19 @@ def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
 def _go_on(out: Path, process: "subprocess.Popen[str]", before: int) -> None:
     """Wait until the run has done another step, as all of it must."""
     wait_for(lambda: steps(out) > before + 1 or process.poll() is not None, PATIENCE_S)
+    _lives(process)
+
+
+def _lives(process: "subprocess.Popen[str]") -> None:
+    """Raise AssertionError with what the driver said, if it has ended."""
     assert process.poll() is None, process.communicate()[1][-3000:]
+
+
+def _wait_for_all(process: "subprocess.Popen[str]", above: int) -> None:
+    """Wait until all services have processes again."""
+    wait_for(
+        lambda: all(children(f"ray::{title}", above) for title in PROCESSES) or process.poll() is not None, PATIENCE_S
+    )
 
 
 def _alive(pid: int) -> bool:

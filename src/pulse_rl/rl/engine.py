@@ -137,7 +137,7 @@ def engine(config: Settings) -> Iterator[None]:
     with (config.directory / LOG).open("a", buffering=1) as log, redirect_stdout(log):
         try:
             ray.init(
-                address=config.address,
+                address=config.address or "local",  # without it Ray would join a cluster that runs here already
                 namespace=f"pulse-rl-{secrets.token_hex(4)}",
                 logging_level="ERROR",
                 log_to_driver=False,

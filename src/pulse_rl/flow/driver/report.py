@@ -50,7 +50,7 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page.numbers(_headline(summary))
     page.heading("Where the time went")
     page.table("A trainer of each policy, in seconds", *_trainer_seconds(summary))
-    page.table("Workers, in seconds", *_worker_seconds(summary))
+    page.table("Workers, in seconds since each was started last", *_worker_seconds(summary))
     page.table("At the end", ("", ""), [["who waits for whom", summary["balance"]["sentence"]]])
     page.heading("What was played")
     page.table("Tasks", ("", "tasks"), [[name.replace("_", " "), str(n)] for name, n in summary["tasks"].items()])
@@ -103,12 +103,23 @@ def _trainer_seconds(summary: dict[str, Any]) -> Table:
 
 
 def _worker_seconds(summary: dict[str, Any]) -> Table:
-    columns = ("worker", "pool", "sampling", "taking up weights", "without work", "all", "tasks", "restarts", "left")
+    columns = (
+        "worker",
+        "pool",
+        "starting",
+        "sampling",
+        "taking up weights",
+        "without work",
+        "all",
+        "tasks",
+        "restarts",
+        "left",
+    )
     rows = [
         [
             worker["id"],
             worker["pool"],
-            *(f"{worker[name]:.1f}" for name in ("sampling_s", "sync_s", "idle_s", "seconds")),
+            *(f"{worker[name]:.1f}" for name in ("start_s", "sampling_s", "sync_s", "idle_s", "seconds")),
             str(worker["played"]),
             str(worker["restarts"]),
             "before the end" if worker["left"] else "",

@@ -9,7 +9,7 @@ from pulse_rl.rl import metrics
 
 SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer, the mean of several
 HELD = ("version", "digest", "syncs", "fetched_nbytes", "sync_s", "sampling_s", "tokens")
-WORKER = ("played", "failed", "refused", "idle_s", "seconds", "restarts", "left")
+WORKER = ("played", "failed", "refused", "start_s", "idle_s", "seconds", "restarts", "left")
 
 
 def summary(

@@ -100,7 +100,7 @@ class RolloutWorker:
         self._versions: dict[str, int | None] = {}  # that the tasks in play name
         self._next: Task | None = None  # of other versions than those in play
         self._played = self._failed = self._refused = 0  # tasks
-        self._idle_s = 0.0
+        self._start_s = self._idle_s = 0.0
         self._started = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -118,6 +118,7 @@ class RolloutWorker:
             beating = services.create_task(self._beat())
             running = [beating]
             if await self._load():
+                self._start_s = time.monotonic() - self._started
                 if not self._recipe.deterministic:
                     running += [services.create_task(held.sampling.run()) for held in self._held.values()]
                 await self._work()
@@ -207,6 +208,7 @@ class RolloutWorker:
             "played": self._played,
             "failed": self._failed,
             "refused": self._refused,
+            "start_s": self._start_s,
             "idle_s": self._idle_s,
             "seconds": time.monotonic() - self._started,
         }
