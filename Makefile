@@ -10,7 +10,7 @@ VLLM_BIN := .venv-vllm/bin
 # A process a core; a process without tests left takes some of another one's.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
+.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
 setup: .venv/.ready
 
@@ -62,6 +62,13 @@ test-all: setup
 # Azure's emulator, for tests that are skipped without it. Not part of the set-up, because it needs npm.
 azurite: setup
 	npm install --silent --no-fund --no-audit --prefix .venv/azurite $(AZURITE)
+
+# The kernels of a CUDA device, tested and measured, into gpu.json. The machine's own Python has PyTorch with CUDA,
+# Numba-CUDA and pytest; nothing is installed. More options: ARGS="--elements 1000000000"
+GPU_PYTHON ?= python3
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -W default --noconftest -m gpu tests/test_gpu.py tests/test_gpu_coding.py
+	PYTHONPATH=src $(GPU_PYTHON) bench/gpu/bench_gpu.py $(ARGS)
 
 # Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup

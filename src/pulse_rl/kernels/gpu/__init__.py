@@ -1,0 +1,17 @@
+"""The hot loops on a CUDA device, compiled by Numba-CUDA at first use, with the results of the ones on the CPU.
+
+`device` has what differs between a device and Numba's simulator, which tests use. `regions` describes memory that one
+launch reads; `bits` leads from a bit for each element to results in order. `changes` finds, reads and writes changed
+elements; `digests` sums a digest's terms; `casts` casts to bfloat16; `moves` and `coding` serve the `context` codec.
+
+Kernels are queued on torch's current stream, and nothing waits for them but what returns host values. The caller proves
+every index in range, as on the CPU; the decoder of the `context` codec checks every position itself. Nothing here
+decides what runs on the device: nothing but tests and `bench/gpu` imports it so far.
+"""
+
+from pulse_rl.kernels.gpu.casts import cast
+from pulse_rl.kernels.gpu.changes import find_changes, gather, scatter
+from pulse_rl.kernels.gpu.digests import digest_delta, digest_range
+from pulse_rl.kernels.gpu.regions import Regions, regions_of
+
+__all__ = ["Regions", "cast", "digest_delta", "digest_range", "find_changes", "gather", "regions_of", "scatter"]

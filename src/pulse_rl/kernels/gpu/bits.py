@@ -1,0 +1,151 @@
+"""A bit for each element, and from these bits where each element's result goes.
+
+Searches on the device have two passes. The first reads memory once and leaves a bit for each element: 1/16 of the bytes
+of BF16 elements. The bits of each tile are counted, and the counts added up. The second pass reads the bits, and of
+the elements only those that were found. So results are in order, and the order depends on nothing but the memory.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import cuda
+
+from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, barrier, device, empty, launch, popcount, zeros
+from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions
+
+GROUP = 4 * THREADS  # tiles whose counts a block adds up
+
+_U0 = np.uint64(0)
+
+
+@device
+def differing(low, high, width):
+    """A bit for each element of `width` bits that is not zero in 16 bytes."""
+    every = ~_U0 >> np.uint64(64 - width)
+    lanes = 64 // width
+    found = 0
+    for k in range(lanes):
+        shift = np.uint64(width * k)
+        found |= int(((low >> shift) & every) != _U0) << k
+        found |= int(((high >> shift) & every) != _U0) << (k + lanes)
+    return found
+
+
+@device
+def below(low, high, width, mask, bound):
+    """A bit for each element of `width` bits in 16 bytes of which the bits in the mask are below a bound."""
+    lanes = 64 // width
+    found = 0
+    for k in range(lanes):
+        shift = np.uint64(width * k)
+        found |= int(((low >> shift) & mask) < bound) << k
+        found |= int(((high >> shift) & mask) < bound) << (k + lanes)
+    return found
+
+
+@device
+def lowest(bits):
+    """The number of the lowest bit that is set."""
+    return popcount((bits & -bits) - 1)
+
+
+@device
+def exclusive(shared, thread, value):
+    """The sum of the values of the block's threads before this one. shared: (THREADS,)."""
+    shared[thread] = value
+    barrier()
+    step = 1
+    while step < THREADS:
+        more = shared[thread - step] if thread >= step else np.int64(0)
+        barrier()
+        shared[thread] += more
+        barrier()
+        step *= 2
+    before = shared[thread] - value
+    barrier()
+    return before
+
+
+@device
+def bits_before(shared, thread, masks, first):
+    """How many bits the threads before this one hold, each of which holds UNITS masks of a tile."""
+    count = 0
+    for u in range(UNITS):
+        count += popcount(int(masks[first + u]))
+    return exclusive(shared, thread, np.int64(count))
+
+
+@cuda.jit
+def _sum_groups(counts, sums):
+    shared = cuda.shared.array(THREADS, np.int64)
+    thread = cuda.threadIdx.x
+    total = np.int64(0)
+    for j in range(4):
+        at = cuda.blockIdx.x * GROUP + j * THREADS + thread
+        if at < counts.shape[0]:
+            total += counts[at]
+    before = exclusive(shared, thread, total)
+    if thread == THREADS - 1:
+        sums[cuda.blockIdx.x] = before + total
+
+
+@cuda.jit
+def _sums_before(sums):
+    """One block: each group's sum becomes the sum of the groups before it."""
+    shared = cuda.shared.array(THREADS, np.int64)
+    last = cuda.shared.array(1, np.int64)
+    thread = cuda.threadIdx.x
+    carried = np.int64(0)
+    for start in range(0, sums.shape[0], THREADS):
+        at = start + thread
+        value = sums[at] if at < sums.shape[0] else np.int64(0)
+        before = exclusive(shared, thread, value)
+        if at < sums.shape[0]:
+            sums[at] = carried + before
+        if thread == THREADS - 1:
+            last[0] = before + value
+        cuda.syncthreads()
+        carried += last[0]
+        cuda.syncthreads()
+
+
+@cuda.jit
+def _add_up(counts, sums, offsets):
+    shared = cuda.shared.array(THREADS, np.int64)
+    thread = cuda.threadIdx.x
+    first = cuda.blockIdx.x * GROUP + 4 * thread
+    total = np.int64(0)
+    for at in range(first, min(first + 4, counts.shape[0])):
+        total += counts[at]
+    place = sums[cuda.blockIdx.x] + exclusive(shared, thread, total)
+    if first == 0:
+        offsets[0] = 0
+    for at in range(first, min(first + 4, counts.shape[0])):
+        place += counts[at]
+        offsets[at + 1] = place
+
+
+@cuda.jit
+def _pick(offsets, firsts, edges):
+    r = cuda.grid(1)
+    if r < firsts.shape[0]:
+        edges[r] = offsets[firsts[r]]
+
+
+class Marks:
+    """The bits of regions: a mask for each unit. A kernel fills in masks, and the counts of each tile."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self.masks: DeviceArray = empty(regions.count * TILE, np.uint16 if regions.itemsize == 1 else np.uint8)
+        self.counts: DeviceArray = empty(regions.count, np.int32)
+
+    def add_up(self) -> tuple[DeviceArray, DeviceArray]:
+        """Where the results of each tile begin, (tiles + 1,), and those of each region, (regions + 1,)."""
+        tiles, regions = self._regions.count, len(self._regions)
+        groups = -(-tiles // GROUP)
+        offsets, edges, sums = zeros(tiles + 1, np.int64), empty(regions + 1, np.int64), empty(groups, np.int64)
+        launch(_sum_groups, groups, THREADS, self.counts, sums)
+        launch(_sums_before, min(groups, 1), THREADS, sums)
+        launch(_add_up, groups, THREADS, self.counts, sums, offsets)
+        launch(_pick, -(-(regions + 1) // THREADS), THREADS, offsets, self._regions.tiles.firsts, edges)
+        return offsets, edges

@@ -1,0 +1,62 @@
+"""The cast of float32 to bfloat16 on the device, as `weights.casts` has it on the CPU."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import cuda
+
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    DeviceArray,
+    address_of,
+    device,
+    example,
+    high_word,
+    launch,
+    load,
+    low_word,
+    store,
+)
+
+_MAGNITUDE, _SIGN, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x80000000), np.uint32(0x7F800000)
+_HALF, _NAN = np.uint32(0x7FFF), np.uint32(0x7FC0)
+_LOW = np.uint64(0xFFFFFFFF)
+_16, _32 = np.uint32(16), np.uint64(32)
+
+
+@device
+def rounded(bits):
+    """The bfloat16 bits nearest to those of a float32, ties to even; a quiet NaN of the same sign for NaN."""
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    sign = np.uint32((bits & _SIGN) >> _16)
+    if magnitude > _INFINITY:
+        return np.uint32(sign | _NAN)
+    odd = np.uint32((magnitude >> _16) & np.uint32(1))
+    return np.uint32(sign | np.uint32(np.uint32(magnitude + np.uint32(_HALF + odd)) >> _16))
+
+
+@device
+def _pair(word):
+    """The bfloat16 bits of two float32, side by side."""
+    first, second = rounded(np.uint32(word & _LOW)), rounded(np.uint32(word >> _32))
+    return np.uint64(np.uint64(first) | (np.uint64(second) << np.uint64(16)))
+
+
+@cuda.jit
+def _cast(floats, words, halves, source, target, size):
+    """A thread casts four elements. floats, words, halves: arrays of the widths of what is read and written."""
+    at = cuda.grid(1)
+    p, q, i = source + np.uint64(16 * at), target + np.uint64(8 * at), 4 * at
+    if i + 4 <= size and (p & np.uint64(15)) == np.uint64(0) and (q & np.uint64(7)) == np.uint64(0):
+        store(words, q, np.uint64(_pair(low_word(p)) | (_pair(high_word(p)) << _32)))
+        return
+    for j in range(i, min(i + 4, size)):
+        bits = rounded(load(floats, source + np.uint64(4 * j)))
+        store(halves, target + np.uint64(2 * j), np.uint16(bits))
+
+
+def cast(values: DeviceArray, bits: DeviceArray) -> None:
+    """Queue that bits (n,) become those of float32 values (n,) in bfloat16: memory-bound, 6 bytes an element."""
+    size = len(values)
+    likes = map(example, (4, 8, 2))
+    source, target = np.uint64(address_of(values)), np.uint64(address_of(bits))
+    launch(_cast, -(-size // (4 * THREADS)), THREADS, *likes, source, target, size)

@@ -1,0 +1,221 @@
+"""Find, read and write changed elements on the device: of many tensors in a launch, or of one as `cpu.changes` does.
+
+Results of regions lie one after another: those of region r from `edges[r]` to `edges[r + 1]`. Indices count in it.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import numpy as np
+from numba import cuda
+
+from pulse_rl.dtypes import UINTS
+from pulse_rl.kernels.gpu.bits import Marks, bits_before, differing, lowest
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    DeviceArray,
+    bits_of,
+    device,
+    download,
+    empty,
+    example,
+    high_word,
+    itemsize_of,
+    launch,
+    low_word,
+    popcount,
+    store,
+    upload,
+    zeros,
+)
+from pulse_rl.kernels.gpu.regions import (
+    TILE,
+    UNITS,
+    Regions,
+    address_in,
+    element,
+    region_of,
+    regions_of,
+    unit_at,
+)
+
+__all__ = ["count_wrong", "find", "find_changes", "gather", "gather_all", "scatter", "scatter_all"]
+
+
+@device
+def _both(p, q):
+    """16 bytes of two states: what differs, as two words."""
+    return low_word(p) ^ low_word(q), high_word(p) ^ high_word(q)
+
+
+@device
+def _compared(like, old, new, r, i, size):
+    """The mask of the unit that begins at element i of a region."""
+    itemsize = itemsize_of(like)
+    p = unit_at(old.addresses[r], old.runs[r], old.apart[r], itemsize, i, size)
+    q = unit_at(new.addresses[r], new.runs[r], new.apart[r], itemsize, i, size)
+    if ((p | q) & np.uint64(1)) == np.uint64(0):
+        low, high = _both(p, q)
+        return differing(low, high, 8 * itemsize)
+    found = 0
+    for k in range(min(16 // itemsize, size - i)):
+        found |= int(element(like, old, r, i + k) != element(like, new, r, i + k)) << k
+    return found
+
+
+@cuda.jit
+def _compare(like, old, new, tiles, masks, counts):
+    shared = cuda.shared.array(1, np.int32)
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    itemsize = itemsize_of(like)
+    width, each = 8 * itemsize, 16 // itemsize
+    r = tiles.owners[tile]
+    size = tiles.sizes[r]
+    unit = (tile - tiles.firsts[r]) * TILE  # the tile's first one in the region
+    p = old.addresses[r] + np.uint64(16 * (unit + thread))
+    q = new.addresses[r] + np.uint64(16 * (unit + thread))
+    mask = tile * TILE + thread
+    if thread == 0:
+        shared[0] = 0
+    cuda.syncthreads()
+    count = 0
+    flat = old.runs[r] == size and new.runs[r] == size and (unit + TILE) * each <= size
+    if flat and ((p | q) & np.uint64(15)) == np.uint64(0):
+        step = np.uint64(16 * THREADS)
+        for _ in range(UNITS // 4):  # eight loads are under way before the first is used
+            low0, high0 = _both(p, q)
+            low1, high1 = _both(p + step, q + step)
+            low2, high2 = _both(p + np.uint64(2) * step, q + np.uint64(2) * step)
+            low3, high3 = _both(p + np.uint64(3) * step, q + np.uint64(3) * step)
+            m0, m1 = differing(low0, high0, width), differing(low1, high1, width)
+            m2, m3 = differing(low2, high2, width), differing(low3, high3, width)
+            masks[mask], masks[mask + THREADS] = m0, m1
+            masks[mask + 2 * THREADS], masks[mask + 3 * THREADS] = m2, m3
+            count += popcount(m0) + popcount(m1) + popcount(m2) + popcount(m3)
+            p, q, mask = p + np.uint64(4) * step, q + np.uint64(4) * step, mask + 4 * THREADS
+    else:
+        for u in range(UNITS):
+            i = (unit + u * THREADS + thread) * each
+            m = _compared(like, old, new, r, i, size) if i < size else 0
+            masks[mask + u * THREADS] = m
+            count += popcount(m)
+    if count:
+        cuda.atomic.add(shared, 0, count)
+    cuda.syncthreads()
+    if thread == 0:
+        counts[tile] = shared[0]
+
+
+@cuda.jit
+def _place(like, old, new, tiles, masks, offsets, keeps, indices, values, replaced):
+    shared = cuda.shared.array(THREADS, np.int64)
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    if offsets[tile] == offsets[tile + 1]:
+        return
+    each = 16 // itemsize_of(like)
+    r = tiles.owners[tile]
+    first = tile * TILE + thread * UNITS
+    k = offsets[tile] + bits_before(shared, thread, masks, first)
+    i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
+    for u in range(UNITS):
+        m = int(masks[first + u])
+        while m != 0 and k < indices.shape[0]:
+            at = i + u * each + lowest(m)
+            indices[k] = at
+            values[k] = element(like, new, r, at)
+            if keeps:
+                replaced[k] = element(like, old, r, at)
+            m &= m - 1
+            k += 1
+
+
+def find(
+    old: Regions, new: Regions, indices: DeviceArray, values: DeviceArray, replaced: DeviceArray | None = None
+) -> DeviceArray:
+    """Queue the search of what differs between two states, and return its edges (regions + 1,) int64.
+
+    indices uint32, values and, if given, replaced: the memory for indices, new and old bits. Of more changes than it
+    has place for, the first are written; the last of the edges says how many there are. Nothing waits.
+    Raises ValueError if the regions of the two have other sizes or widths.
+    """
+    if old.itemsize != new.itemsize or old.sizes.tolist() != new.sizes.tolist():
+        raise ValueError(
+            f"expected regions of one width and of the same sizes, found {len(old)} of {old.itemsize} bytes an element "
+            f"with {old.sizes.sum()} elements, and {len(new)} of {new.itemsize} with {new.sizes.sum()}"
+        )
+    like, marks, values = example(old.itemsize), Marks(old), bits_of(values)
+    states = like, old.layout, new.layout, old.tiles
+    launch(_compare, old.count, THREADS, *states, marks.masks, marks.counts)
+    offsets, edges = marks.add_up()
+    kept = empty(1, UINTS[old.itemsize]) if replaced is None else bits_of(replaced)
+    placed = marks.masks, offsets, int(replaced is not None), indices, values, kept
+    launch(_place, old.count, THREADS, *states, *placed)
+    return edges
+
+
+@cuda.jit
+def _gather(like, layout, edges, indices, values):
+    j = cuda.grid(1)
+    if j < indices.shape[0]:
+        values[j] = element(like, layout, region_of(edges, j), np.int64(indices[j]))
+
+
+def gather_all(source: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+    """Queue that values (k,) become the elements of regions at indices (k,), which are in range."""
+    blocks = -(-len(indices) // THREADS)
+    launch(_gather, blocks, THREADS, *_reached(source), edges, indices, bits_of(values))
+
+
+@cuda.jit
+def _scatter(like, layout, edges, indices, values):
+    j = cuda.grid(1)
+    if j < indices.shape[0]:
+        r = region_of(edges, j)
+        i = np.int64(indices[j])
+        store(like, address_in(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize_of(like), i), values[j])
+
+
+def scatter_all(target: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+    """Queue that elements of regions at indices (k,), which are in range, become values (k,): one launch."""
+    blocks = -(-len(indices) // THREADS)
+    launch(_scatter, blocks, THREADS, *_reached(target), edges, indices, bits_of(values))
+
+
+@cuda.jit
+def _count_wrong(like, layout, edges, indices, values, wrong):
+    j = cuda.grid(1)
+    if j < indices.shape[0] and element(like, layout, region_of(edges, j), np.int64(indices[j])) != values[j]:
+        cuda.atomic.add(wrong, 0, 1)
+
+
+def count_wrong(target: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> DeviceArray:
+    """Queue the reading back of what `scatter_all` wrote. Returns how many elements hold another value, (1,) int64."""
+    wrong = zeros(1, np.int64)
+    blocks = -(-len(indices) // THREADS)
+    launch(_count_wrong, blocks, THREADS, *_reached(target), edges, indices, bits_of(values), wrong)
+    return wrong
+
+
+def _reached(regions: Regions) -> tuple[DeviceArray, object]:
+    return example(regions.itemsize), regions.layout
+
+
+# One array, as on the CPU
+
+
+def find_changes(old: DeviceArray, new: DeviceArray, indices: DeviceArray, values: DeviceArray) -> int:
+    """As `cpu.find_changes` of device arrays, in memory of any size: see `find`. Waits for the count."""
+    edges = find(regions_of([old]), regions_of([new]), indices, values)
+    return int(download(edges)[-1])
+
+
+def _whole(indices: DeviceArray) -> DeviceArray:
+    return upload(np.array([0, len(indices)], np.int64))
+
+
+def gather(source: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+    """Queue what `cpu.gather` does, of device arrays."""
+    gather_all(regions_of([source]), _whole(indices), indices, values)
+
+
+def scatter(target: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+    """Queue what `cpu.scatter` does, of device arrays."""
+    scatter_all(regions_of([target]), _whole(indices), indices, values)

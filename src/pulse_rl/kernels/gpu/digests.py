@@ -1,0 +1,153 @@
+"""The sums of a digest's terms over elements on the device, with the formula of `cpu.digests`."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+from numpy.typing import NDArray
+
+from pulse_rl.kernels.cpu.digests import C1, C2, mixed
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    DeviceArray,
+    bits_of,
+    device,
+    download,
+    example,
+    high_word,
+    itemsize_of,
+    launch,
+    low_word,
+    twin,
+    upload,
+    zeros,
+)
+from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions, element, place_in, region_of, regions_of, unit_at
+
+_mixed = twin(mixed)
+_U0 = np.uint64(0)
+
+
+class Flat(NamedTuple):
+    """Where regions lie in their tensors, (regions,) each."""
+
+    seeds: NDArray[np.uint64]  # of the tensors' digests
+    starts: NDArray[np.int64]  # the flat position of the first element
+    strides: NDArray[np.int64]  # elements from row to row in the tensor
+
+
+@device
+def _position(flat, r, run, i):
+    """The part of a term that depends on the place of element i of region r."""
+    row, column = place_in(run, i)
+    return flat.seeds[r] + np.uint64(flat.starts[r] + row * flat.strides[r] + column) * C1
+
+
+@device
+def _words(word, itemsize, position):
+    """The terms of the elements of 8 bytes."""
+    width = np.uint64(8 * itemsize)
+    every = ~_U0 >> (np.uint64(64) - width)
+    total = _U0
+    for k in range(8 // itemsize):
+        bits = (word >> (width * np.uint64(k))) & every
+        total += _mixed(position + np.uint64(k) * C1 + bits * C2)
+    return total
+
+
+@device
+def _unit(like, layout, flat, r, i, size):
+    """The terms of the unit that begins at element i of a region."""
+    itemsize, run = itemsize_of(like), layout.runs[r]
+    p = unit_at(layout.addresses[r], run, layout.apart[r], itemsize, i, size)
+    if p != np.uint64(1):
+        position = _position(flat, r, run, i)
+        more = position + np.uint64(8 // itemsize) * C1
+        return _words(low_word(p), itemsize, position) + _words(high_word(p), itemsize, more)
+    total = _U0
+    for j in range(i, min(i + 16 // itemsize, size)):
+        total += _mixed(_position(flat, r, run, j) + np.uint64(element(like, layout, r, j)) * C2)
+    return total
+
+
+@cuda.jit
+def _digest(like, layout, tiles, flat, total):
+    shared = cuda.shared.array(1, np.uint64)
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    if thread == 0:
+        shared[0] = 0
+    cuda.syncthreads()
+    r = tiles.owners[tile]
+    size = tiles.sizes[r]
+    mine = _U0
+    for u in range(UNITS):
+        i = ((tile - tiles.firsts[r]) * TILE + u * THREADS + thread) * (16 // itemsize_of(like))
+        if i < size:
+            mine += _unit(like, layout, flat, r, i, size)
+    cuda.atomic.add(shared, 0, mine)
+    cuda.syncthreads()
+    if thread == 0:
+        cuda.atomic.add(total, 0, shared[0])
+
+
+def digest(regions: Regions, flat: Flat) -> DeviceArray:
+    """Queue the sum of the digest's terms of all elements, (1,) uint64."""
+    total = zeros(1, np.uint64)
+    like = example(regions.itemsize)
+    launch(_digest, regions.count, THREADS, like, regions.layout, regions.tiles, on_device(flat), total)
+    return total
+
+
+@cuda.jit
+def _delta(runs, flat, edges, indices, before, after, total):
+    shared = cuda.shared.array(1, np.uint64)
+    if cuda.threadIdx.x == 0:
+        shared[0] = 0
+    cuda.syncthreads()
+    j = cuda.grid(1)
+    if j < indices.shape[0]:
+        r = region_of(edges, j)
+        place = _position(flat, r, runs[r], np.int64(indices[j]))
+        new, old = _mixed(place + np.uint64(after[j]) * C2), _mixed(place + np.uint64(before[j]) * C2)
+        cuda.atomic.add(shared, 0, new - old)
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        cuda.atomic.add(total, 0, shared[0])
+
+
+def delta(
+    regions: Regions, flat: Flat, edges: DeviceArray, indices: DeviceArray, before: DeviceArray, after: DeviceArray
+) -> DeviceArray:
+    """Queue the change of the digest, (1,) uint64, if elements at indices (k,) change from before to after."""
+    total = zeros(1, np.uint64)
+    changed = edges, indices, bits_of(before), bits_of(after)
+    blocks = -(-len(indices) // THREADS)
+    launch(_delta, blocks, THREADS, regions.layout.runs, on_device(flat), *changed, total)
+    return total
+
+
+def on_device(flat: Flat) -> Flat:
+    """A copy on the device."""
+    return Flat(*map(upload, flat))
+
+
+# One array, as on the CPU
+
+
+def _one(seed: int, start: int) -> Flat:
+    return Flat(np.array([seed], np.uint64), np.array([start], np.int64), np.zeros(1, np.int64))
+
+
+def digest_range(seed: int, start: int, bits: DeviceArray) -> int:
+    """As `cpu.digest_range` of a device array. Waits."""
+    return int(download(digest(regions_of([bits]), _one(seed, start)))[0])
+
+
+def digest_delta(seed: int, start: int, indices: DeviceArray, before: DeviceArray, after: DeviceArray) -> int:
+    """As `cpu.digest_delta` of device arrays; indices uint32. Waits."""
+    total = zeros(1, np.uint64)
+    runs, edges = upload(np.array([1 << 32], np.int64)), upload(np.array([0, len(indices)], np.int64))
+    changed = edges, indices, bits_of(before), bits_of(after)
+    launch(_delta, -(-len(indices) // THREADS), THREADS, runs, on_device(_one(seed, start)), *changed, total)
+    return int(download(total)[0])

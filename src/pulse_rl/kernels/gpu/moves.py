@@ -1,0 +1,177 @@
+"""Exponents of old bits, hot elements, and changes as moves, on the device: what `cpu.moves` finds."""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import Field
+from pulse_rl.kernels.cpu import moves
+from pulse_rl.kernels.cpu.arrays import LANES
+from pulse_rl.kernels.cpu.moves import Moves
+from pulse_rl.kernels.gpu.bits import Marks, below, bits_before, lowest
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    DeviceArray,
+    bits_of,
+    device,
+    download,
+    empty,
+    example,
+    high_word,
+    itemsize_of,
+    launch,
+    low_word,
+    popcount,
+    twin,
+    upload,
+)
+from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions, element, unit_at
+
+MOST_EXPONENTS = 2048  # F64's
+
+_find_moves = twin(moves._find_moves)
+
+
+# Exponents
+
+
+@cuda.jit
+def _count(like, layout, sizes, mask, shift, every, exponents, counts):
+    """A block counts a region's sample, in its shared memory."""
+    shared = cuda.shared.array(MOST_EXPONENTS, np.int32)
+    r, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    for e in range(thread, exponents, THREADS):
+        shared[e] = 0
+    cuda.syncthreads()
+    times, size = every[r], sizes[r]
+    j = np.int64(thread)
+    while True:
+        i = j // LANES * LANES * times + j % LANES
+        if j // LANES * LANES * times >= size:
+            break
+        if i < size:
+            e = (np.uint64(element(like, layout, r, i)) & mask) >> shift
+            cuda.atomic.add(shared, np.int64(e), np.int32(times))
+        j += THREADS
+    cuda.syncthreads()
+    for e in range(thread, exponents, THREADS):
+        counts[r, e] = shared[e]
+
+
+def count_exponents(regions: Regions, field: Field, every: NDArray[np.int64]) -> NDArray[np.int32]:
+    """As `cpu.coding.count_exponents` of regions. Waits."""
+    counts = empty(len(regions) * field.exponents, np.int32).reshape(-1, field.exponents)
+    like = example(regions.itemsize)
+    known = regions.tiles.sizes, *_field(field), upload(every), field.exponents
+    launch(_count, len(regions), THREADS, like, regions.layout, *known, counts)
+    return download(counts)
+
+
+def _field(field: Field) -> tuple[np.uint64, np.uint64]:
+    return np.uint64(field.mask), np.uint64(field.shift)
+
+
+# Hot elements
+
+
+@device
+def _mask_of(like, layout, r, i, size, mask, bound):
+    """The mask of the unit that begins at element i of a region."""
+    itemsize = itemsize_of(like)
+    p = unit_at(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize, i, size)
+    if p != np.uint64(1):
+        return below(low_word(p), high_word(p), 8 * itemsize, mask, bound)
+    found = 0
+    for k in range(min(16 // itemsize, size - i)):
+        found |= int((np.uint64(element(like, layout, r, i + k)) & mask) < bound) << k
+    return found
+
+
+@cuda.jit
+def _compare(like, layout, tiles, mask, bounds, masks, counts):
+    shared = cuda.shared.array(1, np.int32)
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    each = 16 // itemsize_of(like)
+    if thread == 0:
+        shared[0] = 0
+    cuda.syncthreads()
+    r = tiles.owners[tile]
+    size, bound = tiles.sizes[r], bounds[r]
+    count = 0
+    for u in range(UNITS):
+        i = ((tile - tiles.firsts[r]) * TILE + u * THREADS + thread) * each
+        m = _mask_of(like, layout, r, i, size, mask, bound) if i < size else 0
+        masks[tile * TILE + u * THREADS + thread] = m
+        count += popcount(m)
+    if count:
+        cuda.atomic.add(shared, 0, count)
+    cuda.syncthreads()
+    if thread == 0:
+        counts[tile] = shared[0]
+
+
+@cuda.jit
+def _place(like, layout, tiles, mask, shift, masks, offsets, indices, exponents):
+    shared = cuda.shared.array(THREADS, np.int64)
+    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    if offsets[tile] == offsets[tile + 1]:
+        return
+    each = 16 // itemsize_of(like)
+    r = tiles.owners[tile]
+    first = tile * TILE + thread * UNITS
+    k = offsets[tile] + bits_before(shared, thread, masks, first)
+    i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
+    for u in range(UNITS):
+        m = int(masks[first + u])
+        while m != 0:
+            at = i + u * each + lowest(m)
+            indices[k] = at
+            exponents[k] = (np.uint64(element(like, layout, r, at)) & mask) >> shift
+            m &= m - 1
+            k += 1
+
+
+class HotElements(NamedTuple):
+    """The hot elements of regions, on the device."""
+
+    edges: DeviceArray  # (regions + 1,) int64
+    indices: DeviceArray  # (h,) uint32, ascending in each region
+    exponents: DeviceArray  # (h,) uint16
+
+
+def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> HotElements:
+    """The elements of each region whose exponent is below its threshold, (regions,). Waits for their number."""
+    mask, shift = _field(field)
+    like, marks = example(regions.itemsize), Marks(regions)
+    bounds = upload(thresholds.astype(np.uint64) << shift)
+    known = like, regions.layout, regions.tiles, mask
+    launch(_compare, regions.count, THREADS, *known, bounds, marks.masks, marks.counts)
+    offsets, edges = marks.add_up()
+    count = int(download(edges[-1:])[0])
+    found = HotElements(edges, empty(count, np.uint32), empty(count, np.uint16))
+    if count:
+        launch(_place, regions.count, THREADS, *known, shift, marks.masks, offsets, *found[1:])
+    return found
+
+
+# Moves
+
+
+@cuda.jit
+def _move(old, new, sign, mask, shift, floating, moved):
+    j = cuda.grid(1)
+    if j < old.shape[0]:
+        one = Moves(moved.exponents[j : j + 1], moved.ups[j : j + 1], moved.sizes[j : j + 1])
+        _find_moves(old[j : j + 1], new[j : j + 1], sign, mask, shift, floating, one)
+
+
+def find_moves(old: DeviceArray, new: DeviceArray, field: Field) -> Moves:
+    """Queue the moves that turn old (k,) into new (k,): as `cpu.moves.find_moves` of device arrays."""
+    count = len(old)
+    moved = Moves(empty(count, np.uint16), empty(count, np.bool_), empty(count, np.uint64))
+    known = np.uint64(field.sign), *_field(field), field.floating
+    launch(_move, -(-count // THREADS), THREADS, bits_of(old), bits_of(new), *known, moved)
+    return moved

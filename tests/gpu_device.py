@@ -1,0 +1,91 @@
+"""The device that tests of `kernels.gpu` run on: CUDA where there is one, and Numba's simulator elsewhere.
+
+It is imported before anything else imports `numba.cuda`, which asks only once whether to simulate.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+CUDA = _has_cuda()
+if not CUDA:
+    numba.config.ENABLE_CUDASIM = 1  # Numba's own numba.cuda reads it here, Numba-CUDA in the environment
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+    import numba.cuda
+
+    del os.environ["NUMBA_ENABLE_CUDASIM"]  # not for the processes that other tests start
+
+from pulse_rl.kernels.cpu.coding import Memory  # noqa: E402
+from pulse_rl.kernels.gpu import device  # noqa: E402
+from pulse_rl.kernels.gpu.regions import Regions  # noqa: E402
+
+assert device.SIMULATED != CUDA
+
+
+@pytest.fixture
+def fast_switches() -> Iterator[None]:
+    """Python's threads take turns often: the simulator's main thread only asks whether the others are done."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Held:
+    """Rows of elements in memory of the device, with other bits between and around them."""
+
+    def __init__(self, bits: NDArray[Any], *, before: int = 0, between: int = 0) -> None:
+        """bits: (n,) or (rows, run). before, between: elements before the first row, and between rows."""
+        rows = bits.reshape(1, -1) if bits.ndim == 1 else bits
+        self.rows, self.run = rows.shape
+        self._before, self._apart = before, self.run + between
+        memory = np.full(before + self.rows * self._apart, 0xA5, bits.dtype)
+        self._in(memory)[...] = rows
+        self._around = self._without(memory)
+        self.memory = device.upload(memory)
+
+    def _in(self, memory: NDArray[Any]) -> NDArray[Any]:
+        return memory[self._before :].reshape(self.rows, self._apart)[:, : self.run]
+
+    def _without(self, memory: NDArray[Any]) -> NDArray[Any]:
+        around = memory.copy()
+        self._in(around)[...] = 0
+        return around
+
+    @property
+    def lies(self) -> tuple[int, int, int, int]:
+        """As `coding.Lies`."""
+        itemsize = self.memory.itemsize
+        address = device.address_of(self.memory) + self._before * itemsize
+        return address, self.rows, self.run, self._apart * itemsize
+
+    def read(self) -> NDArray[Any]:
+        """The bits (n,), while what lies around them is as it was."""
+        memory = device.download(self.memory)
+        assert np.array_equal(self._without(memory), self._around)
+        return self._in(memory).reshape(-1).copy()
+
+
+def memory_of(held: list[Held]) -> Memory:
+    addresses, rows, runs, apart = np.array([one.lies for one in held], np.int64).T.copy()
+    return Memory(addresses.view(np.uint64), rows, runs, apart, held)
+
+
+def regions_of(held: list[Held]) -> Regions:
+    return Regions(memory_of(held), held[0].memory.itemsize)
