@@ -36,7 +36,7 @@ class Spots(NamedTuple):
     def of(self, numbers: Sequence[int]) -> "Spots":
         """Some of them."""
         where = np.array(numbers, np.intp)
-        return Spots(*(column[where] for column in self))
+        return Spots._make(column[where] for column in self)
 
 
 def _pointer(context: Any, builder: Any, values: Any, address: Any, index: Any) -> Any:
