@@ -181,7 +181,7 @@ def test_states_that_do_not_match_are_refused() -> None:
     one = device.zeros(4, np.uint16)
     other, wider = device.zeros(5, np.uint16), device.zeros(4, np.uint32)
     for new in (other, wider):
-        with pytest.raises(ValueError, match="expected regions of one width and of the same sizes"):
+        with pytest.raises(ValueError, match="bytes an element and of the same sizes"):
             changes.find(gpu.regions_of([one]), gpu.regions_of([new]), device.zeros(9, np.uint32), one)
 
 
@@ -189,6 +189,27 @@ def test_more_elements_than_an_index_can_count_are_refused() -> None:
     memory = memory_of([Held(np.zeros(2, np.uint16))])._replace(runs=np.array([1 << 32]))
     with pytest.raises(ValueError, match=r"fewer than 2\^32 elements, found one of 4294967296"):
         gpu.Regions(memory, 2)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_changes_of_weights_that_are_cast(shift: int) -> None:
+    """A trainer's float32 against the bfloat16 published last: rows and tiles, with NaN among them."""
+    rng = np.random.default_rng(shift)
+    news = [rng.normal(0, 1, shape).astype(np.float32) for shape in ((5, 3), (3, 17), (TILE + 9,), (1,))]
+    news[0][0, 1] = np.nan
+    cast = [cast_array(each.reshape(-1), "bfloat16").reshape(each.shape) for each in news]
+    olds = [with_changes(each, 0.2, i) for i, each in enumerate(cast)]
+    where = [np.flatnonzero(a.reshape(-1) != b.reshape(-1)) for a, b in zip(olds, cast, strict=True)]
+    old = regions_of(held(olds, shift=shift))
+    new = regions_of(held([each.view(np.uint32) for each in news], shift=2 * shift))
+    count = sum(map(len, where))
+    indices, values, replaced = (device.empty(count, kind) for kind in (np.uint32, np.uint16, np.uint16))
+    edges = device.download(changes.find(old, new, indices, values, replaced, cast=True))
+    assert edges.tolist() == np.concatenate([[0], np.cumsum([len(i) for i in where])]).tolist()
+    assert device.download(indices).tolist() == np.concatenate(where).tolist()
+    for found, states in ((values, cast), (replaced, olds)):
+        expected = [each.reshape(-1)[i] for each, i in zip(states, where, strict=True)]
+        assert device.download(found).tolist() == np.concatenate(expected).tolist()
 
 
 # Casts, exponents, hot elements and moves

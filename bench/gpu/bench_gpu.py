@@ -224,14 +224,21 @@ class Bench:
         }
 
     def cast(self) -> dict[str, object]:
-        """float32 to bfloat16, against torch's own."""
+        """float32 to bfloat16, against torch's own; and float32 compared with bfloat16, without a cast copy."""
         count = min(self.nbytes // 2, 1 << 30)
         floats = torch.randn(count, device=self.old.flat.device)
         bits = self.spare.flat[:count]
         casts.cast(there(floats), there(bits))
         assert torch.equal(bits, floats.bfloat16().view(torch.int16))
         ours = self._bandwidth(6 * count, self.timed(lambda: casts.cast(there(floats), there(bits))))
-        return {**ours, "torch_s": self.timed(lambda: bits.view(torch.bfloat16).copy_(floats))}
+        torch_s = self.timed(lambda: bits.view(torch.bfloat16).copy_(floats))
+        floats.copy_(self.new.flat[:count].view(torch.bfloat16))
+        old, new = regions_of([there(self.old.flat[:count])]), regions_of([there(floats)])
+        memory = self._memory(count // 20 + 1000)[:2]
+        found = int(device.download(changes.find(old, new, *memory, cast=True))[-1])
+        assert found == int((self.old.flat[:count] != self.new.flat[:count]).sum())
+        find = self._bandwidth(6 * count, self.timed(lambda: changes.find(old, new, *memory, cast=True)))
+        return {**ours, "torch_s": torch_s, "find": find}
 
     def launch(self) -> dict[str, object]:
         """A search in 64 elements: five launches and what Python does for them."""

@@ -41,13 +41,19 @@ def _pair(word):
     return np.uint64(np.uint64(first) | (np.uint64(second) << np.uint64(16)))
 
 
+@device
+def four(low, high):
+    """The bfloat16 bits of the four float32 in two words, as one word."""
+    return np.uint64(_pair(low) | (_pair(high) << _32))
+
+
 @cuda.jit
 def _cast(floats, words, halves, source, target, size):
     """A thread casts four elements. floats, words, halves: arrays of the widths of what is read and written."""
     at = cuda.grid(1)
     p, q, i = source + np.uint64(16 * at), target + np.uint64(8 * at), 4 * at
     if i + 4 <= size and (p & np.uint64(15)) == np.uint64(0) and (q & np.uint64(7)) == np.uint64(0):
-        store(words, q, np.uint64(_pair(low_word(p)) | (_pair(high_word(p)) << _32)))
+        store(words, q, four(low_word(p), high_word(p)))
         return
     for j in range(i, min(i + 4, size)):
         bits = rounded(load(floats, source + np.uint64(4 * j)))

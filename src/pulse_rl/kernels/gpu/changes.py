@@ -9,6 +9,7 @@ from numba import cuda
 
 from pulse_rl.dtypes import UINTS
 from pulse_rl.kernels.gpu.bits import Marks, bits_before, differing, lowest
+from pulse_rl.kernels.gpu.casts import four, rounded
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
@@ -40,38 +41,58 @@ from pulse_rl.kernels.gpu.regions import (
 __all__ = ["count_wrong", "find", "find_changes", "gather", "gather_all", "scatter", "scatter_all"]
 
 
-@device
-def _both(p, q):
-    """16 bytes of two states: what differs, as two words."""
-    return low_word(p) ^ low_word(q), high_word(p) ^ high_word(q)
+# In these, `news` has the width of the new state's elements: twice that of `like` where they are float32 that are
+# compared, and kept, as bfloat16. Both widths are known when a kernel is compiled.
 
 
 @device
-def _compared(like, old, new, r, i, size):
+def _both(like, news, p, q):
+    """What differs between 16 bytes of the old state and as many elements of the new one, as two words."""
+    if itemsize_of(news) == itemsize_of(like):
+        return low_word(p) ^ low_word(q), high_word(p) ^ high_word(q)
+    more = q + np.uint64(16)
+    return low_word(p) ^ four(low_word(q), high_word(q)), high_word(p) ^ four(low_word(more), high_word(more))
+
+
+@device
+def _new_element(like, news, new, r, i):
+    bits = element(news, new, r, i)
+    if itemsize_of(news) == itemsize_of(like):
+        return np.uint64(bits)
+    return np.uint64(rounded(np.uint32(bits)))
+
+
+@device
+def _compared(like, news, old, new, r, i, size):
     """The mask of the unit that begins at element i of a region."""
-    itemsize = itemsize_of(like)
+    itemsize, wide = itemsize_of(like), itemsize_of(news)
     p = unit_at(old.addresses[r], old.runs[r], old.apart[r], itemsize, i, size)
-    q = unit_at(new.addresses[r], new.runs[r], new.apart[r], itemsize, i, size)
-    if ((p | q) & np.uint64(1)) == np.uint64(0):
-        low, high = _both(p, q)
+    q = unit_at(new.addresses[r], new.runs[r], new.apart[r], wide, i, size)
+    together = ((p | q) & np.uint64(1)) == np.uint64(0)
+    if together and wide != itemsize:  # 32 bytes
+        more = unit_at(new.addresses[r], new.runs[r], new.apart[r], wide, i + 16 // wide, size)
+        together = more == q + np.uint64(16)
+    if together:
+        low, high = _both(like, news, p, q)
         return differing(low, high, 8 * itemsize)
     found = 0
     for k in range(min(16 // itemsize, size - i)):
-        found |= int(element(like, old, r, i + k) != element(like, new, r, i + k)) << k
+        before, after = np.uint64(element(like, old, r, i + k)), _new_element(like, news, new, r, i + k)
+        found |= int(before != after) << k
     return found
 
 
 @cuda.jit
-def _compare(like, old, new, tiles, masks, counts):
+def _compare(like, news, old, new, tiles, masks, counts):
     shared = cuda.shared.array(1, np.int32)
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    itemsize = itemsize_of(like)
+    itemsize, times = itemsize_of(like), itemsize_of(news) // itemsize_of(like)
     width, each = 8 * itemsize, 16 // itemsize
     r = tiles.owners[tile]
     size = tiles.sizes[r]
     unit = (tile - tiles.firsts[r]) * TILE  # the tile's first one in the region
     p = old.addresses[r] + np.uint64(16 * (unit + thread))
-    q = new.addresses[r] + np.uint64(16 * (unit + thread))
+    q = new.addresses[r] + np.uint64(16 * times * (unit + thread))
     mask = tile * TILE + thread
     if thread == 0:
         shared[0] = 0
@@ -79,22 +100,22 @@ def _compare(like, old, new, tiles, masks, counts):
     count = 0
     flat = old.runs[r] == size and new.runs[r] == size and (unit + TILE) * each <= size
     if flat and ((p | q) & np.uint64(15)) == np.uint64(0):
-        step = np.uint64(16 * THREADS)
+        step, far = np.uint64(16 * THREADS), np.uint64(16 * THREADS * times)
         for _ in range(UNITS // 4):  # eight loads are under way before the first is used
-            low0, high0 = _both(p, q)
-            low1, high1 = _both(p + step, q + step)
-            low2, high2 = _both(p + np.uint64(2) * step, q + np.uint64(2) * step)
-            low3, high3 = _both(p + np.uint64(3) * step, q + np.uint64(3) * step)
+            low0, high0 = _both(like, news, p, q)
+            low1, high1 = _both(like, news, p + step, q + far)
+            low2, high2 = _both(like, news, p + np.uint64(2) * step, q + np.uint64(2) * far)
+            low3, high3 = _both(like, news, p + np.uint64(3) * step, q + np.uint64(3) * far)
             m0, m1 = differing(low0, high0, width), differing(low1, high1, width)
             m2, m3 = differing(low2, high2, width), differing(low3, high3, width)
             masks[mask], masks[mask + THREADS] = m0, m1
             masks[mask + 2 * THREADS], masks[mask + 3 * THREADS] = m2, m3
             count += popcount(m0) + popcount(m1) + popcount(m2) + popcount(m3)
-            p, q, mask = p + np.uint64(4) * step, q + np.uint64(4) * step, mask + 4 * THREADS
+            p, q, mask = p + np.uint64(4) * step, q + np.uint64(4) * far, mask + 4 * THREADS
     else:
         for u in range(UNITS):
             i = (unit + u * THREADS + thread) * each
-            m = _compared(like, old, new, r, i, size) if i < size else 0
+            m = _compared(like, news, old, new, r, i, size) if i < size else 0
             masks[mask + u * THREADS] = m
             count += popcount(m)
     if count:
@@ -105,7 +126,7 @@ def _compare(like, old, new, tiles, masks, counts):
 
 
 @cuda.jit
-def _place(like, old, new, tiles, masks, offsets, keeps, indices, values, replaced):
+def _place(like, news, old, new, tiles, masks, offsets, keeps, indices, values, replaced):
     shared = cuda.shared.array(THREADS, np.int64)
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
     if offsets[tile] == offsets[tile + 1]:
@@ -120,7 +141,7 @@ def _place(like, old, new, tiles, masks, offsets, keeps, indices, values, replac
         while m != 0 and k < indices.shape[0]:
             at = i + u * each + lowest(m)
             indices[k] = at
-            values[k] = element(like, new, r, at)
+            values[k] = _new_element(like, news, new, r, at)
             if keeps:
                 replaced[k] = element(like, old, r, at)
             m &= m - 1
@@ -128,21 +149,30 @@ def _place(like, old, new, tiles, masks, offsets, keeps, indices, values, replac
 
 
 def find(
-    old: Regions, new: Regions, indices: DeviceArray, values: DeviceArray, replaced: DeviceArray | None = None
+    old: Regions,
+    new: Regions,
+    indices: DeviceArray,
+    values: DeviceArray,
+    replaced: DeviceArray | None = None,
+    *,
+    cast: bool = False,
 ) -> DeviceArray:
     """Queue the search of what differs between two states, and return its edges (regions + 1,) int64.
 
     indices uint32, values and, if given, replaced: the memory for indices, new and old bits. Of more changes than it
     has place for, the first are written; the last of the edges says how many there are. Nothing waits.
+    cast: the old state is bfloat16 and the new one float32, which is compared and kept as `casts.cast` casts it.
     Raises ValueError if the regions of the two have other sizes or widths.
     """
-    if old.itemsize != new.itemsize or old.sizes.tolist() != new.sizes.tolist():
+    widths = (2, 4) if cast else (old.itemsize, old.itemsize)
+    if (old.itemsize, new.itemsize) != widths or old.sizes.tolist() != new.sizes.tolist():
         raise ValueError(
-            f"expected regions of one width and of the same sizes, found {len(old)} of {old.itemsize} bytes an element "
-            f"with {old.sizes.sum()} elements, and {len(new)} of {new.itemsize} with {new.sizes.sum()}"
+            f"expected regions of {' and '.join(map(str, widths))} bytes an element and of the same sizes, found "
+            f"{len(old)} of {old.itemsize} bytes with {old.sizes.sum()} elements, and {len(new)} of {new.itemsize} "
+            f"with {new.sizes.sum()}"
         )
-    like, marks, values = example(old.itemsize), Marks(old), bits_of(values)
-    states = like, old.layout, new.layout, old.tiles
+    marks, values = Marks(old), bits_of(values)
+    states = example(old.itemsize), example(new.itemsize), old.layout, new.layout, old.tiles
     launch(_compare, old.count, THREADS, *states, marks.masks, marks.counts)
     offsets, edges = marks.add_up()
     kept = empty(1, UINTS[old.itemsize]) if replaced is None else bits_of(replaced)
