@@ -24,7 +24,8 @@ from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
-from pulse_rl.patch.merging import BATCH, Merged
+from pulse_rl.patch.merging import BATCH, Merged, Write
+from pulse_rl.patch.ordering import Lying, writes_in_order
 from pulse_rl.patch.segments import Segment
 from pulse_rl.patch.targets import Target, targets
 from pulse_rl.patch.work import Tensor, Work, plan
@@ -180,6 +181,17 @@ class Application:
     def overlapping(self) -> bool:
         """Whether tensors overlap in live memory: then only `write` finds out whether the patch fits them."""
         return self._overlapping
+
+    def writes_in_order(self) -> list[Write] | None:
+        """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it."""
+        lying = []
+        for work in self._work:
+            if work.spots is None or work.changes is None:
+                return None
+            sizes = [segment.spec.size for segment in work.segments]
+            names = [work.tensors[segment.tensor].name for segment in work.segments]
+            lying.append(Lying(work.segments[0].spec.itemsize, work.spots, sizes, names, work.changes))
+        return writes_in_order(lying, self._live)
 
     def merge_into(self, merged: Merged) -> None:
         """Collect what `write` would write, after `prove`."""

@@ -149,10 +149,12 @@ def _spots(writes: Sequence[Write]) -> cpu.Spots:
 def batches(writes: Iterable[Write]) -> Iterator[Batch]:
     """Writes in batches of about BATCH changes; those to other than plain memory each by itself."""
     collected: dict[int, list[Write]] = {}  # by the width of elements
+    counts: dict[int, int] = {}  # of the changes collected
     for write in writes:
         indices, values = write.changes
         plain = _is_plain(write)
-        batch = collected.setdefault(write.bits.itemsize, [])
+        width = write.bits.itemsize
+        batch = collected.setdefault(width, [])
         for at in range(0, len(indices), PART if plain else BATCH):
             end = at + (PART if plain else BATCH)
             part = write._replace(changes=Changes(indices[at:end], values[at:end]))
@@ -160,9 +162,11 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
                 yield Batch([part])
                 continue
             batch.append(part)
-            if sum(len(one.changes.indices) for one in batch) >= BATCH:
+            counts[width] = counts.get(width, 0) + len(part.changes.indices)
+            if counts[width] >= BATCH:
                 yield Batch(batch)
                 batch.clear()
+                counts[width] = 0
     yield from (Batch(batch) for batch in collected.values() if batch)
 
 

@@ -81,17 +81,24 @@ def _store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) ->
 
 
 @kernel
-def _spots_delta(spots, counts, indices, values, before, places):
-    k = np.int64(0)
-    for s in range(counts.shape[0]):
-        address, apart, stride = spots.addresses[s], spots.apart[s], spots.strides[s]
-        run, position = np.uint32(spots.runs[s]), spots.seeds[s] + np.uint64(spots.starts[s]) * C1
-        for j in range(k, k + counts[s]):
-            row = np.uint32(indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
-            column = np.int64(np.uint32(indices[j] - row * run))
-            before[j] = _load(values, address, np.int64(row) * apart + column)
-            places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
-        k += counts[s]
+def _spots_delta(spots, counts, indices, values, before, places, wheres):
+    itemsize = np.uint64(values.itemsize)
+    s, k = 0, np.int64(0)
+    while s < counts.shape[0]:
+        begun = k
+        while s < counts.shape[0] and k - begun < AT_ONCE:  # ask for the cache lines: a load waits for those before it
+            address, apart, stride = spots.addresses[s], spots.apart[s], spots.strides[s]
+            run, position = np.uint32(spots.runs[s]), spots.seeds[s] + np.uint64(spots.starts[s]) * C1
+            for j in range(k, k + counts[s]):
+                row = np.uint32(indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
+                column = np.int64(np.uint32(indices[j] - row * run))
+                wheres[j] = address + np.uint64(np.int64(row) * apart + column) * itemsize
+                _ask(values, wheres[j], 0)
+                places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
+            k += counts[s]
+            s += 1
+        for j in range(begun, k):
+            before[j] = _load(values, wheres[j], 0)
     total, k = np.uint64(0), np.int64(0)
     for s in range(counts.shape[0]):  # apart from the loop that waits for memory
         gained = np.uint64(0)
@@ -108,7 +115,8 @@ def spots_delta(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
     counts: (segments,) changes of each. indices, values: (k,) of all.
     """
     before, places = np.empty_like(values), buffer("places", len(values), np.uint64)
-    return int(_spots_delta(spots, counts, read_only(indices), read_only(values), before, places))
+    wheres = buffer("wheres", len(values), np.uint64)
+    return int(_spots_delta(spots, counts, read_only(indices), read_only(values), before, places, wheres))
 
 
 @kernel

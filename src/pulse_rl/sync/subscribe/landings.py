@@ -6,7 +6,9 @@ Ranks of a group write when all of them have proved their shares, and all hear o
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.follow import Effort, Landing
@@ -163,12 +165,20 @@ class InFiles:
         self._peers.add_up("write to files", write)
 
 
-class _Patch(NamedTuple):
+@dataclass(frozen=True)
+class _Patch:
     """A proved patch, and the version that it leads to."""
 
     application: Application
     to: State
-    changes: dict[str, dict[Place, Changes]]  # by tensor
+
+    @cached_property
+    def changes(self) -> dict[str, dict[Place, Changes]]:
+        """What it changes, by tensor. Used where another patch follows."""
+        found: dict[str, dict[Place, Changes]] = {}
+        for name, place, changes in self.application.changes():
+            found.setdefault(name, {})[place] = changes
+        return found
 
 
 class Keeping:
@@ -212,7 +222,7 @@ class Keeping:
         return self._live.halo_nbytes + sum(map(nbytes_of, self._halos))
 
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        if self._halos:  # pieces that came later hold what the patches before them have changed already
+        if any(self._halos):  # pieces that came later hold what the patches before them have changed already
             live = by_name(self._live.weights, self._tied)
         for number, patch in enumerate(self._patches):
             live = self._with_halo(number, live)
@@ -242,10 +252,7 @@ class Keeping:
 
     def land(self, application: Application, to: State) -> None:
         self._peers.add_up("keep what is staged", lambda: self._keep(application))
-        by_tensor: dict[str, dict[Place, Changes]] = {}
-        for name, place, changes in application.changes():
-            by_tensor.setdefault(name, {})[place] = changes
-        self._patches.append(_Patch(application, to, by_tensor))
+        self._patches.append(_Patch(application, to))
 
     def _keep(self, application: Application) -> int:
         if application.changed_nbytes <= self.keep_nbytes:
@@ -271,10 +278,13 @@ class Keeping:
         Where decoded changes are in a file, or tensors overlap, patches are written one after another.
         """
         if self._patches and not self._spilled and not any(patch.application.overlapping for patch in self._patches):
-            merged = Merged()
-            for patch in self._patches:
-                patch.application.merge_into(merged)
-            self._writes = list(batches(merged.writes()))
+            writes = self._patches[0].application.writes_in_order() if len(self._patches) == 1 else None
+            if writes is None:
+                merged = Merged()
+                for patch in self._patches:
+                    patch.application.merge_into(merged)
+                writes = merged.writes()
+            self._writes = list(batches(writes))
             self._to = self._patches[-1].to
             self._patches, self.nbytes = [], sum(write.nbytes for write in self._writes)
         elif self._patches:
