@@ -81,10 +81,26 @@ def _digest(like, layout, tiles, flat, total):
     r = tiles.owners[tile]
     size = tiles.sizes[r]
     mine = _U0
-    for u in range(UNITS):
-        i = ((tile - tiles.firsts[r]) * TILE + u * THREADS + thread) * (16 // itemsize_of(like))
-        if i < size:
-            mine += _unit(like, layout, flat, r, i, size)
+    itemsize = itemsize_of(like)
+    each = 16 // itemsize
+    unit = (tile - tiles.firsts[r]) * TILE + thread  # the thread's first one in the region
+    p = layout.addresses[r] + np.uint64(16 * unit)
+    inside = layout.runs[r] == size and (unit - thread + TILE) * each <= size
+    if inside and (p & np.uint64(15)) == _U0:
+        position = flat.seeds[r] + np.uint64(flat.starts[r] + unit * each) * C1
+        further = np.uint64(8 // itemsize) * C1
+        for _ in range(UNITS // 2):  # two loads are under way before the first is used
+            after = p + np.uint64(16 * THREADS)
+            low, high, low_after, high_after = low_word(p), high_word(p), low_word(after), high_word(after)
+            for first, second in ((low, high), (low_after, high_after)):
+                mine += _words(first, itemsize, position) + _words(second, itemsize, position + further)
+                position += np.uint64(each * THREADS) * C1
+            p = after + np.uint64(16 * THREADS)
+    else:
+        for u in range(UNITS):
+            i = (unit + u * THREADS) * each
+            if i < size:
+                mine += _unit(like, layout, flat, r, i, size)
     cuda.atomic.add(shared, 0, mine)
     cuda.syncthreads()
     if thread == 0:
