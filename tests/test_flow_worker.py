@@ -48,12 +48,19 @@ class World:
     """The trainer's side of a run of a tiny policy, and a worker in a thread."""
 
     def __init__(
-        self, directory: Path, *, deterministic: bool = False, tokens: int = 3, staleness: int = 1, **settings: int
+        self,
+        directory: Path,
+        *,
+        deterministic: bool = False,
+        tokens: int = 3,
+        staleness: int = 1,
+        sync: str = "patch",
+        **settings: int,
     ) -> None:
         self.recipe = Recipe(
             out=str(directory),
             deterministic=deterministic,
-            policies={"solver": PolicyRecipe(model="tiny")},
+            policies={"solver": PolicyRecipe(model="tiny", sync=sync)},
             workflow=WorkflowRecipe(
                 name="test_flow_worker:Odd", settings=settings, group_size=2, max_new_tokens=tokens
             ),
@@ -66,7 +73,9 @@ class World:
             deterministic=deterministic,
             dispatch=DispatchSettings(pause=0.1),
         )
-        self.publisher = pulse.Publisher(self.recipe.store_url("solver"), cast="bfloat16")
+        self.publisher = pulse.Publisher(
+            self.recipe.store_url("solver"), cast="bfloat16", anchor_every=1 if sync == "full" else 50
+        )
         self.result: dict[str, Any] = {}
         self._loaded = model.load("tiny", seed=0)
         self._error: BaseException | None = None
@@ -216,6 +225,21 @@ def test_tokens_carry_versions_that_the_history_has(tmp_path: Path, interrupt: b
             world.publish(version)
     assert all(min(versions) >= 0 and max(versions) <= number for number, versions in enumerate(seen))
     assert seen[-1] != [0]
+
+
+def test_full_weights_are_read_whole_at_each_version(tmp_path: Path) -> None:
+    """Also where the worker holds the version before, from which a patch would lead."""
+    world = World(tmp_path, sync="full")
+    world.publish(0)
+    with world.worker():
+        for version in range(1, 3):
+            world.pull()
+            world.publish(version)
+            wait_for(lambda version=version: world.held["version"] == version)
+    held = world.result["policies"]["solver"]
+    full = 2 * sum(parameter.numel() for parameter in world._loaded.model.parameters())
+    assert held["verified"]
+    assert held["fetched_nbytes"] > held["syncs"] * full
 
 
 def test_an_interrupted_turn_says_of_each_token_which_version_made_it(

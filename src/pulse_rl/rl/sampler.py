@@ -79,8 +79,11 @@ class BuiltinSampler:
 
     def follow(self, version: int) -> Reached:
         if self._config.sync == "full":
-            # A new subscriber reads the version's full checkpoint.
+            # A new subscriber reads the version's full checkpoint, unless it recognises what the weights hold.
             self.subscriber = Subscriber(self._config.store_url, heartbeat=self._name)
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.zero_()
         if self._staged is not None and self._staged.version == version:
             report = self._staged.apply()
             self._staged = None

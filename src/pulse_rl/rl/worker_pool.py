@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pulse_rl.errors import ProcessDiedError
 from pulse_rl.rl.engine import CAUSES, ProcessHandle
 
-DEATHS = 5  # of one worker without a proved version between them; then the run ends
+DEATHS = 5  # of one worker without a proved version between them; then the run ends, if no other one has proved any
 
 
 class Crew(Protocol):
@@ -68,7 +68,7 @@ class WorkerPool:
     def poll(self) -> None:
         """Collect the results of workers that ended, and restart those that died.
 
-        Raises what a worker raised, ProcessDiedError if one dies again and again.
+        Raises what a worker raised, ProcessDiedError if one dies again and again while no other has proved a version.
         """
         for worker in self._workers:
             if worker.result is None and worker.handle.ended():
@@ -83,7 +83,7 @@ class WorkerPool:
         worker.futile = 1 if facts.get("verified") else worker.futile + 1
         pid = facts.get("pid")
         who = f"{worker.name} (pid {pid})" if pid else worker.name
-        if worker.futile >= DEATHS:
+        if worker.futile >= DEATHS and not self._others_work(worker):
             raise ProcessDiedError(
                 f"{who} died {DEATHS} times without proving a version in between ({CAUSES})", process=worker.name
             )
@@ -92,3 +92,8 @@ class WorkerPool:
         self._crew.lost(worker.name, gone)
         self._log(f"{who} died; starting again")
         worker.handle = self._crew.start(worker.name)
+
+    def _others_work(self, worker: _Worker) -> bool:
+        """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
+        others = (each.name for each in self._workers if each is not worker and each.result is None)
+        return any(self._crew.facts(name).get("verified") for name in others)
