@@ -59,11 +59,12 @@ def masters(layers: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
-def step(weights: dict[str, torch.Tensor], generator: torch.Generator, moves: torch.Tensor) -> None:
+def step(weights: dict[str, torch.Tensor], generator: torch.Generator, moves: torch.Tensor | None = None) -> None:
     """Move the weights as an Adam step does: each by about a quarter of the learning rate, whatever its magnitude.
 
     moves: (CHUNK,), memory to work in. Were it allocated here, a publisher's peak would count it.
     """
+    moves = torch.empty(CHUNK) if moves is None else moves
     for tensor in weights.values():
         flat = tensor.view(-1)
         for start in range(0, len(flat), CHUNK):
@@ -121,7 +122,7 @@ def warm() -> None:
     for version in range(3):
         publisher.publish(small, version=version)
         subscriber.sync(live)
-        step(small, generator, torch.empty(CHUNK))
+        step(small, generator)
 
 
 def publisher(directory: Path, versions: int, layers: int, codec: CodecName) -> dict[str, Any]:
