@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ class World:
         deterministic: bool = False,
         tokens: int = 3,
         staleness: int = 1,
-        sync: str = "patch",
+        sync: Literal["patch", "full"] = "patch",
         **settings: int,
     ) -> None:
         self.recipe = Recipe(
