@@ -84,6 +84,28 @@ def nested(group: Any, rank: int, size: int) -> None:
     assert inner.round == 1
 
 
+def replaced_parameter(group: Any, rank: int, size: int) -> None:
+    """The optimizer goes on with the old one, which is no part of the model: a round would share what nobody trains."""
+    for overlap in (0, 1):
+        model = Model()
+        optimizer = adam(model)
+        own: dict[str, Any] = {"sync_every": 2, "overlap": overlap, "process_group": group}
+        with pulse.PulseLoCo(model, optimizer, **own) as loco:
+            inner_step(model, optimizer, rank, 0)
+            old, model.b = model.b, torch.nn.Parameter(model.b.detach().clone())
+            before = loco.digest
+            with pytest.raises(ValueError, match="in the inner optimizer, found 1 that are not: b"):
+                inner_step(model, optimizer, rank, 1)
+            assert (loco.round, loco.digest) == (0, before)
+            model.b = old
+            loco.sync()
+        assert loco.round == 1
+        model.b = torch.nn.Parameter(model.b.detach().clone())
+        with pytest.raises(ValueError, match="inner optimizer"):
+            loco.__enter__()
+    assert hooks() == 0
+
+
 def left(group: Any, rank: int, size: int) -> None:
     """By an error, in the middle of a round, or before it was entered: nothing holds on to the model."""
     model = Model()
@@ -122,6 +144,6 @@ def compiled(group: Any, rank: int, size: int) -> None:
     assert bits(trainable(plain)) == bits(trainable(model))
 
 
-@pytest.mark.parametrize("run", [other_optimizers, wrapping_optimizers, nested, left, compiled])
+@pytest.mark.parametrize("run", [other_optimizers, wrapping_optimizers, nested, replaced_parameter, left, compiled])
 def test_steps_of_a_context(ranks: Ranks, run: Any) -> None:
     good(ranks(run, 1))

@@ -1,6 +1,6 @@
 """Checks of the arguments of PulseLoCo and DiLoCo."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,18 +51,26 @@ def check_choices(*choices: tuple[str, str, Sequence[str]]) -> None:
 def trainable(model: torch.nn.Module, inner_optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
     """The trainable parameters, by name. Raises ValueError unless the inner optimizer has them all and no others."""
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    stepped = {id(p) for settings in inner_optimizer.param_groups for p in settings["params"]}
-    missing = [name for name, p in parameters.items() if id(p) not in stepped]
     if not parameters:
         raise ValueError("model: expected trainable parameters, found none")
-    if missing:
-        raise ValueError(
-            f"expected every trainable parameter in the inner optimizer, found {len(missing)} that are not: "
-            f"{', '.join(missing[:8])}"
-        )
-    if strangers := len(stepped - {id(p) for p in model.parameters()}):
+    check_stepped(parameters, inner_optimizer)
+    if strangers := len(_stepped(inner_optimizer) - {id(p) for p in model.parameters()}):
         raise ValueError(
             f"expected only the model's parameters in the inner optimizer, found {strangers} others, which no round "
             "would share: make them the model's, or give them another optimizer"
         )
     return parameters
+
+
+def check_stepped(parameters: Mapping[str, torch.nn.Parameter], inner_optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the inner optimizer has all of these trainable parameters."""
+    stepped = _stepped(inner_optimizer)
+    if missing := [name for name, p in parameters.items() if p.requires_grad and id(p) not in stepped]:
+        raise ValueError(
+            f"expected every trainable parameter in the inner optimizer, found {len(missing)} that are not: "
+            f"{', '.join(missing[:8])}"
+        )
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for settings in optimizer.param_groups for p in settings["params"]}

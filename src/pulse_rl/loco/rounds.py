@@ -355,7 +355,9 @@ class LocalSteps:
     def _rebind(self) -> None:
         """Find the live parameters again. One that is frozen for a while is shared all the same."""
         shared = self._masters.shapes
-        self._masters.rebind({n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared})
+        live = {n: p for n, p in named_parameters(self._model).items() if p.requires_grad or n in shared}
+        self._masters.rebind(live)
+        arguments.check_stepped(live, self._inner)
 
     def _collect(self, timings: Timings) -> Outcome:
         """Exchange the next round; changes nothing."""
