@@ -46,14 +46,16 @@ class Machine(RuleBasedStateMachine):
         self.again = dict.fromkeys(POLICIES, 0)  # groups that came marked as repeated
         self.lost_trainers = 0
         self.batches: dict[tuple[str, int], list[int]] = {}
+        self.arguments: dict[str, object] = {}
+        self.groups = 2  # in a batch
 
     @initialize(
         replay=st.booleans(), order=st.sampled_from(["task", "deadline", "newest"]), staleness=st.integers(0, 2)
     )
     def begin(self, replay: bool, order: str, staleness: int) -> None:
         self.staleness = 0 if self.deterministic else staleness
-        self.arguments = {
-            "groups": 2,
+        self.arguments |= {
+            "groups": self.groups,
             "max_staleness": staleness,
             "order": order,
             "filter": drop_equal,
@@ -101,7 +103,19 @@ class Machine(RuleBasedStateMachine):
         """Also a worker that is lost pushes what it had: late."""
         if name not in self.flow.status()["workers"] or not self.held[name]:
             return
-        task = self.held[name].pop(data.draw(st.sampled_from(sorted(self.held[name]))))
+        self._push(name, data.draw(st.sampled_from(sorted(self.held[name]))), equal=equal)
+
+    @rule(name=st.sampled_from(WORKERS), behind=st.integers(0, 1))
+    def play(self, name: str, behind: int) -> None:
+        """A worker takes what it can and pushes it all, so that batches become ready."""
+        for _ in range(3):
+            self.take(name, behind)
+        if name in self.flow.status()["workers"]:
+            for number in sorted(self.held[name]):
+                self._push(name, number, equal=False)
+
+    def _push(self, name: str, number: int, *, equal: bool) -> None:
+        task = self.held[name].pop(number)
         late = self.flow.status()["tasks"].get("late", 0)
         if self.deterministic:
             equal = task.number % 3 == 0
@@ -147,8 +161,13 @@ class Machine(RuleBasedStateMachine):
         if batch is None:
             return
         assert batch.number == self.step[name]
-        assert len(batch.groups) == 2
-        assert len({each.number for each in batch.groups}) == 2
+        self.check_batch(name, batch)
+        self.batch[name] = batch
+
+    def check_batch(self, name: str, batch: Batch) -> None:
+        """It is fresh, as it was if it was pulled before, and what was trained on before is marked."""
+        assert len(batch.groups) == self.groups
+        assert len({each.number for each in batch.groups}) == self.groups
         for each in batch.groups:
             before = self.given[name].get(each.number, 0)
             assert each.repeated == (before > 0)
@@ -160,7 +179,6 @@ class Machine(RuleBasedStateMachine):
         if self.deterministic:
             numbers = [each.number for each in batch.groups]
             assert self.batches.setdefault((name, batch.number), numbers) == numbers
-        self.batch[name] = batch
 
     @rule(name=st.sampled_from(POLICIES))
     def publish(self, name: str) -> None:
@@ -219,7 +237,9 @@ class Machine(RuleBasedStateMachine):
             where = len(self.given[name]) + dropped
             assert policy["repeated"] + policy["replayed"] == self.again[name]
             if not self.deterministic and not self.lost_trainers:
-                assert len(self.accepted) == where + policy["ready"]
+                state = self.flow._buffers[name].state
+                owed = sum(len(state.batches[number].groups) for number in state.owed)
+                assert len(self.accepted) == where + policy["ready"] + owed
 
     @invariant()
     def loads_are_sums(self) -> None:
@@ -244,6 +264,66 @@ class DeterministicMachine(Machine):
     deterministic = True
 
 
+class RanksMachine(Machine):
+    """Each policy has two trainers and rounds of two steps; one of them may be lost alone."""
+
+    ranks, round_steps = 2, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pulled: dict[tuple[str, int], int] = {}  # batches of the open round that a rank has had
+
+    @initialize(order=st.sampled_from(["task", "deadline", "newest"]), staleness=st.integers(0, 2))
+    def begin(self, order: str, staleness: int) -> None:
+        self.groups = 1  # fewer, so that rounds end
+        self.arguments = {"ranks": self.ranks, "round_steps": self.round_steps}
+        super().begin(False, order, staleness)
+
+    @rule(name=st.sampled_from(POLICIES), rank=st.integers(0, 1))
+    def pull(self, name: str, rank: int = 0) -> None:
+        had = self.pulled.get((name, rank), 0)
+        if had == self.round_steps:
+            return
+        number = (self.step[name] + had) * self.ranks + rank
+        batch = self.flow.pull(name, number)
+        if batch is not None:
+            assert batch.number == number
+            self.check_batch(name, batch)
+            self.pulled[name, rank] = had + 1
+
+    @rule(name=st.sampled_from(POLICIES))
+    def publish(self, name: str) -> None:
+        if all(self.pulled.get((name, rank), 0) == self.round_steps for rank in range(self.ranks)):
+            self._forget(name)
+            self.step[name] += self.round_steps
+            self.version[name] += 1
+            self.flow.publish(name, self.version[name], f"{self.version[name]:016x}", self.step[name])
+
+    @rule(name=st.sampled_from(POLICIES))
+    def commit(self, name: str) -> None:
+        if not any(self.pulled.get((name, rank)) for rank in range(self.ranks)):
+            self.saved[name] = self.step[name]
+            self.flow.commit(name, self.step[name])
+
+    @rule(name=st.sampled_from(POLICIES))
+    def lose_trainer(self, name: str) -> None:
+        self._forget(name)
+        super().lose_trainer(name)
+
+    @rule(name=st.sampled_from(POLICIES))
+    def lose_rank(self, name: str) -> None:
+        self.pulled.pop((name, 1), None)
+        self.flow.begin_rank(name, 1, self.step[name])
+
+    def _forget(self, name: str) -> None:
+        for rank in range(self.ranks):
+            self.pulled.pop((name, rank), None)
+
+
+class DeterministicRanksMachine(RanksMachine):
+    deterministic = True
+
+
 LIMITS = settings(
     max_examples=25,
     stateful_step_count=50,
@@ -255,11 +335,13 @@ TestAnyOrder = Machine.TestCase
 TestAnyOrder.settings = LIMITS
 TestAnyOrderDeterministic = DeterministicMachine.TestCase
 TestAnyOrderDeterministic.settings = LIMITS
+TestAnyOrderOfRanks = RanksMachine.TestCase
+TestAnyOrderOfRanks.settings = LIMITS
 
 
 @pytest.mark.slow
 def test_many_orders() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    for machine in (Machine, DeterministicMachine):
+    for machine in (Machine, DeterministicMachine, RanksMachine, DeterministicRanksMachine):
         run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=300, stateful_step_count=100))

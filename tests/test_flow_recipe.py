@@ -83,6 +83,7 @@ BAD = [
     ("policies.solver.replay_ratio=1.0", ["policies.solver.replay_ratio", "below 1"]),
     ("policies.solver.filter=variants", ["policies.solver.filter", "did you mean variance?"]),
     ("policies.solver.trainers=0", ["policies.solver.trainers: expected at least 1, found 0"]),
+    ("policies.solver.threads=0", ["policies.solver.threads: expected at least 1, found 0"]),
     ("policies.solver.trainer_sync=ddp", ["policies.solver.trainer_sync", "trainers of at least 2", "found 1"]),
     ("policies.solver.sync_every=4", ["policies.solver.sync_every", "trainers of at least 2", "found 1"]),
     ("policies.solver.trainer_sync=pigeon", ["policies.solver.trainer_sync: expected pulse or", "'pigeon'"]),
@@ -147,14 +148,14 @@ def test_trainers_that_do_not_fit_are_refused(sets: list[str], message: str) -> 
 
 
 def test_a_policy_of_several_trainers_goes_in_rounds() -> None:
-    sets = ("policies.solver.trainers=4", "policies.solver.sync_every=5", "policies.solver.trainer_store=meet")
-    recipe = _load("solver-verifier", *sets).with_absolute_paths()
+    sets = ("trainers=4", "sync_every=5", "trainer_store=meet", "threads=2")
+    recipe = _load("solver-verifier", *(f"policies.solver.{text}" for text in sets)).with_absolute_paths()
     assert [policy.round_steps for policy in recipe.policies.values()] == [5, 1]
     given = service.settings(recipe, "solver")
     assert given is not None
     assert (given.ranks, given.round_steps, given.batches) == (4, 5, 20)
     config = trainer.settings(recipe, "solver")
-    assert (config.trainers, config.round_steps, config.trainer_sync) == (4, 5, "pulse")
+    assert (config.trainers, config.round_steps, config.trainer_sync, config.threads) == (4, 5, "pulse", 2)
     assert config.trainer_store == str(Path("meet").absolute())
     assert typing.get_type_hints(PolicyRecipe)["trainer_sync"] == typing.get_type_hints(RunConfig)["trainer_sync"]
 

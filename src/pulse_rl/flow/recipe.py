@@ -43,6 +43,7 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trainer_sync: Literal["pulse", "published", "diloco", "ddp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     sync_every: int = 8  # steps of a round of several trainers
+    threads: int = 1  # torch threads of each trainer
     lr: float = 3e-6
     warmup: int = 0  # steps in which the learning rate rises linearly to lr
     betas: tuple[float, float] = (0.9, 0.999)
@@ -193,7 +194,7 @@ def _check_policies(recipe: Recipe) -> None:
     for name, policy in recipe.policies.items():
         key = f"policies.{name}"
         _plain_name(key, name)
-        _at_least(f"{key}.", policy, 1, "trainers", "sync_every", "tasks_per_step", "anchor_every")
+        _at_least(f"{key}.", policy, 1, "trainers", "sync_every", "threads", "tasks_per_step", "anchor_every")
         _at_least(f"{key}.", policy, 0, "warmup", "max_staleness", "weight_decay")
         for setting in ("lr", "grad_clip"):
             _positive(f"{key}.{setting}", getattr(policy, setting))

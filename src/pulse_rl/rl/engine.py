@@ -37,10 +37,14 @@ class Settings(Protocol):
 
 
 class Remote:
-    """Calls the methods of a named actor like those of a local object. It holds only the name, so it can be sent."""
+    """Calls the methods of a named actor like those of a local object. Only the name is sent to other processes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._actor: Any = None  # once found: looking it up costs as much as half a call
+
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str]]:
+        return Remote, (self._name,)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         import ray
@@ -52,7 +56,8 @@ class Remote:
 
         def call(*arguments: Any) -> Any:
             try:
-                return ray.get(getattr(ray.get_actor(self._name), method).remote(*arguments))
+                self._actor = self._actor or ray.get_actor(self._name)
+                return ray.get(getattr(self._actor, method).remote(*arguments))
             except gone as error:
                 if isinstance(error, ray.exceptions.RayTaskError):
                     raise

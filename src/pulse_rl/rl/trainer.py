@@ -19,7 +19,8 @@ from pulse_rl.rl.lead import Lead
 from pulse_rl.rl.trainer_group import TrainerGroup, join
 from pulse_rl.rl.trainer_meeting import StoreExchange
 
-IDLE_S = 0.02  # between polls for a batch
+IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
+IDLE_SHARE = 0.02  # of the time waited so far, until the next poll: each costs about a millisecond of two processes
 
 
 class Trainer:
@@ -92,10 +93,11 @@ class Trainer:
 
     def _pull(self, batch: int) -> Any:
         """Wait for a batch of the round; None if the run is stopped before the round's first batch."""
+        started = time.monotonic()
         while not self._buffer.stopping():
             if (found := self._find_batch(batch)) is not None:
                 return found
-            time.sleep(IDLE_S)
+            time.sleep(min(max(IDLE_S[0], IDLE_SHARE * (time.monotonic() - started)), IDLE_S[1]))
         return None
 
     def _find_batch(self, batch: int) -> Any:

@@ -65,6 +65,7 @@ class State(msgspec.Struct):
     batches: dict[int, Batch] = {}  # given or made, and not committed
     again: list[int] = []  # batches that are given again as they were: who had them was lost
     owed: list[int] = []  # batches that were made as a rank pulled a later one, and are not given yet
+    marked: dict[int, int] = {}  # batches that were made and are not given yet → repeated groups in them
     made: int = 0  # number of the next batch to make
     given: int = 0  # number of the next batch to give
     recent: list[tuple[PolicyGroup, int]] = []  # trained on, with the times they were replayed
@@ -171,6 +172,7 @@ class PolicyBuffer:
         if number in state.again:
             state.again.remove(number)
             state.repeated += len(state.batches[number].groups)
+        state.repeated += state.marked.pop(number, 0)
         if number in state.owed:
             state.owed.remove(number)
         state.owed += range(state.given, number)
@@ -193,7 +195,7 @@ class PolicyBuffer:
         if settings.replay is not None:
             state.recent += [(group, 0) for group in chosen]
         state.pulled += len(chosen)
-        state.repeated += sum(group.repeated for group in chosen)
+        state.marked[number] = sum(group.repeated for group in chosen)
         state.replayed += len(repeats)
         state.filtered = 0
         return Batch(number, chosen + [group._replace(repeated=True) for group in repeats])
@@ -240,7 +242,7 @@ class PolicyBuffer:
             for number in sorted(state.batches):
                 for group in state.batches.pop(number).groups:
                     state.ready.setdefault(group.number, group)
-            state.again = []
+            state.again, state.marked = [], {}
             state.made = batches
         state.made = max(state.made, batches)
         state.given, state.owed = batches, []

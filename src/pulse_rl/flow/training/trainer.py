@@ -65,6 +65,7 @@ def settings(recipe: Recipe, name: str) -> RunConfig:
         trainer_sync=given.trainer_sync,
         trainer_store=given.trainer_store,
         sync_every=given.sync_every,
+        threads=given.threads,
         checkpoint_every=recipe.checkpoint_every,
     )
 

@@ -1,0 +1,100 @@
+"""Whole runs of recipes in which a policy has several trainers: what they exchange, and what becomes of killed ones."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from flow_runs import ROLES, check, finish, kill, run, start, steps
+from runs import children, wait_for
+
+from pulse_rl.flow.training.trainer import directory
+from pulse_rl.rl import metrics
+
+PATIENCE_S = 600  # with other work on the machine
+SEVERAL = ("policies.digits.trainers=2", "policies.digits.sync_every=2")
+
+
+def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
+    """As a run with one trainer for each policy; and the trainers of `digits` held the same weights after each round.
+
+    Returns what they exchanged.
+    """
+    digits, letters = (summary["policies"][name] for name in ROLES)
+    check(summary, out)
+    assert (digits["trainers"], letters["trainers"], letters["trainer_sync"]) == (2, 1, None)
+    sync: dict[str, Any] = digits["trainer_sync"]
+    assert sync["digests_equal"]
+    assert sync["rounds"] == len(digits["patch_nbytes"]) == digits["steps"] // 2
+    assert [len(sent) for sent in sync["sent_nbytes"]] == [2] * sync["rounds"]
+    assert all(0 < nbytes < sync["dense_nbytes"] for sent in sync["sent_nbytes"] for nbytes in sent)
+    # Each turn of two plays of a group of 4 is a row: 2 groups a batch, 2 batches a step, 2 steps a round.
+    assert {record["turns"] for record in metrics.read(directory(out, "digits"))} == {2 * 4 * 2 * 2 * 2}
+    assert "What the trainers of digits sent each other" in (out / "report.html").read_text()
+    return sync
+
+
+@pytest.mark.slow
+def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_policy(tmp_path: Path) -> None:
+    """Whatever the number of workers, and also where one trainer is killed and all go on from their checkpoints."""
+    whole = run(tmp_path / "whole", "deterministic=true", "steps=8", *SEVERAL)
+    sync = _check(whole, tmp_path / "whole")
+    out = tmp_path / "killed"
+    sets = ("deterministic=true", "steps=8", "pools.near.workers=2", "checkpoint_every=2", *SEVERAL)
+    process = start(out, *sets)
+    try:
+        wait_for(lambda: steps(out) >= 2 or process.poll() is not None, PATIENCE_S)
+        assert len(children("ray::TrainerProcess", process.pid)) == 3
+        assert kill("TrainerProcess", process.pid) is not None
+        killed, said = finish(process)
+    finally:
+        process.kill()
+    assert "died; " in said
+    assert _check(killed, out)["sent_nbytes"] == sync["sent_nbytes"]
+    for name in ROLES:
+        expected, found = whole["policies"][name], killed["policies"][name]
+        assert found["trainer_digest"] == expected["trainer_digest"]
+        assert found["reward"] == expected["reward"]
+        assert len(set(expected["reward"])) > 1  # there was something to differ in
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", [False, True])
+def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resumed(
+    tmp_path: Path, store: bool
+) -> None:
+    out = tmp_path / "run"
+    meeting = [f"policies.digits.trainer_store={tmp_path / 'meeting'}"] if store else []
+    process = start(out, "steps=100000", "checkpoint_every=4", *SEVERAL, *meeting)
+    try:
+        wait_for(lambda: _rounds(out) >= 4 or process.poll() is not None, PATIENCE_S)
+        _kill_second(process.pid)
+        before = _rounds(out)
+        wait_for(lambda: _rounds(out) >= before + 3 or process.poll() is not None, PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        summary, said = finish(process)
+    finally:
+        process.kill()
+    _check(summary, out)
+    assert summary["policies"]["digits"]["restarts"] == 1
+    assert summary["policies"]["letters"]["restarts"] == 0
+    what = "trainer-1 of digits was killed: starting it again" if store else "one of the 2 trainers of digits died; all"
+    assert any(line.startswith(what) for line in said.splitlines())
+    more = max(policy["steps"] for policy in summary["policies"].values()) + 4
+    again = run(out, f"steps={more - more % 2}", resume=True)
+    _check(again, out)
+
+
+def _rounds(out: Path) -> int:
+    return len(metrics.read(directory(out, "digits")))
+
+
+def _kill_second(below: int) -> None:
+    """Kill the trainer of rank 1, which is known by the lock that it holds."""
+    for pid in children("ray::TrainerProcess", below):
+        if any(Path(file.path).name == "running-1" for file in psutil.Process(pid).open_files()):
+            os.kill(pid, signal.SIGKILL)
+            return
+    pytest.fail("no trainer holds the lock of rank 1")
