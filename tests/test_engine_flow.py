@@ -1,0 +1,71 @@
+"""A whole run of a recipe whose workers sample with real vLLM engines, one of which is killed. Needs vLLM."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from flow_runs import check, finish, start
+from runs import children, wait_for
+
+from pulse_rl.flow.training.trainer import directory
+from pulse_rl.rl import metrics, model
+
+pytest.importorskip("vllm")
+psutil = pytest.importorskip("psutil")
+
+PATIENCE_S = 600  # for an engine to start, with other work on the machine
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A small Llama as files, whose attention heads vLLM has kernels for on a CPU."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = model.load("tiny", seed=0).tokenizer
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_bits(
+    small: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    pool = ["pools.near.kind=vllm", "pools.near.workers=1"]
+    process = start(out, "steps=100000", f"model={small}", "lr=1e-3", *pool, recipe=Path("math"))
+
+    def done() -> int:
+        return len(metrics.read(directory(out, "solver")))
+
+    try:
+        wait_for(lambda: done() >= 3 or process.poll() is not None, PATIENCE_S)
+        (worker,) = children("ray::RolloutProcess", process.pid)
+        engine = psutil.Process(worker).children(recursive=True)
+        assert any("VLLM" in part for each in engine for part in each.cmdline())
+        os.kill(worker, signal.SIGKILL)
+        _, alive = psutil.wait_procs(engine, timeout=60)
+        assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+        before = done()
+        wait_for(lambda: done() > before + 5 or process.poll() is not None, PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        summary, _ = finish(process)
+    finally:
+        process.kill()
+    check(summary, out)
+    assert [(each["id"], each["restarts"]) for each in summary["workers"]] == [("near-0", 1)]
+    assert summary["policies"]["solver"]["workers"][0]["syncs"] > 2  # it followed, not only loaded
