@@ -37,10 +37,10 @@ RATES = {
     # at any density.
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
-# PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): measured 4.2 to 5.1 bits at densities of 19 to 7 %,
-# within 7 % of this ("The default's payloads" in docs/measurements.md). A value is its sign and a little more;
-# positions are coded given θ's exponents, and take less than their entropy.
-SENT_RATES = Rates(math.inf, 1.2, entropy=0.8)
+# PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.5 to 5.5 bits at densities of 19 to 7 %, within
+# 7 % of this ("The default's payloads" in docs/measurements.md). A value is its sign and a little more; positions are
+# coded given θ's exponents, and take less than their entropy.
+SENT_RATES = Rates(math.inf, 1.3, entropy=0.865)
 # The means that trainers gather in a split, float32 values with similar exponents: measured 27.4 to 30 bits.
 MEANS_RATES = Rates(1.9, 27.0)
 
