@@ -45,11 +45,12 @@ from pulse_rl.codecs import choose
 from pulse_rl.errors import CannotListError
 from pulse_rl.history import manifest
 from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.table import MAX_TABLE_NBYTES
 from pulse_rl.store.base import ObjectInfo, Store
 
 CODECS = tuple(choose.CODECS)
 SECONDS = 20.0  # for one case; the slowest valid one takes well under one
-ALLOWED = 2 * (safetensors_header.MAX_HEADER_NBYTES + patch_format.MAX_TABLE_NBYTES + patch_format.MAX_BLOCK_NBYTES)
+ALLOWED = 2 * (safetensors_header.MAX_HEADER_NBYTES + MAX_TABLE_NBYTES + patch_format.MAX_BLOCK_NBYTES)
 
 
 class Wrong(AssertionError):

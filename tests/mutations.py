@@ -18,7 +18,8 @@ from blake3 import blake3
 from patch_tools import Index, index_bytes, read_index, seal, take_apart, with_payload
 
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.patch.format import MAX_BLOCK_NBYTES, MAX_TABLE_NBYTES
+from pulse_rl.patch.format import MAX_BLOCK_NBYTES
+from pulse_rl.patch.table import MAX_TABLE_NBYTES
 
 MAX_TILE = 1 << 20
 # Filled in after the rest of a document is written: content that json.dumps refuses or would recurse into.

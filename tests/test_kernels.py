@@ -249,30 +249,38 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: li
     st.sets(st.integers(1, 39), max_size=5),
     st.lists(st.sets(st.integers(1, 11), max_size=3), min_size=6, max_size=6),
     st.sets(st.integers(1, 479), max_size=4),
+    st.integers(1, 3),
     DENSITIES,
     SEEDS,
 )
 def test_changes_are_sorted_into_tiles_as_by_the_twin(
-    width: int, columns: set[int], rows: list[set[int]], cuts: set[int], density: float, seed: int
+    width: int, columns: set[int], rows: list[set[int]], cuts: set[int], tensors: int, density: float, seed: int
 ) -> None:
-    """12 rows of 40 elements, cut into ranges of columns and these into ranges of rows, and found in some runs."""
+    """Tensors of one or two boxes: 12 rows of 40 elements, cut into ranges of columns and these into ranges of rows,
+    and found in some runs."""
     edges = [0, *sorted(columns), 40]
     tiles = [list(pairwise([0, *sorted(rows[i]), 12])) for i in range(len(edges) - 1)]
     starts, stops = (np.array([tile[i] for part in tiles for tile in part], np.int64) for i in (0, 1))
     firsts = np.cumsum([0, *map(len, tiles[:-1])])
     grid = cpu.Grid(40, np.array(edges, np.int64), firsts, starts, stops)
-    begins = np.array([0, *sorted(cuts)], np.int64)
-    flat = np.flatnonzero(np.random.default_rng(seed).random(480) < density)
-    run = np.searchsorted(begins, flat, "right") - 1
-    counts = np.bincount(run, minlength=len(begins))
-    indices, (values, old) = (
-        (flat - begins[run]).astype(np.uint32),
-        random_bits(width, 2 * len(flat), seed).reshape(2, -1),
-    )
-    found = cpu.split(indices, begins, counts, values, old, grid)
+    begins, random = np.array([0, *sorted(cuts)], np.int64), np.random.default_rng(seed)
+    numbers = random.permutation(2 * len(starts)).reshape(2, -1)  # in an order that is not the grid's
+    indices: list[Any] = []
+    found_in: list[cpu.Cut] = []
+    for number in numbers:
+        counts: list[Any] = []
+        for _ in range(tensors):
+            flat = np.flatnonzero(random.random(480) < density)
+            run = np.searchsorted(begins, flat, "right") - 1
+            indices.append((flat - begins[run]).astype(np.uint32))
+            counts.append(np.bincount(run, minlength=len(begins)))
+        found_in.append(cpu.Cut(grid, number, begins, np.concatenate(counts)))
+    joined = np.concatenate(indices)
+    values, old = random_bits(width, 2 * len(joined), seed).reshape(2, -1)
+    found = cpu.split(joined, values, old, found_in, tensors)
     columns_ = list(zip(found.indices.tolist(), found.values.tolist(), found.replaced.tolist(), strict=True))
-    by_tile = [columns_[a:b] for a, b in pairwise(found.at.tolist())]
-    assert by_tile == reference.split(indices, begins, counts, values, old, grid)
+    by_segment = [columns_[a:b] for a, b in pairwise(found.edges.tolist())]
+    assert by_segment == reference.split(joined, values, old, found_in, tensors)
 
 
 @settings(deadline=None, max_examples=100)
@@ -342,3 +350,26 @@ def test_union_equals_its_twin(width: int, one: set[int], other: set[int], seed:
     assert count == reference.union(indices, values, more, more_values, *naive) == len(one | other)
     assert merged[0][:count].tolist() == naive[0][:count].tolist()
     assert merged[1][:count].tolist() == naive[1][:count].tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(WIDTHS, st.lists(st.tuples(st.sets(st.integers(0, 90)), st.sets(st.integers(0, 90))), max_size=5), SEEDS)
+def test_unions_of_several_segments_equal_those_one_by_one(
+    width: int, segments: list[tuple[set[int], set[int]]], seed: int
+) -> None:
+    """The second lists are a part of longer arrays, as those of some of an overlay's parts are."""
+    lists = []
+    for side, before in ((0, 0), (1, 3)):
+        edges = before + np.cumsum([0, *(len(segment[side]) for segment in segments)])
+        indices = np.array([0] * before + [i for segment in segments for i in sorted(segment[side])], np.uint32)
+        lists.append((edges, indices, random_bits(width, len(indices), seed + side)))
+    (edges, indices, values), (more_edges, more, more_values) = lists
+    merged_edges, merged, merged_values = cpu.unions(edges, indices, values, more_edges, more, more_values)
+    for number, (a, b) in enumerate(pairwise(merged_edges.tolist())):
+        one, other = slice(*edges[number : number + 2]), slice(*more_edges[number : number + 2])
+        naive, naive_values = np.zeros(b - a, np.uint32), np.zeros(b - a, values.dtype)
+        count = reference.union(indices[one], values[one], more[other], more_values[other], naive, naive_values)
+        assert count == b - a
+        assert merged[a:b].tolist() == naive.tolist()
+        assert merged_values[a:b].tolist() == naive_values.tolist()
+    assert len(merged_edges) == len(segments) + 1

@@ -18,9 +18,9 @@ from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.group.collectives import Bytes
 from pulse_rl.patch.apply import finish_despite_interrupt
-from pulse_rl.patch.format import entries_of
 from pulse_rl.patch.live import Copies, overlapping, shared_memory
 from pulse_rl.patch.segments import Entry
+from pulse_rl.patch.table import entries_of
 from pulse_rl.patch.targets import targets
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits

@@ -107,7 +107,7 @@ class Sender:
         dense, sparse = kinds(made.head)
         return Found(
             delta=digests.to_hex(made.coded.delta),
-            changes=sum(made.coded.counts),
+            changes=made.coded.changes,
             codec=made.coded.codec,
             nbytes=made.head.nbytes,
             head_nbytes=made.head.head_nbytes,

@@ -93,7 +93,7 @@ class Finder:
                 found=digests.to_hex(found[0].base),
             )
         tried = dict(self._prove(coded, base, versions, part) for coded in found)
-        changes = sum(found[0].counts)
+        changes = found[0].changes
         chosen = chooser.choose(list(tried), changes / max(1, found[0].elements), bandwidth)
         coded, application, head = tried[chosen]
         reason = chooser.reason

@@ -14,11 +14,17 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pulse_rl.codecs.base import Codec, SegmentChanges, SegmentSpec, every_index
 from pulse_rl.kernels.cpu.coding import Lies
 from pulse_rl.patch import format as patch_format
+from pulse_rl.patch.index import CodedBlock
+from pulse_rl.patch.overlay import Recorder, Section
 from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import Segments, groups_of, spec_of
+from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -50,8 +56,8 @@ class Coded:
 
     codec: str
     table: bytes
-    counts: list[int]  # changes of each segment
-    blocks: list[patch_format.CodedBlock]
+    counts: NDArray[np.int64]  # changes of each segment
+    blocks: list[CodedBlock]
     elements: int  # that it covers
     full_nbytes: int
     base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
@@ -59,6 +65,11 @@ class Coded:
     read_s: float
     diff_s: float
     encode_s: float
+
+    @property
+    def changes(self) -> int:
+        """How many elements change."""
+        return int(self.counts.sum())
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +89,7 @@ class Coded:
             base_digest=digests.to_hex(base_digest),
             target_digest=digests.to_hex(target_digest),
             elements=self.elements,
-            changes=sum(self.counts),
+            changes=self.changes,
             full_nbytes=self.full_nbytes,
             blocks=len(self.blocks),
             spans=sum(len(block.spans) for block in self.blocks),
@@ -118,46 +129,58 @@ def find(
     codecs: Sequence[Codec],
     digest_old: bool = False,
     tied: Mapping[str, str] | None = None,
+    recorder: Recorder | None = None,
 ) -> list[Coded]:
     """Find and code the changes of the pieces that this process owns, once with each codec.
 
     old, new: the same tensors in canonical order, old in the same pieces as new or larger ones. digest_old: whether to
-    add up the digest of old too. tied: further names → the name that stands for them. Reads the new weights once.
+    add up the digest of old too. tied: further names → the name that stands for them. recorder: gets the old bits of
+    all that changes. Reads the new weights once.
     """
     codings = [_Coding(codec) for codec in codecs]
-    table = patch_format.entries_of(new)
+    table = entries_of(new)
     scan = Scan(old, new, digest_old)
-    counts: list[int] = []
+    counts: list[NDArray[np.int64]] = []
     groups = groups_of(table, format_version=patch_format.FORMAT_VERSION)
     lying: Iterator[Lies | None] = repeat(None)
     if any(codec.conditional for codec in codecs):
         lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()})
     for group in groups:
         entries = [table[number] for number in group.tensors]
-        found = scan.find(group, entries)
-        for tile, place in enumerate(group.places):
-            boundary = group.boundary(tile)
-            dtype, size, _, stride, phase = spec_of(entries[0], place, 0)  # of each of the entries
-            for entry, (changes, replaced), lies in zip(entries, found, lying, strict=False):
-                counts.append(len(replaced))
-                spec = SegmentSpec(dtype, size, len(replaced), stride, phase)
-                segment = SegmentChanges(spec, changes, partial(rows_of, old[entry.name], place), replaced, lies)
+        sections = [Section(tuple([entry.name for entry in entries]), group.places)]
+        tensors = [(entry, old[entry.name], new[entry.name]) for entry in entries]
+        parts = ((tile, *tensor) for tile in range(len(group.places)) for tensor in tensors)
+        last = -1  # the tile that came last
+        for edges, (indices, values), replaced in scan.find(group, entries):
+            changed = np.diff(edges)
+            counts.append(changed)
+            if recorder is not None:
+                recorder.add(sections, changed, Changes(indices, replaced))
+                sections = []
+            cuts = edges.tolist()
+            for a, b, (tile, entry, before, after), lies in zip(cuts, cuts[1:], parts, lying, strict=False):
+                boundary = 0
+                if tile != last:
+                    last, boundary, place = tile, group.boundary(tile), group.places[tile]
+                    dtype, size, _, stride, phase = spec_of(entry, place, 0)  # of all tensors of the group
+                spec = SegmentSpec(dtype, size, b - a, stride, phase)
+                changes, read = Changes(indices[a:b], values[a:b]), partial(rows_of, before, place)
+                segment = SegmentChanges(spec, changes, read, replaced[a:b], lies)
                 for coding in codings:
                     dense = coding.codec.is_dense(spec)
-                    coding.add(_dense(segment, new[entry.name], place) if dense else segment, boundary)
-                boundary = 0
-    stream = patch_format.encode_table(table, tied or {})
+                    coding.add(_dense(segment, after, place) if dense else segment, boundary)
+    stream = encode_table(table, tied or {})
     sizes = [(sum(box.size for box in entry.boxes), new[entry.name].itemsize) for entry in table]
     elements, nbytes = sum(n for n, _ in sizes), sum(n * itemsize for n, itemsize in sizes)
     base = scan.base + (digests.empty_digest(old) if digest_old else 0)
-    coded = []
+    coded, all_counts = [], np.concatenate(counts or [np.empty(0, np.int64)])
     for coding in codings:
         coding.close()
         coded.append(
             Coded(
                 coding.codec.name,
                 stream,
-                counts,
+                all_counts,
                 coding.blocks,
                 elements,
                 nbytes,
@@ -189,7 +212,7 @@ class _Coding:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self.blocks: list[patch_format.CodedBlock] = []
+        self.blocks: list[CodedBlock] = []
         self.encode_s = 0.0
         self._open: list[SegmentChanges] = []  # of the open block
         self._nbytes = 0  # of the decoded changes in it
@@ -222,7 +245,7 @@ class _Coding:
         if self._open:
             clock = time.perf_counter()
             shared, spans = self.codec.encode(self._open, self._spans)
-            self.blocks.append(patch_format.CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
+            self.blocks.append(CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
             self.encode_s += time.perf_counter() - clock
             self._open, self._nbytes = [], 0
             self._spans, self._span_nbytes, self._end = [0], 0, None

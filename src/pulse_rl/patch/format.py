@@ -16,31 +16,27 @@ hashes are checked first, sizes are checked before memory is allocated, and the 
 Blocks are decoded in `apply`, not here.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs.base import Codec, Read, Unit, Units, consecutive
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.codecs.zstd import decompress
-from pulse_rl.documents import Count, Digest, decode_json
+from pulse_rl.documents import Count, Digest
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
 from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.patch.index import CodedBlock, Index, encode_index, read_index, span_hash
 from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
-from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box, disjoint, whole
+from pulse_rl.patch.table import encode_table, read_table
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import TensorSpec
-from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import SEGMENT
 
 FORMAT = "pulse-rl/patch"
@@ -48,14 +44,7 @@ FORMAT_VERSION = 2
 STREAMS = ("table", "index", "shared", "payload")
 STREAMS_1 = ("table", "index", "payload")  # of format 1
 MAX_HEAD_NBYTES = 256 << 20
-MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
-MAX_TENSORS = 1 << 20
-MAX_ELEMENTS = 1 << 41
-MAX_BOXES = 1024  # of a tensor in one part; to check that they are disjoint takes 10 µs for each
-MAX_SPANS = 1 << 20  # what is kept of them takes 0.5 GB; a patch of 10^12 elements has 30,000
 MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writer closes blocks far earlier
-HASH_NBYTES = 16  # of a block: the first half of its BLAKE3, for which finding another block takes 2^128 attempts
-TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
 
 
 class TensorInfo(TensorSpec, frozen=True):
@@ -69,21 +58,6 @@ class TensorInfo(TensorSpec, frozen=True):
     """
 
     changes: int = 0
-
-
-_Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and sizes of each
-
-
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    tensors: list[tuple[str, str, tuple[int, ...], _Boxes]]  # name, dtype, shape, boxes; no boxes for all of it
-    tied: dict[str, str]  # further name → the name in `tensors` that stands for it
-
-
-class _Table1(msgspec.Struct, forbid_unknown_fields=True):
-    """The table of format 1."""
-
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-    tied: dict[str, str]
 
 
 class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,7 +171,7 @@ class Patch(NamedTuple):
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""
         for span in self.spans:
             payload = payloads.get(span.number)
-            if payload is not None and (len(payload) != span.nbytes or _span_hash(payload) != span.hash):
+            if payload is not None and (len(payload) != span.nbytes or span_hash(payload) != span.hash):
                 raise PatchFormatError(f"the patch is corrupt: the hash of span {span.number} does not match its bytes")
         return self._replace(payloads=dict(payloads))
 
@@ -221,71 +195,19 @@ def check_version(what: str, value: int) -> None:
 # Writing
 
 
-def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
-    """The table of these tensors: the boxes that this process owns of each; those that it owns nothing of are left out.
-
-    tensors: in canonical order.
-    """
-    found = []
-    for name, tensor in tensors.items():
-        boxes = tuple(sorted(piece.box for piece in pieces_of(tensor) if piece.owned and piece.box.size))
-        if not tensor.size:
-            boxes = (whole(tensor.shape),)
-        if boxes:
-            found.append(Entry(name, tensor.dtype, tuple(tensor.shape), boxes))
-    return tuple(found)
-
-
-def encode_table(table: Sequence[Entry], tied: Mapping[str, str]) -> bytes:
-    """The table stream. Raises ValueError for a name that readers refuse."""
-    safetensors_header.check_names([*(entry.name for entry in table), *tied])
-    rows: list[tuple[str, str, tuple[int, ...], _Boxes]] = [
-        (name, dtype, shape, [] if boxes == (whole(shape),) else [(box.offset, box.sizes) for box in boxes])
-        for name, dtype, shape, boxes in table
-    ]
-    encoded = msgspec.json.encode(_Table(rows, dict(sorted(tied.items()))))
-    if len(encoded) > MAX_TABLE_NBYTES:
-        raise ValueError(
-            f"tensor names: expected a table of at most {MAX_TABLE_NBYTES} bytes, found {len(encoded)}: "
-            "too many tensors"
-        )
-    return _compressed(encoded)
-
-
 def check_table(table: Sequence[Entry], tied: Mapping[str, str]) -> None:
     """Raise ValueError or PatchFormatError for tensors that no patch can describe."""
-    groups_of(_read_table(memoryview(encode_table(table, tied)), FORMAT_VERSION)[0], format_version=FORMAT_VERSION)
+    groups_of(read_table(memoryview(encode_table(table, tied)), FORMAT_VERSION)[0], format_version=FORMAT_VERSION)
 
 
-@lru_cache(maxsize=2)
-def _compressed(table: bytes) -> bytes:
-    """Kept from patch to patch, because a run's tables are equal and take a few ms to compress."""
-    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
-
-
-def _span_hash(payload: bytes | memoryview) -> bytes:
-    return blake3(payload).digest(HASH_NBYTES)
-
-
-class CodedBlock(NamedTuple):
-    """A block to be written: what its spans share, and of each span the number of its segments and its bytes."""
-
-    shared: bytes
-    spans: list[tuple[int, bytes]]
-
-
-def pack(header: PatchHeader, table: bytes, counts: Sequence[int], blocks: Sequence[CodedBlock]) -> tuple[bytes, int]:
+def pack(
+    header: PatchHeader, table: bytes, counts: NDArray[np.int64], blocks: Sequence[CodedBlock]
+) -> tuple[bytes, int]:
     """Put a patch file together. counts: changes of each segment, in order. Returns it, and the bytes of its head."""
-    spans = [span for block in blocks for span in block.spans]
-    numbers = [number for block in blocks for number in (len(block.spans), len(block.shared))]
-    numbers += [number for size, payload in spans for number in (size, len(payload))]
-    hashes = b"".join(_span_hash(payload) for _, payload in spans)
-    raw = np.array([*numbers, *counts], "<u4").tobytes() + hashes
-    index = zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(raw)
-    head = [table, index, b"".join(block.shared for block in blocks)]
+    head = [table, encode_index(counts, blocks), b"".join(block.shared for block in blocks)]
     metadata = {key: str(value) for key, value in msgspec.structs.asdict(header).items()}
     metadata["head_blake3"] = _hash(metadata, head)
-    payload = [coded for _, coded in spans]
+    payload = [coded for block in blocks for _, coded in block.spans]
     metadata["blake3"] = _hash(metadata, [*head, *payload])
     sizes = (*map(len, head), sum(map(len, payload)))
     described = ((name, "U8", (size,)) for name, size in zip(STREAMS, sizes, strict=True))
@@ -333,11 +255,12 @@ def unpack_head(data: bytes | bytearray | memoryview, nbytes: int, source: str |
 def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
     """nbytes: of the file, of which view is the head; None if it is all of it."""
     header, streams, start = _read_header(view, source, nbytes)
-    table, tied = _read_table(streams["table"], header.format_version)
+    table, tied = read_table(streams["table"], header.format_version)
     if header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
         raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
     segments = Segments(table, groups_of(table, format_version=header.format_version))
-    index = _read_index(streams["index"], header, table, segments)
+    spans_named = header.spans if header.format_version > 1 else None
+    index = read_index(streams["index"], header.blocks, spans_named, table, segments)
     _check_totals(header, table, segments)
     end = len(view) if nbytes is None else nbytes
     spans = list(_cut_spans(index, segments, start, end))
@@ -391,96 +314,6 @@ def _read_header(
     return header, head, start
 
 
-def _read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
-    """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
-    data = decompress(stream, MAX_TABLE_NBYTES, "table")
-    if format_version == 1:
-        old = decode_json(data, _Table1, "broken table")
-        table = _Table([(*row, []) for row in old.tensors], old.tied)
-    else:
-        table = decode_json(data, _Table, "broken table")
-    if len(table.tensors) > MAX_TENSORS:
-        raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
-    names = [row[0] for row in table.tensors]
-    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
-        raise PatchFormatError("table: expected names in ascending order, each once")
-    for name in [*names, *table.tied]:
-        if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
-            raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
-    total = 0
-    entries = []
-    for name, dtype, shape, rows in table.tensors:
-        if (
-            dtype not in ITEMSIZES
-            or len(shape) > safetensors_header.MAX_DIMENSIONS
-            or any(not 0 <= n <= MAX_ELEMENTS for n in shape)
-        ):
-            raise PatchFormatError(f"table: tensor {name!r} has an impossible dtype or shape: {dtype} {shape}")
-        total += math.prod(shape)
-        if total > MAX_ELEMENTS:
-            raise PatchFormatError(f"table: expected at most {MAX_ELEMENTS} elements, found more")
-        boxes = tuple(Box(*row) for row in rows) or (whole(shape),)
-        if rows:
-            _check_boxes(name, shape, boxes)
-        entries.append(Entry(name, dtype, shape, boxes))
-    known = set(names)
-    for alias, owner in table.tied.items():
-        if alias in known or owner in table.tied:
-            raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
-    return tuple(entries), table.tied
-
-
-def _check_boxes(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raise PatchFormatError unless these are boxes of a tensor as a writer lists them."""
-    if len(boxes) > MAX_BOXES:
-        raise PatchFormatError(f"table: tensor {name!r}: expected at most {MAX_BOXES} boxes, found {len(boxes)}")
-    if (
-        any(len(box.offset) != len(shape) or len(box.sizes) != len(shape) for box in boxes)
-        or any(min((*box.offset, *box.sizes), default=0) < 0 or not box.inside(whole(shape)) for box in boxes)
-        or not disjoint(boxes)
-    ):
-        raise PatchFormatError(f"table: tensor {name!r}: expected disjoint boxes of a tensor of shape {list(shape)}")
-    if any(a > b for a, b in zip(boxes, boxes[1:], strict=False)):
-        raise PatchFormatError(f"table: tensor {name!r}: expected boxes in ascending order")
-    if whole(shape).size and not all(box.size for box in boxes):
-        raise PatchFormatError(f"table: tensor {name!r}: expected boxes that are not empty")
-
-
-class _Index(NamedTuple):
-    blocks: list[tuple[int, int]]  # spans of each, and bytes that they share
-    spans: list[tuple[int, int]]  # segments and bytes of each
-    hashes: list[bytes | None]  # of each span
-
-
-def _read_index(stream: memoryview, header: PatchHeader, table: Sequence[Entry], segments: Segments) -> _Index:
-    """The index, of the length that header and table imply. Sets the segments' changes: no more than elements."""
-    blocks, spans, hashed = header.blocks, header.spans, HASH_NBYTES
-    if header.format_version == 1:
-        blocks, spans, hashed = 0, header.blocks, 0  # each span is a block
-    most = min(len(segments), MAX_SPANS)
-    if not blocks <= spans <= most:
-        raise PatchFormatError(f"index: expected at most {most} spans, found {spans} in {blocks} blocks")
-    count = 2 * blocks + 2 * spans + len(segments)
-    nbytes = 4 * count + hashed * spans
-    words = decompress(stream, nbytes, "index")
-    if len(words) != nbytes:
-        raise PatchFormatError(f"index: expected {nbytes} bytes, found {len(words)}")
-    numbers = np.frombuffer(words, "<u4", count)
-    counts = numbers[2 * blocks + 2 * spans :]
-    sizes = segments.sizes()
-    over = np.flatnonzero(counts > sizes)
-    if len(over):
-        name = table[segments[int(over[0])].tensor].name
-        raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {sizes[over[0]]} elements")
-    segments.counts = counts
-    pairs = [(int(a), int(b)) for a, b in numbers[: 2 * blocks + 2 * spans].reshape(-1, 2).tolist()]
-    hashes: list[bytes | None] = [None] * spans
-    if hashed:
-        hashes = [bytes(words[at : at + hashed]) for at in range(4 * count, nbytes, hashed)]
-        return _Index(pairs[:blocks], pairs[blocks:], hashes)
-    return _Index([(1, 0)] * spans, pairs, hashes)
-
-
 def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segments) -> None:
     sizes = [(sum(box.size for box in entry.boxes), ITEMSIZES[entry.dtype]) for entry in table]
     totals = (
@@ -493,7 +326,7 @@ def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segment
             raise PatchFormatError(f"{what}: the header says {declared}, the streams hold {actual}")
 
 
-def _cut_spans(index: _Index, segments: Segments, start: int, end: int) -> Iterator[Span]:
+def _cut_spans(index: Index, segments: Segments, start: int, end: int) -> Iterator[Span]:
     """Divide the segments and the payload, the bytes [start, end) of the file, into spans that cover both exactly."""
     at, taken = start, 0
     for number, (segment_count, nbytes) in enumerate(index.spans):
@@ -508,7 +341,7 @@ def _cut_spans(index: _Index, segments: Segments, start: int, end: int) -> Itera
         )
 
 
-def _cut_blocks(index: _Index, segments: Segments, spans: Sequence[Span], shared: memoryview | None) -> Iterator[Block]:
+def _cut_blocks(index: Index, segments: Segments, spans: Sequence[Span], shared: memoryview | None) -> Iterator[Block]:
     """Divide the spans, and what they share, into blocks that cover both exactly."""
     decoded: NDArray[np.int64] = segments.counts * segments.change_nbytes()
     first = at = taken = 0

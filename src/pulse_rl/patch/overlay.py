@@ -2,24 +2,29 @@
 
 A publisher holds the newest bits only, and keeps what each publish overwrites in an overlay. Of an element that is
 overwritten several times the oldest value stays, so an older version can be read segment by segment and a patch be made
-from it. An overlay is an unlinked temporary file, mapped: the system can take its memory back when it runs short.
+from it. An overlay lies in unlinked temporary files, mapped: the system can take their memory back when it runs short.
 """
 
+import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.disk import map_open_file
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, Run, Shape, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import Pieces, Place, within
+
+MERGED = 1 << 20  # elements of two overlays that are merged at once, in memory
 
 
 class Replaced(NamedTuple):
@@ -30,56 +35,182 @@ class Replaced(NamedTuple):
     old: Changes
 
 
+class Section(NamedTuple):
+    """Parts of tensors: the same places of each, place by place, and of each place tensor by tensor."""
+
+    names: tuple[str, ...]
+    places: Sequence[Place]
+
+
+class _Column(NamedTuple):
+    """All elements of one width that an overlay holds, part by part."""
+
+    sections: list[Section]
+    edges: NDArray[np.int64]  # (parts + 1,): where those of each part begin, and the last one's end
+    indices: NDArray[np.uint32]
+    values: UIntArray
+
+    def parts(self) -> Iterator[Replaced]:
+        edges = self.edges.tolist()
+        parts = ((name, place) for names, places in self.sections for place in places for name in names)
+        for (name, place), a, b in zip(parts, edges, edges[1:], strict=False):
+            yield Replaced(name, place, Changes(self.indices[a:b], self.values[a:b]))
+
+
+class Recorder:
+    """Makes an overlay of what is added to it, in temporary files. To be entered, and left.
+
+    A full disk fails no call but `overlay`. most_nbytes: of elements and indices; an overlay that takes more is none.
+    """
+
+    def __init__(self, most_nbytes: float = math.inf) -> None:
+        self._left = most_nbytes
+        self._files = ExitStack()
+        self._widths: dict[int, _Files] = {}
+        self._failed: OSError | None = None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # what a full disk did not take is written once more here
+            self._files.close()
+
+    def add(self, sections: Sequence[Section], counts: NDArray[np.int64], old: Changes) -> None:
+        """Add the elements of parts: counts of each part, then all of them. Parts come in the order of all sections.
+
+        Each part of a tensor is added at most once.
+        """
+        self._left -= old.indices.nbytes + old.values.nbytes
+        if self._failed is not None or self._left < 0:
+            return
+        try:
+            files = self._widths.get(old.values.itemsize)
+            if files is None:
+                enter = self._files.enter_context
+                files = _Files(enter(_temporary()), enter(_temporary()), [], [])
+                self._widths[old.values.itemsize] = files
+            files.indices.write(old.indices.data)
+            files.values.write(old.values.data)
+            files.sections.extend(sections)
+            files.counts.append(counts)
+        except OSError as error:
+            self._failed = error
+
+    def overlay(self) -> "Overlay | None":
+        """What was added; None if it is too much. Raises OSError if there was no room for it."""
+        return Overlay.of(self.columns()) if self._left >= 0 else None
+
+    def columns(self) -> Mapping[int, _Column]:
+        """What was added, by the width of elements. Raises OSError if there was no room for it."""
+        if self._failed is not None:
+            raise self._failed
+        return {width: files.column(UINTS[width]) for width, files in self._widths.items()}
+
+
+def _temporary() -> BinaryIO:
+    return tempfile.TemporaryFile(prefix="pulse-rl-")
+
+
+class _Files(NamedTuple):
+    """What was added of one width."""
+
+    indices: BinaryIO
+    values: BinaryIO
+    sections: list[Section]
+    counts: list[NDArray[np.int64]]
+
+    def column(self, dtype: np.dtype[np.unsignedinteger]) -> _Column:
+        self.indices.flush()
+        self.values.flush()
+        edges = np.concatenate([[0], np.cumsum(np.concatenate(self.counts))])
+        indices = np.frombuffer(map_open_file(self.indices), np.uint32)
+        return _Column(self.sections, edges, indices, np.frombuffer(map_open_file(self.values), dtype))
+
+
 class Overlay:
     """The bits that elements held at some older version, for all that changed since.
 
     Takes 4 bytes for each element's index, and the element. replaced: each part of a tensor at most once. Raises
-    OSError if there is no room for the file.
+    OSError if there is no room for the files.
     """
 
     def __init__(self, replaced: Iterable[Replaced]) -> None:
-        self._held: dict[tuple[str, Place], Changes] = {}  # by tensor and part
-        places, self.nbytes = [], 0
-        with tempfile.TemporaryFile(prefix="pulse-rl-") as file:
-            for name, part, (indices, values) in replaced:
-                places.append(((name, part), self.nbytes, values.dtype, len(values)))
-                padding = -values.nbytes % 4
-                file.write(values.tobytes() + bytes(padding) + indices.tobytes())
-                self.nbytes += values.nbytes + padding + indices.nbytes
-            file.flush()
-            data = map_open_file(file)
-        for key, place, dtype, count in places:
-            values = np.frombuffer(data, dtype, count, place)
-            indices = np.frombuffer(data, np.uint32, count, place + values.nbytes + -values.nbytes % 4)
-            self._held[key] = Changes(indices, values)
+        with Recorder() as recorder:
+            for name, place, old in replaced:
+                recorder.add([Section((name,), (place,))], np.array([len(old.indices)]), old)
+            self._columns = recorder.columns()
+
+    @classmethod
+    def of(cls, columns: Mapping[int, _Column]) -> "Overlay":
+        """What a Recorder has, by the width of elements."""
+        overlay = cls.__new__(cls)
+        overlay._columns = columns
+        return overlay
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return sum(column.indices.nbytes + column.values.nbytes for column in self._columns.values())
 
     def and_later(self, later: "Overlay") -> "Overlay":
-        """This overlay and a later one as one: where both hold an element, the older bits of this one stay."""
-        keys = {**self._held, **later._held}
-        return Overlay(Replaced(*key, _union(self._held.get(key), later._held.get(key))) for key in keys)
+        """This overlay and a later one as one: where both hold an element, the older bits of this one stay.
+
+        Raises OSError if there is no room for the files.
+        """
+        with Recorder() as recorder:
+            for width in {**self._columns, **later._columns}:
+                mine, other = self._columns.get(width), later._columns.get(width)
+                if mine is not None and other is not None:
+                    _add_unions(recorder, mine, other)
+                for column in (mine, other) if mine is None or other is None else ():
+                    if column is not None:
+                        recorder.add(column.sections, np.diff(column.edges), Changes(column.indices, column.values))
+            return Overlay.of(recorder.columns())
 
     def replaced(self) -> Iterator[Replaced]:
-        """All elements that it holds."""
-        for (name, place), old in self._held.items():
-            yield Replaced(name, place, old)
+        """All elements that it holds, part by part."""
+        for column in self._columns.values():
+            yield from column.parts()
 
     def over(self, newest: Layout) -> dict[str, Bits]:
         """The older version, as a view of the newest one, which must not change while the view is in use."""
         by_name: dict[str, dict[Place, Changes]] = {}
-        for (name, place), old in self._held.items():
-            by_name.setdefault(name, {})[place] = old
+        for name, place, old in self.replaced():
+            if len(old.indices):
+                by_name.setdefault(name, {})[place] = old
         return {name: laid_over(tensor, by_name.get(name, {})) for name, tensor in newest.items()}
 
 
-def _union(first: Changes | None, second: Changes | None) -> Changes:
-    if first is None or second is None:
-        only = first or second
-        assert only is not None  # one of them holds the key
-        return only
-    size = len(first.indices) + len(second.indices)
-    indices, values = np.empty(size, np.uint32), np.empty(size, first.values.dtype)
-    count = cpu.union(first.indices, first.values, second.indices, second.values, indices, values)
-    return Changes(indices[:count], values[:count])
+def _add_unions(recorder: Recorder, first: _Column, later: _Column) -> None:
+    """Add the elements that one of two columns holds, some at a time; those of the first where both do."""
+    first, later = _alike(first, later)
+    sections, totals = first.sections, first.edges + later.edges
+    at = 0
+    while at < len(totals) - 1:
+        end = max(at + 1, int(np.searchsorted(totals, totals[at] + MERGED, "right")) - 1)
+        mine, other = first.edges[at : end + 1], later.edges[at : end + 1]
+        edges, indices, values = cpu.unions(mine, first.indices, first.values, other, later.indices, later.values)
+        recorder.add(sections, np.diff(edges), Changes(indices, values))
+        sections, at = [], end
+
+
+def _alike(one: _Column, other: _Column) -> tuple[_Column, _Column]:
+    """Two columns with the same parts. Of a model that does not change, all of them have."""
+    if one.sections == other.sections:
+        return one, other
+    held = [{(name, place): old for name, place, old in column.parts()} for column in (one, other)]
+    keys = list(held[0] | held[1])
+    nothing = Changes(one.indices[:0], one.values[:0])
+    found = []
+    for by_part in held:
+        parts = [by_part.get(key, nothing) for key in keys]
+        edges = np.cumsum([0, *(len(part.indices) for part in parts)])
+        indices, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+        found.append(_Column([Section((name,), (place,)) for name, place in keys], edges, indices, values))
+    return found[0], found[1]
 
 
 def laid_over(tensor: Bits, changes: Mapping[Place, Changes]) -> Bits:

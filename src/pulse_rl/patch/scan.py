@@ -8,15 +8,16 @@ budget, and where tensors do not lie in one run, they are compared tile by tile.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.patch.segments import Entry, Group
+from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, runs
@@ -27,8 +28,9 @@ HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch wh
 
 
 class Found(NamedTuple):
-    """The changes of one segment."""
+    """The changes of consecutive segments, of all of them one after another."""
 
+    edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
     changes: Changes
     replaced: UIntArray  # (k,) the old bits of these elements
 
@@ -36,7 +38,8 @@ class Found(NamedTuple):
 class _Compared(NamedTuple):
     """What comparing a part of a tensor gave."""
 
-    found: Found
+    changes: Changes
+    replaced: UIntArray
     base: int  # its share of the old digest; 0 where that is not asked for
     delta: int  # new digest minus old digest
     read_s: float
@@ -45,8 +48,7 @@ class _Compared(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Memory of the changes."""
-        (indices, values), replaced = self.found
-        return indices.nbytes + values.nbytes + replaced.nbytes
+        return self.changes.indices.nbytes + self.changes.values.nbytes + self.replaced.nbytes
 
 
 class _Part(NamedTuple):
@@ -78,12 +80,17 @@ class Scan:
     nbytes: int = 0  # of all changes
 
     def find(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
-        """The changes of each segment of a group, in order. entries: its tensors."""
+        """The changes of all segments of a group, in order, of one or more at a time. entries: its tensors."""
         elements = int(group.sizes().sum()) * len(entries)
+        if elements == 0:
+            return
         expected = elements * self.nbytes // max(1, self.elements)
         self.elements += elements
         found = self._in_runs(group, entries) if expected <= HELD_NBYTES else None
-        yield from self._in_tiles(group, entries) if found is None else found
+        if found is None:
+            yield from self._in_tiles(group, entries)
+        else:
+            yield found
 
     def _add(self, compared: _Compared) -> None:
         self.base += compared.base
@@ -105,24 +112,28 @@ class Scan:
 
         for compared in ordered_map(partial(_compare, digest_old=self.digest_old), parts()):
             self._add(compared)
-            yield compared.found
+            yield Found(np.array([0, len(compared.replaced)]), compared.changes, compared.replaced)
 
-    def _in_runs(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found] | None:
+    def _in_runs(self, group: Group, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
         shape, boxes = entries[0].shape, entries[0].boxes
         pieces = [
-            (_seed(entry), place_view(self.old[entry.name], box), place_view(self.new[entry.name], box))
-            for entry in entries
+            [
+                (_seed(entry), place_view(self.old[entry.name], box), place_view(self.new[entry.name], box))
+                for entry in entries
+            ]
             for box in boxes
         ]
-        cuts = [_cut(group, box) for box in boxes]
-        if not all(old.contiguous and new.contiguous for _, old, new in pieces) or None in cuts:
+        grids = [_grid(group, box) for box in boxes]
+        if not all(old.contiguous and new.contiguous for held in pieces for _, old, new in held) or None in grids:
             return None
+        cut = [list(runs(box, shape)) for box in boxes]
 
         def parts() -> Iterator[_Part]:
-            for number, (seed, old, new) in enumerate(pieces):
-                for start, stop, at in runs(boxes[number % len(boxes)], shape):
-                    yield _Part(seed, at, old, new, start, stop)
+            for held, spans in zip(pieces, cut, strict=True):
+                for seed, old, new in held:
+                    for start, stop, at in spans:
+                        yield _Part(seed, at, old, new, start, stop)
 
         found: list[_Compared] = []
         nbytes = 0
@@ -134,9 +145,9 @@ class Scan:
         for compared in found:
             self._add(compared)
         clock = time.perf_counter()
-        sorted_ = _sorted(found, entries, boxes, [cut for cut in cuts if cut is not None], len(group.places))
+        sorted_ = _sorted(found, [grid for grid in grids if grid is not None], cut, len(entries))
         self.diff_s += time.perf_counter() - clock
-        return (of_tensor[place] for place in range(len(group.places)) for of_tensor in sorted_)
+        return sorted_
 
 
 def _seed(entry: Entry) -> int:
@@ -158,7 +169,7 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
     base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
-    return _Compared(Found(changes, replaced), base, delta, read_s, time.perf_counter() - clock - read_s)
+    return _Compared(changes, replaced, base, delta, read_s, time.perf_counter() - clock - read_s)
 
 
 def _read(bits: Bits, start: int, stop: int) -> UIntArray:
@@ -186,18 +197,23 @@ def rows_of(tensor: Bits, place: Place) -> UIntArray:
     return rows
 
 
-class _Cut(NamedTuple):
+class _Grid(NamedTuple):
     """How a box is cut into tiles."""
 
     grid: cpu.Grid
-    places: list[int]  # of each tile of the grid: its number in the group
+    numbers: NDArray[np.int64]  # of each tile of the grid: its number in the group
 
 
-def _cut(group: Group, box: Box) -> _Cut | None:
+def _grid(group: Group, box: Box) -> _Grid | None:
     """The tiles of a box as a grid; None if their rows are not next to each other."""
+    kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
+    return (_grid_of_and_kept if kept else _grid_of)(group.places, box)
+
+
+def _grid_of(places: Sequence[Place], box: Box) -> _Grid | None:
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # of columns → rows and number of each tile
     inner, columns = (box.sizes[:-1], box.sizes[-1]) if box.sizes else ((), 1)
-    for number, place in enumerate(group.places):
+    for number, place in enumerate(places):
         if not isinstance(place, Box) or not place.inside(box):
             continue
         offset = tuple(a - b for a, b in zip(place.offset, box.offset, strict=True))
@@ -210,32 +226,30 @@ def _cut(group: Group, box: Box) -> _Cut | None:
     tiles = [tile for key in in_order for tile in sorted(ranges[key])]
     firsts = np.cumsum([0, *(len(ranges[key]) for key in in_order[:-1])])
     edges = np.array([*(first for first, _ in in_order), columns], np.int64)
-    starts, stops = (np.array([tile[i] for tile in tiles], np.int64) for i in (0, 1))
-    return _Cut(cpu.Grid(columns, edges, firsts, starts, stops), [number for _, _, number in tiles])
+    starts, stops, numbers = (np.array([tile[i] for tile in tiles], np.int64) for i in range(3))
+    return _Grid(cpu.Grid(columns, edges, firsts, starts, stops), numbers)
+
+
+_grid_of_and_kept = lru_cache(maxsize=512)(_grid_of)  # a model has few shapes
 
 
 def _sorted(
-    compared: Sequence[_Compared], entries: Sequence[Entry], boxes: Sequence[Box], cuts: Sequence[_Cut], places: int
-) -> list[list[Found]]:
-    """The changes of each tile of each tensor. compared: of each tensor, box by box and run by run."""
-    at = 0
-    tensors = []
-    for entry in entries:
-        found: list[Found | None] = [None] * places
-        for box, (grid, numbers) in zip(boxes, cuts, strict=True):
-            spans = [(start, stop) for start, stop, _ in runs(box, entry.shape)]
-            mine = [one.found for one in compared[at : at + len(spans)]]
-            at += len(spans)
-            if len(numbers) == len(mine) == 1:
-                found[numbers[0]] = mine[0]
-                continue
-            counts = np.array([len(one.replaced) for one in mine], np.int64)
-            columns = ([one.changes.indices, one.changes.values, one.replaced] for one in mine)
-            indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
-            begins = np.array([start for start, _ in spans], np.int64)
-            split = cpu.split(indices, begins, counts, values, replaced, grid)
-            edges = split.at.tolist()
-            for number, a, b in zip(numbers, edges, edges[1:], strict=False):
-                found[number] = Found(Changes(split.indices[a:b], split.values[a:b]), split.replaced[a:b])
-        tensors.append([one for one in found if one is not None])
-    return tensors
+    compared: Sequence[_Compared],
+    grids: Sequence[_Grid],
+    cut: Sequence[list[tuple[int, int, Positions]]],
+    tensors: int,
+) -> Found:
+    """The changes of each segment of a group.
+
+    compared: of each box, tensor by tensor, run by run. cut: the runs of each box.
+    """
+    counts = np.array([len(one.replaced) for one in compared], np.int64)
+    columns = ((one.changes.indices, one.changes.values, one.replaced) for one in compared)
+    indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
+    cuts, at = [], 0
+    for (grid, numbers), spans in zip(grids, cut, strict=True):
+        begins = np.array([start for start, _, _ in spans], np.int64)
+        cuts.append(cpu.Cut(grid, numbers, begins, counts[at : at + tensors * len(spans)]))
+        at += tensors * len(spans)
+    edges, local, *bits = cpu.split(indices, values, replaced, cuts, tensors)
+    return Found(edges, Changes(local, bits[0]), bits[1])

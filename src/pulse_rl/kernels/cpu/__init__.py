@@ -20,15 +20,17 @@ from pulse_rl.kernels.cpu.changes import (
     scatter,
     scatter_rows,
     union,
+    unions,
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
-from pulse_rl.kernels.cpu.tiles import Grid, Split, split
+from pulse_rl.kernels.cpu.tiles import Cut, Grid, Split, split
 
 __all__ = [
     "LANES",
     "SLACK",
+    "Cut",
     "Grid",
     "Split",
     "Spots",
@@ -48,5 +50,6 @@ __all__ = [
     "split",
     "spots_delta",
     "union",
+    "unions",
     "write_spots",
 ]

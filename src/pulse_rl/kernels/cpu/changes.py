@@ -178,3 +178,35 @@ def union(
     """
     lists = (read_only(indices), read_only(values), read_only(more_indices), read_only(more_values))
     return int(_union(*lists, all_indices, all_values))
+
+
+@kernel
+def _unions(edges, indices, values, more_edges, more_indices, more_values, all_edges, all_indices, all_values):
+    k = np.int64(0)
+    for s in range(edges.shape[0] - 1):
+        a, b, c, d = edges[s], edges[s + 1], more_edges[s], more_edges[s + 1]
+        k += _union(indices[a:b], values[a:b], more_indices[c:d], more_values[c:d], all_indices[k:], all_values[k:])
+        all_edges[s + 1] = k
+
+
+def unions(
+    edges: NDArray[np.int64],
+    indices: NDArray[np.uint32],
+    values: UIntArray,
+    more_edges: NDArray[np.int64],
+    more_indices: NDArray[np.uint32],
+    more_values: UIntArray,
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+    """Merge the lists of several segments at once, each as `union`.
+
+    edges, more_edges: (segments + 1,), where those of each begin, and the last one's end; the other arrays go at least
+    to the last edge. Returns edges, indices and values of the merged lists.
+    """
+    room = int(edges[-1] - edges[0] + more_edges[-1] - more_edges[0])
+    all_edges = np.zeros(len(edges), np.int64)
+    all_indices, all_values = np.empty(room, np.uint32), np.empty(room, values.dtype)
+    lists = (read_only(edges), read_only(indices), read_only(values))
+    more = (read_only(more_edges), read_only(more_indices), read_only(more_values))
+    _unions(*lists, *more, all_edges, all_indices, all_values)
+    count = int(all_edges[-1])
+    return all_edges, all_indices[:count], all_values[:count]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pulse_rl.dtypes import UINTS, Field, field_of
-from pulse_rl.kernels.cpu import coding, compiled, context, loco, moves, rangecoder, study
+from pulse_rl.dtypes import DTYPES, UINTS, Field, field_of
+from pulse_rl.kernels.cpu import coding, compiled, context, loco, moves, rangecoder, sends, study
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
     find_changes,
@@ -18,12 +18,13 @@ from pulse_rl.kernels.cpu.changes import (
     scatter,
     scatter_rows,
     union,
+    unions,
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
-from pulse_rl.kernels.cpu.tiles import Grid, split
+from pulse_rl.kernels.cpu.tiles import Cut, Grid, split
 
 N = 192  # elements; kernels look at 64 at a time
 FLOATS = ("F8_E4M3", "BF16", "F32", "F64")  # one of each width
@@ -57,6 +58,8 @@ def _warm_changes(itemsize: int) -> None:
     gather(old, indices, values.copy())
     scatter(old.copy(), indices, values)
     union(indices, values, indices, values, np.empty(2 * count, np.uint32), np.empty(2 * count, old.dtype))
+    edges = np.array([0, count])
+    unions(edges, indices, values, edges, indices, values)
     digest_range(0, 0, old)
     digest_delta(0, 0, indices, values, values)
     starts, flat = np.zeros(1, np.int64), np.empty(count, np.int64)
@@ -69,7 +72,8 @@ def _warm_changes(itemsize: int) -> None:
     apart = np.zeros((2, 2 * N), old.dtype)[:, :N]
     find_changes_rows(apart, apart, np.empty(2 * N + SLACK, np.uint32), np.empty(2 * N + SLACK, old.dtype))
     one = np.zeros(1, np.int64)
-    split(indices, one, one + count, values, values, Grid(N, np.array([0, N]), one, one, one + 1))
+    cut = Cut(Grid(N, np.array([0, N]), one, one, one + 1), one, one, one + count)
+    split(indices, values, values, [cut], 1)
     spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64), one)
     spots_delta(spots, one + count, indices, values)
     write_spots(spots, one + count, indices, values)
@@ -130,6 +134,10 @@ def _warm_loco() -> None:
         loco.log8(shared, live, residual, loco.FORMATS[form], loco.GRIDS[form], 1.0, 0, 0, np.empty(N, np.int8))
         loco.log8_values(np.ones(4, np.int8), bits[:4], loco.GRIDS[form], 1.0, values)
         loco.log8_codes(values, bits[:4], loco.GRIDS[form], 1.0, np.empty(4, np.int8))
+        field = field_of(DTYPES[form][0])
+        stream = np.frombuffer(sends.encode(bits, indices, np.ones(4, np.int8), field), np.uint8)
+        if sends.decode(stream, bits, 4, field) is None:
+            raise AssertionError("a stream of what is sent that does not decode")
     loco.pick(shared, live, residual, indices, values)
     loco.keep(shared, live, residual, indices, values)
     loco.add(shared, indices, values)

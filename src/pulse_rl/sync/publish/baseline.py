@@ -11,15 +11,11 @@ This module knows nothing of stores, nor of what is committed.
 from dataclasses import dataclass
 
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.overlay import Overlay, Replaced
+from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.shares import SharePlan
-from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import place_view
-
-log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,17 +30,12 @@ class Baseline:
         """Whether it holds what this rank owns by a plan."""
         return self.plan.fingerprint == plan.fingerprint
 
-    def move(self, application: Application, manifest: Manifest) -> "Move":
+    def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> "Move":
         """Write a proved patch into the memory.
 
-        manifest: of the version that the patch leads to. Where this is interrupted, the memory may hold either version.
+        replaced: what it overwrites, if that is kept. manifest: of the version that the patch leads to. Where this is
+        interrupted, the memory may hold either version.
         """
-        replaced = None
-        if application.changed_nbytes <= self.tensors.held_nbytes * MAX_OVERLAY:
-            try:
-                replaced = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
-            except OSError as error:
-                log.warning("version %d: no skip patches, temporary files failed: %s", manifest.version, error)
         application.write()
         return Move(Baseline(self.tensors, manifest, self.plan), self.manifest, replaced)
 
@@ -62,5 +53,6 @@ class Move:
         if self.base is None or self.replaced is None:
             return None
         for name, place, (indices, values) in self.replaced.replaced():
-            place_view(self.baseline.tensors[name], place).scatter(0, indices, values)
+            if len(indices):
+                place_view(self.baseline.tensors[name], place).scatter(0, indices, values)
         return Baseline(self.baseline.tensors, self.base, self.baseline.plan)

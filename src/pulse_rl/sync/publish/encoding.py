@@ -11,14 +11,19 @@ from typing import NamedTuple
 import msgspec
 
 from pulse_rl.codecs.choose import Chooser, Trial
+from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch, find
+from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, compare_replicas
 from pulse_rl.sync.publish.baseline import Baseline
+from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
+
+log = logger(__name__)
 
 
 class Encoded(NamedTuple):
@@ -26,6 +31,7 @@ class Encoded(NamedTuple):
 
     digest: str
     patch: EncodedPatch | None  # this rank's part; None for a version that has an anchor only
+    replaced: Overlay | None  # what this rank's part overwrites in the baseline; None if it is new, or too much to keep
     codec_reason: str | None
     cast_s: float
     diff_s: float
@@ -50,6 +56,7 @@ class Encoder:
     def __init__(self, codec: str, ranks: Ranks) -> None:
         self._chooser = Chooser(codec)
         self._ranks = ranks
+        self._replaced: Overlay | None = None  # by the patch that is made
 
     def encode(
         self, baseline: Baseline, share: Share, version: int, bandwidth: float | None
@@ -67,8 +74,9 @@ class Encoder:
         density = self._changes / max(1, share.plan.elements)
         application, patch = candidates[self._chooser.choose(list(candidates), density, bandwidth)]
         prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
+        replaced, self._replaced = self._replaced, None
         return application, Encoded(
-            patch.header.target_digest, patch, self._chooser.reason, patch.read_s, patch.diff_s, prove_s
+            patch.header.target_digest, patch, replaced, self._chooser.reason, patch.read_s, patch.diff_s, prove_s
         )
 
     def _candidates(
@@ -79,9 +87,11 @@ class Encoder:
         coded: list[Coded] = []
 
         def find_mine() -> _Found:
-            coded.extend(find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied))
+            with Recorder(baseline.tensors.held_nbytes * MAX_OVERLAY) as recorder:
+                coded.extend(find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied, recorder=recorder))
+                self._replaced = _overlay(recorder, version)
             replicas = share.replicas(self._ranks.rank)
-            return _Found(coded[0].delta, sum(coded[0].counts), replicas, [one.nbytes for one in coded])
+            return _Found(coded[0].delta, coded[0].changes, replicas, [one.nbytes for one in coded])
 
         found = self._ranks.share("find changes", find_mine, _Found)
         compare_replicas([one.replicas for one in found])
@@ -118,6 +128,15 @@ class Encoder:
         return trial, application, patch
 
 
+def _overlay(recorder: Recorder, version: int) -> Overlay | None:
+    """What a version overwrites; None where it is too much, or cannot be kept."""
+    try:
+        return recorder.overlay()
+    except OSError as error:
+        log.warning("version %d: no skip patches, temporary files failed: %s", version, error)
+        return None
+
+
 def _together(trials: tuple[Trial, ...]) -> Trial:
     """One codec's measurements on all parts: their bytes together, and the time of the slowest rank."""
     nbytes = sum(trial.nbytes for trial in trials)
@@ -140,4 +159,4 @@ def copy_whole(share: Share, ranks: Ranks) -> tuple[Layout, Encoded]:
     found = ranks.share("copy the weights", copy_mine, _Found)
     compare_replicas([one.replicas for one in found])
     digest = digests.to_hex(sum(one.delta for one in found))
-    return copies[0], Encoded(digest, None, None, time.perf_counter() - start, 0.0, 0.0)
+    return copies[0], Encoded(digest, None, None, None, time.perf_counter() - start, 0.0, 0.0)

@@ -17,6 +17,7 @@ from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
+from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, plan_of, taken
@@ -190,14 +191,17 @@ class Position:
             url=self._history.store.url,
         )
 
-    def move(self, application: Application, manifest: Manifest) -> Move:
-        """Move the baseline to a new version, on all ranks or none. No baseline is left in the field. A collective."""
+    def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> Move:
+        """Move the baseline to a new version, on all ranks or none. No baseline is left in the field. A collective.
+
+        replaced: what the patch overwrites, if that is kept.
+        """
         base, self.baseline = self.baseline, None
         assert base is not None
         moved: list[Move] = []
 
         def move_mine() -> int:
-            moved.append(base.move(application, manifest))
+            moved.append(base.move(application, replaced, manifest))
             return manifest.sequence
 
         try:

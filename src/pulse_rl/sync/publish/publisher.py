@@ -323,7 +323,7 @@ class Publisher:
             self.flush()  # the version before must be committed before this one builds on it
             anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
             manifest = make_manifest(digest=encoded.digest, anchor=anchor)
-            move = self._position.move(application, manifest)
+            move = self._position.move(application, encoded.replaced, manifest)
         upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
         if background:
             return self._deliver_in_background(upcoming, looked, encoded, clock)

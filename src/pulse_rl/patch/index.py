@@ -1,0 +1,81 @@
+"""The index of a patch: how its segments are divided into spans and these into blocks, and the changes of each segment.
+
+Compressed 32-bit numbers: of each block how many spans it has and how many bytes they share, of each span how many
+segments and bytes it has, of each segment how many changes; then the hash of each span. In format 1 each block is a
+span that has no hash.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from pulse_rl.codecs.zstd import decompress
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.patch.segments import Entry, Segments
+from pulse_rl.patch.table import TABLE_LEVEL
+
+MAX_SPANS = 1 << 20  # what is kept of them takes 0.5 GB; a patch of 10^12 elements has 30,000
+HASH_NBYTES = 16  # of a block: the first half of its BLAKE3, for which finding another block takes 2^128 attempts
+
+
+def span_hash(payload: bytes | memoryview) -> bytes:
+    return blake3(payload).digest(HASH_NBYTES)
+
+
+class CodedBlock(NamedTuple):
+    """A block to be written: what its spans share, and of each span the number of its segments and its bytes."""
+
+    shared: bytes
+    spans: list[tuple[int, bytes]]
+
+
+def encode_index(counts: NDArray[np.int64], blocks: Sequence[CodedBlock]) -> bytes:
+    """The index stream. counts: changes of each segment, in order."""
+    spans = [span for block in blocks for span in block.spans]
+    numbers = [number for block in blocks for number in (len(block.spans), len(block.shared))]
+    numbers += [number for size, payload in spans for number in (size, len(payload))]
+    hashes = b"".join(span_hash(payload) for _, payload in spans)
+    raw = np.array(numbers, "<u4").tobytes() + counts.astype("<u4").tobytes() + hashes
+    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(raw)
+
+
+class Index(NamedTuple):
+    blocks: list[tuple[int, int]]  # spans of each, and bytes that they share
+    spans: list[tuple[int, int]]  # segments and bytes of each
+    hashes: list[bytes | None]  # of each span
+
+
+def read_index(stream: memoryview, blocks: int, spans: int | None, table: Sequence[Entry], segments: Segments) -> Index:
+    """The index, of the length that header and table imply. Sets the segments' changes: no more than elements.
+
+    blocks, spans: how many the header names; no spans in format 1.
+    """
+    hashed = HASH_NBYTES
+    if spans is None:
+        blocks, spans, hashed = 0, blocks, 0  # each span is a block
+    most = min(len(segments), MAX_SPANS)
+    if not blocks <= spans <= most:
+        raise PatchFormatError(f"index: expected at most {most} spans, found {spans} in {blocks} blocks")
+    count = 2 * blocks + 2 * spans + len(segments)
+    nbytes = 4 * count + hashed * spans
+    words = decompress(stream, nbytes, "index")
+    if len(words) != nbytes:
+        raise PatchFormatError(f"index: expected {nbytes} bytes, found {len(words)}")
+    numbers = np.frombuffer(words, "<u4", count)
+    counts = numbers[2 * blocks + 2 * spans :]
+    sizes = segments.sizes()
+    over = np.flatnonzero(counts > sizes)
+    if len(over):
+        name = table[segments[int(over[0])].tensor].name
+        raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {sizes[over[0]]} elements")
+    segments.counts = counts
+    pairs = [(int(a), int(b)) for a, b in numbers[: 2 * blocks + 2 * spans].reshape(-1, 2).tolist()]
+    hashes: list[bytes | None] = [None] * spans
+    if hashed:
+        hashes = [bytes(words[at : at + hashed]) for at in range(4 * count, nbytes, hashed)]
+        return Index(pairs[:blocks], pairs[blocks:], hashes)
+    return Index([(1, 0)] * spans, pairs, hashes)

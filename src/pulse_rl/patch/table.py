@@ -1,0 +1,134 @@
+"""The table of a patch: its tensors, which boxes of them it covers, and which further names are tied to them.
+
+It is compressed JSON, made and read here. What is read is checked: names, dtypes, shapes and boxes within the limits.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import msgspec
+import zstandard
+
+from pulse_rl.checkpoint import header as safetensors_header
+from pulse_rl.codecs.zstd import decompress
+from pulse_rl.documents import decode_json
+from pulse_rl.dtypes import ITEMSIZES
+from pulse_rl.errors import PatchFormatError
+from pulse_rl.patch.segments import Entry
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box, disjoint, whole
+from pulse_rl.weights.pieces import pieces_of
+
+MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
+MAX_TENSORS = 1 << 20
+MAX_ELEMENTS = 1 << 41
+MAX_BOXES = 1024  # of a tensor in one part; to check that they are disjoint takes 10 µs for each
+TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
+
+_Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and sizes of each
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    tensors: list[tuple[str, str, tuple[int, ...], _Boxes]]  # name, dtype, shape, boxes; no boxes for all of it
+    tied: dict[str, str]  # further name → the name in `tensors` that stands for it
+
+
+class _Table1(msgspec.Struct, forbid_unknown_fields=True):
+    """The table of format 1."""
+
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    tied: dict[str, str]
+
+
+def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
+    """The table of these tensors: the boxes that this process owns of each; those that it owns nothing of are left out.
+
+    tensors: in canonical order.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        boxes = tuple(sorted(piece.box for piece in pieces_of(tensor) if piece.owned and piece.box.size))
+        if not tensor.size:
+            boxes = (whole(tensor.shape),)
+        if boxes:
+            found.append(Entry(name, tensor.dtype, tuple(tensor.shape), boxes))
+    return tuple(found)
+
+
+def encode_table(table: Sequence[Entry], tied: Mapping[str, str]) -> bytes:
+    """The table stream. Raises ValueError for a name that readers refuse."""
+    safetensors_header.check_names([*(entry.name for entry in table), *tied])
+    rows: list[tuple[str, str, tuple[int, ...], _Boxes]] = [
+        (name, dtype, shape, [] if boxes == (whole(shape),) else [(box.offset, box.sizes) for box in boxes])
+        for name, dtype, shape, boxes in table
+    ]
+    encoded = msgspec.json.encode(_Table(rows, dict(sorted(tied.items()))))
+    if len(encoded) > MAX_TABLE_NBYTES:
+        raise ValueError(
+            f"tensor names: expected a table of at most {MAX_TABLE_NBYTES} bytes, found {len(encoded)}: "
+            "too many tensors"
+        )
+    return _compressed(encoded)
+
+
+@lru_cache(maxsize=2)
+def _compressed(table: bytes) -> bytes:
+    """Kept from patch to patch, because a run's tables are equal and take a few ms to compress."""
+    return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
+
+
+def read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
+    data = decompress(stream, MAX_TABLE_NBYTES, "table")
+    if format_version == 1:
+        old = decode_json(data, _Table1, "broken table")
+        table = _Table([(*row, []) for row in old.tensors], old.tied)
+    else:
+        table = decode_json(data, _Table, "broken table")
+    if len(table.tensors) > MAX_TENSORS:
+        raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
+    names = [row[0] for row in table.tensors]
+    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+        raise PatchFormatError("table: expected names in ascending order, each once")
+    for name in [*names, *table.tied]:
+        if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
+            raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
+    total = 0
+    entries = []
+    for name, dtype, shape, rows in table.tensors:
+        if (
+            dtype not in ITEMSIZES
+            or len(shape) > safetensors_header.MAX_DIMENSIONS
+            or any(not 0 <= n <= MAX_ELEMENTS for n in shape)
+        ):
+            raise PatchFormatError(f"table: tensor {name!r} has an impossible dtype or shape: {dtype} {shape}")
+        total += math.prod(shape)
+        if total > MAX_ELEMENTS:
+            raise PatchFormatError(f"table: expected at most {MAX_ELEMENTS} elements, found more")
+        boxes = tuple(Box(*row) for row in rows) or (whole(shape),)
+        if rows:
+            _check_boxes(name, shape, boxes)
+        entries.append(Entry(name, dtype, shape, boxes))
+    known = set(names)
+    for alias, owner in table.tied.items():
+        if alias in known or owner in table.tied:
+            raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
+    return tuple(entries), table.tied
+
+
+def _check_boxes(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise PatchFormatError unless these are boxes of a tensor as a writer lists them."""
+    if len(boxes) > MAX_BOXES:
+        raise PatchFormatError(f"table: tensor {name!r}: expected at most {MAX_BOXES} boxes, found {len(boxes)}")
+    if (
+        any(len(box.offset) != len(shape) or len(box.sizes) != len(shape) for box in boxes)
+        or any(min((*box.offset, *box.sizes), default=0) < 0 or not box.inside(whole(shape)) for box in boxes)
+        or not disjoint(boxes)
+    ):
+        raise PatchFormatError(f"table: tensor {name!r}: expected disjoint boxes of a tensor of shape {list(shape)}")
+    if any(a > b for a, b in zip(boxes, boxes[1:], strict=False)):
+        raise PatchFormatError(f"table: tensor {name!r}: expected boxes in ascending order")
+    if whole(shape).size and not all(box.size for box in boxes):
+        raise PatchFormatError(f"table: tensor {name!r}: expected boxes that are not empty")

@@ -1,0 +1,177 @@
+"""Bits over NumPy arrays: host memory, viewed without a copy, or cast as it is read."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.kernels import cpu
+from pulse_rl.weights.casts import cast_array
+
+if TYPE_CHECKING:
+    import torch
+
+
+class HostBits:
+    """Bits over an array in host memory, of any strides.
+
+    tensor: the torch tensor whose memory it is, if any. Writes are counted for it, as torch counts its own: then a
+    backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
+    """
+
+    __slots__ = ("_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+
+    def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
+        self._tensor = tensor
+        self.dtype = dtype
+        self.array = array
+        self.shape: tuple[int, ...] = array.shape
+        self.size = int(array.size)
+        self.itemsize = int(array.itemsize)
+        # None if the elements do not lie one after another in row-major order.
+        self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
+        self._rows: UIntArray | None = None  # the same memory as (rows, run), where that is possible
+
+    @property
+    def rows(self) -> UIntArray | None:
+        """The elements as rows of one length and distance, as those of a part of a tensor are; None for others."""
+        if self._rows is None and self.array.ndim > 1:
+            self._rows = _as_rows(self.array)
+        return self._rows
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        if self.flat is not None:
+            return self.flat[start:stop]
+        if start == 0 and stop == self.size:
+            return np.ascontiguousarray(self.array).reshape(-1)
+        return self.array.flat[start:stop]
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        if self.flat is not None:
+            values = np.empty(len(indices), UINTS[self.itemsize])
+            cpu.gather(self.flat[start:], indices, values)
+            return values
+        if start == 0 and self.rows is not None:
+            values = np.empty(len(indices), UINTS[self.itemsize])
+            cpu.gather_rows(self.rows, indices, values)
+            return values
+        return self.array.flat[start + indices.astype(np.int64)]
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        if self.flat is not None:
+            cpu.scatter(self.flat[start:], indices, values)
+        elif start == 0 and self.rows is not None:
+            cpu.scatter_rows(self.rows, indices, values)
+        else:
+            self.array.flat[start + indices.astype(np.int64)] = values
+        self.count_write()
+
+    def write(self, start: int, values: UIntArray) -> None:
+        stop = start + len(values)
+        if self.flat is not None:
+            self.flat[start:stop] = values
+        elif len(values) == self.size:
+            self.array[...] = values.reshape(self.shape)
+        else:
+            self.array.flat[start:stop] = values
+        self.count_write()
+
+    def view(self, slices: tuple[slice, ...]) -> HostBits:
+        return HostBits(self.dtype, self.array[_index(slices)], self._tensor)  # of a 0-dim array a view, too
+
+    def count_write(self) -> None:
+        """Count a write for torch."""
+        if self._tensor is not None and not self._tensor.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(self._tensor)
+
+    @property
+    def contiguous(self) -> bool:
+        return self.flat is not None
+
+    @property
+    def writable(self) -> bool:
+        return bool(self.array.flags.writeable) and not expanded(self.shape, self.array.strides)
+
+    @property
+    def address(self) -> int:
+        """The address of the first element."""
+        return int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
+
+    @property
+    def storage(self) -> object:
+        return ("host", self.address, self.shape, self.array.strides, self.dtype)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return ("host", *np.lib.array_utils.byte_bounds(self.array))
+
+
+class ArrayCastBits:
+    """Bits over a NumPy array of floats that is cast as it is read; nothing can be written.
+
+    array: of any strides. cast: one of `ARRAY_CASTS`.
+    """
+
+    __slots__ = ("_cast", "_floats", "_source", "dtype", "itemsize", "shape", "size")
+
+    writable = False
+
+    def __init__(self, array: NDArray[Any], cast: str) -> None:
+        self._source = HostBits(array.dtype.name, array.view(UINTS[array.itemsize]))
+        self._floats, self._cast = array.dtype, cast
+        self.dtype, self.itemsize = DTYPES[cast]
+        self.shape, self.size = self._source.shape, self._source.size
+
+    def read(self, start: int, stop: int) -> UIntArray:
+        return cast_array(self._source.read(start, stop).view(self._floats), self._cast)
+
+    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
+        return cast_array(self._source.gather(start, indices).view(self._floats), self._cast)
+
+    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
+        raise TypeError("an array that is cast on reading cannot be written")
+
+    def write(self, start: int, values: UIntArray) -> None:
+        raise TypeError("an array that is cast on reading cannot be written")
+
+    @property
+    def contiguous(self) -> bool:
+        return self._source.contiguous
+
+    def view(self, slices: tuple[slice, ...]) -> ArrayCastBits:
+        return ArrayCastBits(self._source.array[_index(slices)].view(self._floats), self._cast)
+
+    @property
+    def storage(self) -> object:
+        return (self._source.storage, self.dtype)
+
+    @property
+    def extent(self) -> tuple[object, int, int]:
+        return self._source.extent
+
+
+def _index(slices: tuple[slice, ...]) -> Any:
+    """The index of a part of an array that is a view, also of an array without dimensions."""
+    return (*slices, ...)
+
+
+def _as_rows(array: UIntArray) -> UIntArray | None:
+    """The same memory as (rows, run) in row-major order; None if no two strides describe it."""
+    for split in range(array.ndim - 1, 0, -1):
+        rows = array.view()
+        try:
+            rows.shape = (math.prod(array.shape[:split]), math.prod(array.shape[split:]))
+        except AttributeError:  # it would take a copy
+            continue
+        return rows
+    return None
+
+
+def expanded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether several elements share one address, as in torch's expand and NumPy's broadcast_to."""
+    return 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
