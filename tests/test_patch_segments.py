@@ -4,17 +4,19 @@ import weakref
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import memory_of
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Entry, Segments, groups_of
-from pulse_rl.patch.targets import lies_of, spots_of
+from pulse_rl.patch.targets import lies_of, spots_of, targets
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
-from pulse_rl.weights.boxes import Box, whole
-from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, place_view
+from pulse_rl.weights.boxes import Box, Positions, whole
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.pieces import Piece, Pieces, Shard, join, pieces_of, place_view
 
 TABLE = [
     Entry("empty", "BF16", (0, 3), (Box((0, 0), (0, 3)),)),
@@ -73,7 +75,8 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
     }
     segments = whole_segments(tensors)
     live = {name: [bits] for name, bits in tensors.items()}
-    spots = spots_of(segments, range(len(tensors)), live, ())
+    spots, windows = spots_of(segments, range(len(tensors)), live, ())
+    assert (windows.runs == cpu.WHOLE).all()
     lying = list(lies_of(segments, live))
     for number, segment in enumerate(segments):
         entry = segments.table[segment.tensor]
@@ -98,11 +101,9 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
 
 
 def test_memory_that_is_not_plain_has_no_spots() -> None:
-    """Strided, reversed, shorter than its dtype, tied to other memory, cut, left out."""
+    """Strided, reversed, shorter than its dtype, tied to other memory, left out."""
     flat = np.zeros(512 * 512, np.int16)
     square, wide = flat.reshape(512, 512), np.zeros((512, 1024), np.int16)
-    half = [Piece(Box((0, 0), (512, 200)), as_bits(np.zeros((512, 200), np.int16)))]
-    half.append(Piece(Box((0, 200), (512, 312)), as_bits(np.zeros((512, 312), np.int16))))
     tensors: dict[str, list[Bits]] = {
         "strided": [as_bits(wide[:, ::2])],
         "reversed": [as_bits(square[::-1])],
@@ -113,13 +114,56 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
     }
     table = [Entry(name, "I16", (512, 512), (whole((512, 512)),)) for name in tensors]
     segments = Segments(table, groups_of(table, format_version=2))
-    assert not spots_of(segments, [0] * len(table), tensors, {"left out"}).addresses.any()
-    cut = Segments(table[:1], groups_of(table[:1], format_version=2))
-    halves = [piece._replace(times=times) for piece, times in zip(half, (3, -1), strict=True)]
-    found = spots_of(cut, [0], {"strided": [Pieces("I16", 2, (512, 512), halves)]}, ())
-    held = found.addresses > 0
-    assert 0 < np.count_nonzero(held) < len(held)  # tiles that one piece holds
-    assert [*found.times[held]] == [3 if start % 512 < 200 else -1 for start in found.starts[held]]
+    spots, windows = spots_of(segments, [0] * len(table), tensors, {"left out"})
+    assert not spots.addresses.any()
+    where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in segments]
+    assert [*(windows.rows == 0)] == where
+
+
+PARTS = st.tuples(st.integers(0, 500), st.integers(1, 512), st.integers(0, 500), st.integers(1, 512))
+
+
+@settings(deadline=None, max_examples=30)
+@given(PARTS, st.integers(0, 99))
+def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, int], seed: int) -> None:
+    """A box that holds parts of segments: what is left of their changes, and where, as `targets` gives it."""
+    shape, (top, height, left, width) = (512, 512), part
+    box = Box((top, left), (min(height, 512 - top), min(width, 512 - left)))
+    live: dict[str, list[Bits]] = {
+        "w": [Pieces("I16", 2, shape, [Piece(box, as_bits(np.zeros(box.sizes, np.int16)), -1)])]
+    }
+    table = [Entry("w", "I16", shape, (whole(shape),))]
+    segments = Segments(table, groups_of(table, format_version=2))
+    spots, windows = spots_of(segments, [7], live, ())
+    (piece,) = pieces_of(live["w"][0])
+    assert isinstance(piece.bits, HostBits)
+    random = np.random.default_rng(seed)
+    for number, (_, place, spec) in enumerate(segments):
+        indices = np.flatnonzero(random.random(spec.size) < 0.01).astype(np.uint32)
+        values = random.integers(0, 1 << 16, len(indices), np.uint16)
+        counts, own, new = cpu.windowed(windows.of([number]), np.array([len(indices)]), indices, values)
+        found = targets(live["w"][0], place)
+        assert len(found) == (windows.rows[number] > 0)
+        assert (spots.addresses[number] > 0) == bool(found)
+        for target in found:
+            expected = target.own(place, Changes(indices, values))
+            assert own.tolist() == expected.indices.tolist()
+            assert new.tolist() == expected.values.tolist()
+            assert spots.times[number] == -1
+            run = spots.runs[number]
+            flat = place_positions(target.positions(shape), own)
+            assert (spots.starts[number] + own // run * spots.strides[number] + own % run).tolist() == flat
+            at = spots.addresses[number] + 2 * (own // run * spots.apart[number] + own % run).astype(np.uint64)
+            rows, columns = np.divmod(np.array(flat), 512)
+            local = (rows - box.offset[0]) * box.sizes[1] + columns - box.offset[1]
+            assert at.tolist() == [piece.bits.address + 2 * int(one) for one in local]
+        assert counts.tolist() == [len(own)]
+
+
+def place_positions(at: Positions, indices: UIntArray) -> list[int]:
+    """The flat positions of elements of a place."""
+    found: list[int] = (at.starts[indices // at.run] + indices % at.run).tolist()
+    return found
 
 
 def test_addresses_keep_their_memory() -> None:

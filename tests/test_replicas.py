@@ -16,6 +16,7 @@ from pulse_rl.patch.live import by_name
 from pulse_rl.sync.group import shares
 from pulse_rl.sync.group.shares import Share
 from pulse_rl.weights import digests
+from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import pieces_of
 
@@ -47,9 +48,13 @@ def summed(found: list[Share]) -> int:
     return sum(digests.state_digest(share.held) for share in found) & digests.MASK
 
 
+def applied(found: list[Share], patch: bytes) -> list[Application]:
+    return [Application(unpack(patch), by_name(share.held, {})) for share in found]
+
+
 def gained(found: list[Share], patch: bytes) -> int:
     """What the digest gains by a patch, as ranks prove it."""
-    return sum(Application(unpack(patch), by_name(share.held, {})).own_delta() for share in found) & digests.MASK
+    return sum(application.own_delta() for application in applied(found, patch)) & digests.MASK
 
 
 @settings(deadline=None, max_examples=40)
@@ -70,6 +75,13 @@ def test_the_sum_is_the_digest_exactly_if_all_copies_are_equal(
     assert summed(found) == before
     assert sum(digests.state_digest(share.own) for share in found) & digests.MASK == before
     assert (before + gained(found, patch)) & digests.MASK == after
+    others = shares_of(old, held)
+    for share, application in zip(others, applied(others, patch), strict=True):
+        application.own_delta()
+        application.write()
+        for piece in pieces_of(share.held["w"]) if "w" in share.held else ():
+            expected = new[piece.box.slices(whole(SHAPE))]
+            assert piece.bits.read(0, piece.bits.size).tolist() == expected.reshape(-1).tolist()
     # One bit of one copy.
     share = data.draw(st.sampled_from([share for share in found if "w" in share.held]))
     piece = data.draw(st.sampled_from(pieces_of(share.held["w"])))

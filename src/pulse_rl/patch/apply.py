@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UINTS, UIntArray
+from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
@@ -153,7 +152,7 @@ class Application:
         if work.keep:
             work.changes = changes
         if work.spots is not None:
-            delta = cpu.spots_delta(work.spots, *_joined(changes))
+            delta = cpu.spots_delta(work.spots, *work.joined(changes))
         else:
             delta = sum(
                 self._check_segment(work.tensors[segment.tensor], segment, found)
@@ -186,7 +185,7 @@ class Application:
         """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it."""
         lying = []
         for work in self._work:
-            if work.spots is None or work.changes is None:
+            if work.spots is None or work.windows is not None or work.changes is None:
                 return None
             sizes = [segment.spec.size for segment in work.segments]
             names = [work.tensors[segment.tensor].name for segment in work.segments]
@@ -280,11 +279,11 @@ class Application:
 
     def _write_spots(self, work: Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
         """Write to plain memory, all segments at once."""
-        wrong = cpu.write_spots(spots, *_joined(changes))
+        wrong = cpu.write_spots(spots, *work.joined(changes))
         for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
-            for _, bits, _ in pieces_of(work.tensors[number].live[0]):
-                if isinstance(bits, HostBits):
-                    bits.count_write()
+            for piece in (piece for copy in work.tensors[number].live for piece in pieces_of(copy)):
+                if isinstance(piece.bits, HostBits):
+                    piece.bits.count_write()
         if wrong is not None:
             raise _not_written(work.tensors[work.segments[wrong].tensor].name)
 
@@ -304,13 +303,6 @@ class Application:
             "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
             "expected weights that do not overlap; they are as they were"
         )
-
-
-def _joined(changes: Sequence[Changes]) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
-    """The changes of several segments as one: how many there are of each, all indices, and all values."""
-    counts = np.array([len(one.indices) for one in changes], np.int64)
-    indices, values = zip(*changes, strict=True)
-    return counts, np.concatenate(indices), np.concatenate(values)
 
 
 def _not_written(name: str) -> IntegrityError:

@@ -3,7 +3,8 @@
 A segment that lies within one piece is read and written as it is coded. Where a receiver's pieces cut a segment, each
 target takes the changes that are its own; the others are another process's.
 
-Most segments are rows in plain host memory. `spots_of` says where, so that one call checks or writes many of them.
+Most segments are rows in plain host memory, or a part of one is. `spots_of` says where, so that one call checks or
+writes many of them.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -68,20 +69,23 @@ def holds(tensor: Bits, place: Place) -> bool:
     return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
 
 
-def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies], others: Container[str]) -> cpu.Spots:
-    """Where the segments of a patch lie in live memory.
+def spots_of(
+    segments: Segments, roots: Sequence[int], live: Mapping[str, Copies], others: Container[str]
+) -> tuple[cpu.Spots, cpu.Windows]:
+    """Where the segments of a patch, or the parts that this process holds of them, lie in live memory; and which parts.
 
     Those that do not lie in one place as rows have the address 0. roots: the seed of each tensor's digest. others:
     names of tensors to leave out.
     """
     columns: list[tuple[NDArray[np.int64], ...]] = []
     for group in segments.groups:
-        lying: dict[tuple[Box, ...], NDArray[np.int64]] = {}
+        lying: dict[tuple[Box, ...] | None, NDArray[np.int64]] = {}
         of_tensors, seeds = [], []
         for number in group.tensors:
             entry = segments.table[number]
-            pieces = [] if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
-            boxes = tuple(box for box, _, _ in pieces)
+            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
+            pieces = found or []
+            boxes = None if found is None else tuple(box for box, _, _ in found)
             if boxes not in lying:
                 kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
                 lying[boxes] = (_lying_and_kept if kept else _lying)(group.places, entry.shape, boxes)
@@ -95,20 +99,25 @@ def spots_of(segments: Segments, roots: Sequence[int], live: Mapping[str, Copies
             where, counted, how = (np.stack(each, axis=-1) for each in zip(*of_tensors, strict=True))
             roots_of = np.tile(np.array(seeds, np.uint64).view(np.int64), len(group.places))
             columns.append((where, *how, roots_of, counted))
-    empty = [(np.empty(0, np.int64),)] * 7
-    addresses, apart, starts, strides, lengths, all_seeds, all_times = (
+    empty = [(np.empty(0, np.int64),)] * 11
+    addresses, apart, starts, strides, lengths, *windows, all_seeds, all_times = (
         np.concatenate([one.reshape(-1) for one in column])
         for column in (zip(*columns, strict=True) if columns else empty)
     )
-    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64), all_times)
+    seeds_of = all_seeds.view(np.uint64)
+    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, seeds_of, all_times), cpu.Windows(
+        *windows
+    )
 
 
-def memory_at(spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, held: object) -> Memory | None:
+def memory_at(
+    spots: cpu.Spots, windows: cpu.Windows, sizes: NDArray[np.int64], itemsize: int, held: object
+) -> Memory | None:
     """The memory of segments of these spots and sizes, elements; None unless all of it can be used as it lies.
 
     held: what keeps the memory.
     """
-    memory, usable = _lines(spots, sizes, itemsize, held)
+    memory, usable = _lines(spots, windows, sizes, itemsize, held)
     return memory if usable.all() else None
 
 
@@ -117,52 +126,65 @@ def lies_of(segments: Segments, old: Mapping[str, Copies]) -> Iterator[Lies | No
 
     old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
     """
-    spots = spots_of(segments, [0] * len(segments.table), old, ())
-    memory, usable = _lines(spots, segments.sizes(), segments.change_nbytes() - 4, None)
+    spots, windows = spots_of(segments, [0] * len(segments.table), old, ())
+    memory, usable = _lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, None)
     columns = zip(*(each.tolist() for each in memory[:4]), strict=True)
     return (Lies(*lies) if fits else None for lies, fits in zip(columns, usable.tolist(), strict=True))
 
 
 def _lines(
-    spots: cpu.Spots, sizes: NDArray[np.int64], itemsizes: int | NDArray[np.int64], held: object
+    spots: cpu.Spots, windows: cpu.Windows, sizes: NDArray[np.int64], itemsizes: int | NDArray[np.int64], held: object
 ) -> tuple[Memory, NDArray[np.bool_]]:
     """The memory of segments, and of which it can be used as it lies: for kernels that compare many lanes at once."""
     rows = sizes // spots.runs
     aligned = spots.addresses.view(np.int64) % itemsizes == 0
-    usable = (spots.addresses > 0) & aligned & ((rows == 1) | (spots.runs >= cpu.LANES))
+    here = (spots.addresses > 0) & (windows.runs == cpu.WHOLE)
+    usable = here & aligned & ((rows == 1) | (spots.runs >= cpu.LANES))
     return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
 
 
-def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int, int]]:
-    """The box, the address and `times` of each piece of a tensor, if all of them lie in host memory."""
-    pieces = pieces_of(copies[0]) if len(copies) == 1 else ()
+def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int, int]] | None:
+    """The box, the address and `times` of each piece of a tensor; None unless all of them lie in host memory."""
+    if len(copies) > 1:
+        return None
+    pieces = pieces_of(copies[0]) if copies else ()
     found = [
         (box, bits.address, times)
         for box, bits, times in pieces
         if isinstance(bits, HostBits) and bits.contiguous and bits.dtype == entry.dtype
     ]
-    return found if len(found) == len(pieces) else []
+    return found if len(found) == len(pieces) else None
 
 
-def _lying(places: Sequence[Place], shape: Shape, boxes: tuple[Box, ...]) -> NDArray[np.int64]:
-    """Where each place of a group lies in memory that holds these boxes of a tensor.
+def _lying(places: Sequence[Place], shape: Shape, boxes: tuple[Box, ...] | None) -> NDArray[np.int64]:
+    """Where what is held of each place of a group lies in memory that holds these boxes of a tensor.
 
-    Returns (6, places): where its rows start in the memory of a box, the number of the box (−1 for none), the distance
-    of rows there, their start and distance in the tensor, and their length.
+    boxes: None if that memory is not plain. Returns (10, places): where its rows start in the memory of a box, the
+    number of the box (−1 for none), the distance of rows there, their start and distance in the tensor, and their
+    length; and the columns of its `Windows`.
     """
-    found = np.zeros((6, len(places)), np.int64)
-    found[1], found[5] = -1, 1
-    for number, place in enumerate(places):
+    found = np.zeros((10, len(places)), np.int64)
+    found[1], found[5], found[7], found[8], found[9] = -1, 1, cpu.WHOLE, cpu.WHOLE, 1
+    for number, place in enumerate(places if boxes is not None else ()):
+        assert boxes is not None
         if isinstance(place, Run):
             if boxes == (whole(shape),):
-                found[:, number] = (place.start, 0, place.size, place.start, place.size, place.size)
+                found[:6, number] = (place.start, 0, place.size, place.start, place.size, place.size)
             continue
         around = [held for held, box in enumerate(boxes) if box.intersect(place) is not None]
-        if len(around) == 1 and place.inside(boxes[around[0]]):
-            rows = rows_in(place, shape, boxes[around[0]])
-            if rows is not None:
-                (position, stride, run), (memory, apart, _) = rows
-                found[:, number] = (memory, around[0], apart, position, stride, run)
+        found[9, number] = bool(around)
+        if len(around) != 1:
+            continue
+        common = place.intersect(boxes[around[0]])
+        assert common is not None
+        rows = rows_in(common, shape, boxes[around[0]])
+        part = rows_in(common, shape, place)
+        if rows is not None and part is not None:
+            (position, stride, run), (memory, apart, _) = rows
+            found[:6, number] = (memory, around[0], apart, position, stride, run)
+            if common != place:
+                start, distance, length = part[1]
+                found[6:, number] = (start, distance, length, common.size // length)
     found.flags.writeable = False
     return found
 

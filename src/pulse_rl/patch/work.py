@@ -9,6 +9,9 @@ from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pulse_rl.codecs.base import Units, consecutive
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
@@ -41,7 +44,8 @@ class Work:
     units: Units  # of the span that they are from
     numbers: list[int]  # of these units, which of them
     keep: bool  # whether the changes stay in memory from proof to write
-    spots: cpu.Spots | None  # where all of them lie in live memory, if that is known
+    spots: cpu.Spots | None = None  # where what is held of all of them lies in live memory, if that is known
+    windows: cpu.Windows | None = None  # which parts of them that is, unless it is all
     memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
     changes: list[Changes] | None = None  # of each segment, while they are in memory
     written: bool = False
@@ -54,6 +58,13 @@ class Work:
 
     def _read(self, segment: Segment) -> UIntArray:
         return rows_of(self.tensors[segment.tensor].before[0], segment.place)
+
+    def joined(self, changes: Sequence[Changes]) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+        """The changes of what is held as one: how many there are of each segment, all indices, and all values."""
+        counts = np.array([len(one.indices) for one in changes], np.int64)
+        indices, values = zip(*changes, strict=True)
+        found = counts, np.concatenate(indices), np.concatenate(values)
+        return found if self.windows is None else cpu.windowed(self.windows, *found)
 
     @property
     def changed(self) -> int:
@@ -82,13 +93,13 @@ def plan(
         ]
         # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
         keep_all = bool(part.codec.conditional and (shared or overlapping))
-        spots = None
+        lying = None
         if before is live:
-            spots = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared)
+            lying = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared)
         counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
         sizes = part.segments.sizes()
         for span, segments, units in part.opened():
-            work = Work([], tensors, units, [], keep_all, None)
+            work = Work([], tensors, units, [], keep_all)
             held: list[int] = []
             at = span.segments.numbers.start
             for number, members in enumerate(consecutive(segments, units.sizes)):
@@ -102,11 +113,12 @@ def plan(
             widths, mine = change_nbytes[held], counts[held]
             budget -= int((mine * widths).sum())
             work.keep |= budget >= 0
-            if spots is not None and (widths == widths[0]).all():
-                found = spots.of(held)
-                if ((found.addresses > 0) | (mine == 0)).all():
-                    work.spots = found
-                work.memory = memory_at(found, sizes[held], int(widths[0]) - 4, tensors)
+            if lying is not None and (widths == widths[0]).all():
+                spots, windows = lying[0].of(held), lying[1].of(held)
+                if ((spots.addresses > 0) | (windows.rows == 0) | (mine == 0)).all():
+                    work.spots = spots
+                    work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
+                work.memory = memory_at(spots, windows, sizes[held], int(widths[0]) - 4, tensors)
             yield work
 
 

@@ -24,16 +24,18 @@ from pulse_rl.kernels.cpu.changes import (
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
-from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
+from pulse_rl.kernels.cpu.spots import WHOLE, Spots, Windows, spots_delta, windowed, write_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, Split, split
 
 __all__ = [
     "LANES",
     "SLACK",
+    "WHOLE",
     "Cut",
     "Grid",
     "Split",
     "Spots",
+    "Windows",
     "buffer",
     "digest_delta",
     "digest_range",
@@ -51,5 +53,6 @@ __all__ = [
     "spots_delta",
     "union",
     "unions",
+    "windowed",
     "write_spots",
 ]

@@ -1,7 +1,8 @@
 """Changes of many segments, checked or written in one call where they lie in live memory.
 
 A segment's elements are rows, all of one length and distance: in memory, from an address on, and in its tensor, from a
-flat position on. Indices count through a segment's rows, and the caller has checked that they are in range.
+flat position on. Indices count through a segment's rows, and the caller has checked that they are in range. Where this
+process holds only a part of a segment, `windowed` first leaves the changes of that part.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -19,6 +20,7 @@ from pulse_rl.kernels.cpu.arrays import buffer, prefetch_line, read_only
 from pulse_rl.kernels.cpu.compiled import kernel
 from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 
+WHOLE = 1 << 32  # more than the elements of any segment
 AT_ONCE = 2048  # changes whose cache lines, of 64 bytes, stay in a core's own cache until they are read back
 
 
@@ -37,6 +39,20 @@ class Spots(NamedTuple):
         """Some of them."""
         where = np.array(numbers, np.intp)
         return Spots._make(column[where] for column in self)
+
+
+class Windows(NamedTuple):
+    """Which elements of segments are of interest, as rows of one length and distance, (segments,) each."""
+
+    starts: NDArray[np.int64]  # the index of the first one
+    apart: NDArray[np.int64]  # elements from row to row in the segment
+    runs: NDArray[np.int64]  # elements in a row; WHOLE for all of the segment
+    rows: NDArray[np.int64]  # 0 for none
+
+    def of(self, numbers: Sequence[int]) -> "Windows":
+        """Some of them."""
+        where = np.array(numbers, np.intp)
+        return Windows._make(column[where] for column in self)
 
 
 def _pointer(context: Any, builder: Any, values: Any, address: Any, index: Any) -> Any:
@@ -152,3 +168,36 @@ def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
     """
     wrong = int(_write_spots(spots, counts, read_only(indices), read_only(values)))
     return None if wrong < 0 else wrong
+
+
+@kernel
+def _windowed(windows, counts, indices, values, kept, kept_indices, kept_values):
+    k, m = np.int64(0), np.int64(0)
+    for s in range(counts.shape[0]):
+        first, rows, start = m, windows.rows[s], windows.starts[s]
+        whole, apart, run = windows.runs[s] == WHOLE, np.uint32(windows.apart[s]), np.uint32(windows.runs[s])
+        for j in range(k, k + counts[s] if rows > 0 else k):
+            at = indices[j]
+            if not whole:
+                if at < start:
+                    continue
+                at -= np.uint32(start)
+                row = np.uint32(at // apart)
+                column = np.uint32(at - row * apart)
+                if row >= rows or column >= run:
+                    continue
+                at = np.uint32(row * run + column)
+            kept_indices[m], kept_values[m] = at, values[j]
+            m += 1
+        kept[s] = m - first
+        k += counts[s]
+    return m
+
+
+def windowed(
+    windows: Windows, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+    """The changes of parts of segments, with indices into the parts. Arguments as of `spots_delta`."""
+    kept, kept_indices, kept_values = np.empty_like(counts), np.empty_like(indices), np.empty_like(values)
+    size = int(_windowed(windows, counts, read_only(indices), read_only(values), kept, kept_indices, kept_values))
+    return kept, kept_indices[:size], kept_values[:size]

@@ -23,7 +23,7 @@ from pulse_rl.kernels.cpu.changes import (
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
-from pulse_rl.kernels.cpu.spots import Spots, spots_delta, write_spots
+from pulse_rl.kernels.cpu.spots import Spots, Windows, spots_delta, windowed, write_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, split
 
 N = 192  # elements; kernels look at 64 at a time
@@ -77,6 +77,7 @@ def _warm_changes(itemsize: int) -> None:
     spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64), one)
     spots_delta(spots, one + count, indices, values)
     write_spots(spots, one + count, indices, values)
+    windowed(Windows(one, one + N, one + N, one), one + count, indices, values)
     address = spots.addresses.view(np.int64)
     in_order(spots, Stretches(one, np.array([0, 1]), address, one + N), one + count, indices, values)
     study.count_differing(old, new)
