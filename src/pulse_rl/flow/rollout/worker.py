@@ -125,7 +125,8 @@ class RolloutWorker:
                 self._versions = {}
                 for name, held in self._held.items():
                     await self._follow(name)
-                    held.digest = await asyncio.to_thread(held.sampling.sampler.verify)
+                    async with held.turn:  # a version that has just come may be followed meanwhile
+                        held.digest = await asyncio.to_thread(held.sampling.sampler.verify)
                 await self._ask_for_orders()  # which also says what is held
             for service in running:
                 service.cancel()
