@@ -16,7 +16,6 @@ import servers
 import pulse_rl as pulse
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import LARGE_NBYTES
 
 
 @pytest.fixture(params=["memory", "file", "s3", "azure"])
@@ -130,18 +129,6 @@ def test_streams_are_written_and_read_in_parts(store: Store) -> None:
     parts = [bytes([i]) * (1 << 20) for i in range(20)]
     store.put("big", iter(parts))
     assert b"".join(store.stream("big")) == b"".join(parts)
-
-
-def test_an_object_of_a_directory_is_read_whole_whichever_way(tmp_path: Path) -> None:
-    """Large ones are read by another way than small ones, and raise the same."""
-    store = pulse.open_store(tmp_path)
-    for size in (0, 5, LARGE_NBYTES - 1, LARGE_NBYTES, LARGE_NBYTES + 7):
-        data = os.urandom(size)
-        store.put(f"patches/{size}", data)
-        assert bytes(store.get(f"patches/{size}")) == data
-    (tmp_path / "patches" / str(size)).unlink()
-    with pytest.raises(ObjectNotFoundError):
-        store.get(f"patches/{size}")
 
 
 def test_a_stream_that_fails_leaves_no_object(store: Store) -> None:

@@ -30,7 +30,6 @@ from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
 from pulse_rl.store.urls import as_path, is_url, refusal
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
-LARGE_NBYTES = 1 << 18  # from here on an object of a directory is read in the thread that wants it
 PARTS_AT_ONCE = 3  # parts in memory during a write; obstore's default of 12 takes 100 MB where the disk is slow
 
 # By the scheme of their URLs: the store, and the prefix of its environment variables.
@@ -206,14 +205,6 @@ class DirectoryStore(ObjectStore):
                 name=name,
             )
         return super()._open_existing(name)
-
-    def get(self, name: str) -> memoryview:
-        with self._translated("read", name):
-            found = obstore.get(self._open_existing(name), name)
-            if found.meta["size"] < LARGE_NBYTES:
-                return memoryview(found.bytes())
-            # Here, and not in one of obstore's many threads: each one's heap would keep as much memory afterwards.
-            return memoryview((self.path / name).read_bytes())
 
     def _is_foreign(self, error: BaseError) -> bool:
         return True  # or a link that leads nowhere, or round in a circle
