@@ -126,7 +126,8 @@ class Subscriber:
 
         with self._ranks.collective():
             self._ranks.share("make a subscriber", make, bool)
-        self.history, heart = made[0]
+        history, heart = made[0]
+        self.history = history
         self._poll, self._poll_max = poll, poll_max
         self._peers = RankPeers(self._ranks)
         self._proof = Proof(self._peers, int(verify_live), overwrite)
