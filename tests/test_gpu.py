@@ -259,4 +259,4 @@ def test_exponents_hot_elements_and_moves_equal_those_of_the_cpu(dtype: str) -> 
     after = with_changes(old[0], 1.0, 4)
     moved = moves.find_moves(device.upload(old[0]), device.upload(after), field)
     for found, on_cpu in zip(moved, cpu_moves.find_moves(old[0], after, field), strict=True):
-        assert device.download(found).tolist() == on_cpu.tolist()
+        assert device.download(found).tolist() == np.asarray(on_cpu).tolist()

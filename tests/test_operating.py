@@ -113,7 +113,9 @@ def test_a_waiting_subscriber_is_alive(store: Store, monkeypatch: pytest.MonkeyP
     run.publish()
     weights = run.empty()
     subscriber.sync(weights)
-    until(lambda: subscriber._heart is not None and subscriber._heart._thread is None)
+    heart = subscriber._beating.heart
+    assert heart is not None
+    until(lambda: heart._thread is None)
     before = pulse.status(store).subscribers
     store.delete("heartbeats/w.json")
     with pytest.raises(TimeoutError):
