@@ -267,5 +267,5 @@ def test_a_code_out_of_range_is_refused() -> None:
         if fine:
             assert decode().indices.tolist() == [7]
         else:
-            with pytest.raises(FormatError, match="does not hold 1 sends of 64 elements"):
+            with pytest.raises(FormatError, match="expected 1 sends of 64 elements"):
                 decode()

@@ -189,7 +189,7 @@ def _decode_log8(data: memoryview, count: int, segment: SharedSegment, coding: C
     found = streams.decode(np.frombuffer(data, np.uint8), segment.bits, count, field)
     if found is None:
         raise FormatError(
-            f"payload: a stream of {len(data)} bytes does not hold {count} sends of {segment.size} elements"
+            f"payload: expected {count} sends of {segment.size} elements, found {len(data)} bytes that do not hold them"
         )
     indices, codes = found
     values = log8.to_values(codes, _cells(segment, indices), coding.gate, coding.scale)
