@@ -30,7 +30,6 @@ from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 # Read when vLLM is imported, and by the core's process.
 ENVIRONMENT = {
-    "VLLM_PLUGINS": "pulse",  # the core ends with this worker, if that is killed
     "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,6 +50,9 @@ class VllmSampler:
     def __init__(self, name: str, config: RunConfig, assets: dict[str, bytes]) -> None:
         for variable, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(config.threads)}).items():
             os.environ.setdefault(variable, value)
+        # Beside the user's own: by it the core ends with this worker, if that is killed.
+        plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+        os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, "pulse"]))
         require("vllm", "vllm")
         self._name, self._config, self._assets = name, config, assets
         self._engine: Any = None  # until there is a version to load
