@@ -5,14 +5,15 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from flow_runs import check, finish, start
 from runs import children, wait_for
+from vllm_world import tied_model
 
 from pulse_rl.flow.training.trainer import directory
-from pulse_rl.rl import metrics, model
+from pulse_rl.rl import metrics
 
 pytest.importorskip("vllm")
+pytest.importorskip("transformers")
 psutil = pytest.importorskip("psutil")
 
 PATIENCE_S = 600  # for an engine to start, with other work on the machine
@@ -20,24 +21,9 @@ PATIENCE_S = 600  # for an engine to start, with other work on the machine
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A small Llama as files, whose attention heads vLLM has kernels for on a CPU."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = model.load("tiny", seed=0).tokenizer
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    """A small Llama as files."""
+    llama, tokenizer = tied_model()
+    llama.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -6,36 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_world import tied_model
 
 import pulse_rl as pulse
 from pulse_rl.rl import model, policy
 from pulse_rl.rl.config import RunConfig, check
 
 pytest.importorskip("vllm")
+pytest.importorskip("transformers")
 
 from pulse_rl.rl.vllm_sampler import VllmSampler
 
 
 @pytest.fixture(scope="module")
 def loaded() -> model.Loaded:
-    """A small Llama, whose attention heads vLLM has kernels for on a CPU."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = model.load("tiny", seed=0).tokenizer
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return model.Loaded(transformers.LlamaForCausalLM(config).bfloat16().eval(), tokenizer)
+    """A small Llama."""
+    llama, tokenizer = tied_model()
+    return model.Loaded(llama.bfloat16().eval(), tokenizer)
 
 
 def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Loaded, tmp_path: Path) -> None:

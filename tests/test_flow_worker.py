@@ -246,7 +246,7 @@ def test_full_weights_are_read_whole_at_each_version(tmp_path: Path) -> None:
 def test_an_interrupted_turn_says_of_each_token_which_version_made_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each token's log-probability is that of the version that it is said to be of, and not of the one before."""
+    """Each token names a version. Its log-probability is the one under that version, not under the version before."""
     monkeypatch.setattr(worker, "HEARTBEAT_S", 0.02)
     world = World(tmp_path, tokens=48, staleness=40)
     world.recipe = _with(world.recipe, interrupt=True)

@@ -52,6 +52,33 @@ def tiny_model() -> tuple[Any, Any]:
     return transformers.LlamaForCausalLM(config).to(torch.bfloat16), tokenizer
 
 
+def tied_model() -> tuple[Any, Any]:
+    """A random Llama in float32 with a tied head, and the tokenizer of the reference run's tiny model.
+
+    vLLM has kernels on a CPU for its attention heads; it has none for the tiny model's.
+    """
+    import transformers
+
+    from pulse_rl.rl.model import load
+
+    tokenizer = load("tiny", seed=0).tokenizer
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config), tokenizer
+
+
 def step(model: Any, seed: int) -> None:
     """Move 2 % of the elements, far enough to change what is generated."""
     generator = torch.Generator().manual_seed(seed)

@@ -294,7 +294,7 @@ class PolicyBuffer:
         return self.settings.steps is not None and self.state.step >= self.settings.steps
 
     def in_round(self) -> bool:
-        """Whether a version of which a batch was given lacks others: a rank has not been given all of its own."""
+        """Whether a round is open: it has begun, and a rank has not pulled all its batches of it yet."""
         state = self.state
         unfinished = (state.given - state.step * self.settings.ranks) % self.settings.batches
         return bool(unfinished or state.owed or any(number < state.given for number in state.again))

@@ -100,7 +100,7 @@ class Waves:
         return self._of(policy).batches * self._of(policy).groups
 
     def _given(self, policy: str) -> int:
-        """Batches that a policy has been given of its last round; negative before it has come to it again."""
+        """Batches of its last round that a policy has pulled; negative after a loss, until it is back at that round."""
         return self._buffers[policy].state.given - self._start(policy) * self._of(policy).ranks
 
     def _published(self, policy: str) -> bool:

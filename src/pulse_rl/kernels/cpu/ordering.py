@@ -20,7 +20,7 @@ MOVES = 32  # by insertion, for each change: a stretch that takes more is sorted
 
 
 class Stretches(NamedTuple):
-    """Stretches of memory, each with segments of its own."""
+    """Stretches of memory, and the segments that lie in each."""
 
     members: NDArray[np.int64]  # (k,) the numbers of the segments, those of one stretch after those of another
     edges: NDArray[np.int64]  # (stretches + 1,) where the members of each begin

@@ -4,7 +4,7 @@ Where a version ties tensors that the live weights hold separately, the further 
 written like it, and counted such that the digest proves them equal.
 
 A patch is decoded tile by tile, by some codecs from the old bits of a whole tile. Where a rank holds only a part of a
-tile, it keeps the rest in memory of its own: its *halo*, pieces that no digest counts. Patches write to them too, so
+tile, it keeps a copy of the rest: its *halo*, pieces that no digest counts. Patches write to them too, so
 they stay what the neighbours hold.
 """
 
