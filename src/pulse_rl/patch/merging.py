@@ -4,7 +4,6 @@ The write of a segment costs some microseconds beside its changes, and a small m
 patches that change an element the last one counts.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import spread
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
@@ -187,4 +186,4 @@ def write_all(batched: Sequence[Batch]) -> None:
     for batch in batched:
         if batch.on_device:
             batch.write()
-    deque(ordered_map(Batch.write, (batch for batch in batched if not batch.on_device)), maxlen=0)
+    spread(Batch.write, [batch for batch in batched if not batch.on_device])
