@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import TypeVar
 
@@ -116,10 +116,13 @@ def spread(work: Callable[[T], object], items: Sequence[T]) -> None:
 
 @contextmanager
 def _staying_on(processor: int) -> Iterator[None]:
-    """This thread runs on one processor."""
+    """This thread runs on one processor, where the system allows that."""
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {processor})
+    # An OSError: it is forbidden, or the processor was taken from this process meanwhile. Then the scheduler chooses.
+    with suppress(OSError):
+        os.sched_setaffinity(0, {processor})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, allowed)
+        with suppress(OSError):
+            os.sched_setaffinity(0, allowed)
