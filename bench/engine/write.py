@@ -11,7 +11,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 
 import pulse_rl as pulse
@@ -34,9 +36,9 @@ def flip(weights: dict[str, torch.Tensor], density: float) -> int:
     lines = 0
     for tensor in weights.values():
         flat = tensor.view(torch.int16).view(-1)
-        where = torch.randint(0, len(flat), (max(1, round(len(flat) * density)),)).unique()
-        flat[where] ^= 1
-        lines += len((where * flat.itemsize // LINE).unique())
+        where = np.unique(torch.randint(0, len(flat), (max(1, round(len(flat) * density)),)).numpy())
+        flat[torch.from_numpy(where)] ^= 1
+        lines += len(np.unique(where * flat.itemsize // LINE))
     return lines
 
 
@@ -64,12 +66,13 @@ def main() -> None:
                 staged = subscriber.stage(live)
                 max(int(tensor.view(torch.int16).max()) for tensor in live.values())
                 write = timed(staged.apply)
-                elements = lines * LINE // other.itemsize
-                found.append((*write, timed(lambda n=elements: other[:n].copy_(everything[:n]))[0]))
-            wall, processor, copy = map(statistics.median, zip(*found, strict=True))
+                part = slice(lines * LINE // other.itemsize)
+                copy, _ = timed(partial(other[part].copy_, everything[part]))
+                found.append((*write, copy))
+            wall, processor, copied = map(statistics.median, zip(*found, strict=True))
             share = staged.changes / len(everything)
-            print(f"{staged.changes:9,} {share:8.2%} {lines:8,} {wall:6.1f} ms {processor:7.1f} ms {copy:11.1f} ms")
-    whole = statistics.median(timed(lambda: other.copy_(everything))[0] for _ in range(TURNS))
+            print(f"{staged.changes:9,} {share:8.2%} {lines:8,} {wall:6.1f} ms {processor:7.1f} ms {copied:11.1f} ms")
+    whole = statistics.median(timed(partial(other.copy_, everything))[0] for _ in range(TURNS))
     print(f"a copy of all {everything.nbytes / 1e6:.0f} MB: {whole:.1f} ms")
 
 

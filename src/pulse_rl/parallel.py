@@ -103,7 +103,7 @@ def spread(work: Callable[[T], object], items: Sequence[T]) -> None:
         for item in items:
             work(item)
         return
-    processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     left = iter(items)  # each thread takes the next one
 
     def run(number: int) -> None:
