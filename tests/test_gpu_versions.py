@@ -145,7 +145,7 @@ def test_a_device_and_a_host_publish_the_same_bytes(
     assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 16 * 40)
 
 
-def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice) -> None:
+def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice, searched: list[int]) -> None:
     """By `sync`, then by `stage` and `apply`; the device's publisher resumes in between."""
     trainer, worker = the_device.put(bfloat16()), bfloat16()
     there = the_device.put(worker)
@@ -170,6 +170,7 @@ def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: The
             assert bits_of(weights) == bits_of(trainer)
             assert [tensor.data_ptr() for tensor in weights.values()] == before
             assert subscriber.verify(weights) == publisher.digest
+        assert sum(searched) == version * sum(tensor.numel() for tensor in trainer.values())
 
 
 def test_masters_are_cast_where_they_are_compared(the_device: TheDevice, searched: list[int]) -> None:
