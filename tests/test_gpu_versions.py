@@ -244,3 +244,17 @@ def test_a_staged_version_is_written_in_one_launch_and_read_back(
             with pytest.raises(pulse.IntegrityError, match="does not hold the bits that were just written"):
                 staged.apply()
             assert subscriber.version is None
+
+
+def test_weights_that_are_partly_on_the_device_and_offloaded_for_a_version(the_device: TheDevice) -> None:
+    trainer, worker = bfloat16(), bfloat16()
+    trainer |= the_device.put({name: trainer[name] for name in ("head", "layers.0.up")})
+    worker |= the_device.put({name: worker[name] for name in ("head", "norm")})
+    publisher = pulse.Publisher("memory://", codec="gap", baseline="device")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        weights = {name: tensor.cpu().clone() for name, tensor in trainer.items()} if version == 1 else trainer
+        step(weights, version)
+        publisher.publish(weights, version=version)
+        subscriber.stage(worker).apply() if version == 2 else subscriber.sync(worker)
+        assert bits_of(worker) == bits_of(weights)
