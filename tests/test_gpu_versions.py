@@ -18,7 +18,7 @@ from gpu_device import fast_switches  # noqa: F401 - a fixture
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import changes
-from pulse_rl.weights import rooms
+from pulse_rl.weights import devices
 
 if TYPE_CHECKING:
     from pulse_rl.codecs.choose import CodecName
@@ -67,7 +67,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def the_device(monkeypatch: pytest.MonkeyPatch) -> TheDevice:
     made = TheDevice()
     if not gpu_device.CUDA:
-        monkeypatch.setattr(rooms, "on_cuda", made.holds)
+        monkeypatch.setattr(devices, "on_cuda", made.holds)
     return made
 
 
@@ -119,13 +119,13 @@ def bits_of(weights: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each search on the device."""
     found: list[int] = []
-    find = rooms.Device.find
+    find = devices.Cuda.find
 
-    def noted(room: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
+    def noted(device: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
         found.append(int(sizes.sum()))
-        return find(room, old, new, sizes, *given, **options)
+        return find(device, old, new, sizes, *given, **options)
 
-    monkeypatch.setattr(rooms.Device, "find", noted)
+    monkeypatch.setattr(devices.Cuda, "find", noted)
     return found
 
 
