@@ -38,6 +38,14 @@ def room(n: int, width: int) -> tuple[Any, Any]:
     return np.empty(n + cpu.SLACK, np.uint32), np.empty(n + cpu.SLACK, UINTS[width])
 
 
+def test_scratch_of_one_name_has_the_dtype_that_is_asked_for() -> None:
+    """Two modules chose one name: the narrower memory was used for the wider elements."""
+    narrow, wide = cpu.buffer("twice", 8, np.uint32), cpu.buffer("twice", 8, np.uint64)
+    assert (narrow.dtype, wide.dtype) == (np.uint32, np.uint64)
+    assert cpu.buffer("twice", 4, np.uint32) is narrow
+    assert len(cpu.buffer("twice", 9, np.uint64)) >= 9
+
+
 @settings(deadline=None, max_examples=200)
 @given(WIDTHS, SIZES, DENSITIES, SEEDS)
 def test_find_changes_equals_its_twin(width: int, n: int, density: float, seed: int) -> None:

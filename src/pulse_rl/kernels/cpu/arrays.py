@@ -111,17 +111,21 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return view
 
 
-_buffers = threading.local()
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, Any], NDArray[Any]] = {}  # by name and dtype
+
+
+_scratch = _Scratch()
 
 
 def buffer(name: str, size: int, dtype: Any) -> NDArray[Any]:
     """Scratch memory of this thread by name: at least `size` elements, contents undefined.
 
-    It is valid until the thread asks for the same name again. It is kept at its largest size, so that sparse work
-    allocates only its results. One name always has one dtype.
+    It is valid until the thread asks for the same name and dtype again. It is kept at its largest size, so that sparse
+    work allocates only its results.
     """
-    held: NDArray[Any] | None = getattr(_buffers, name, None)
+    held = _scratch.held.get((name, dtype))
     if held is None or len(held) < size:
-        held = np.empty(size, dtype)
-        setattr(_buffers, name, held)
+        held = _scratch.held[name, dtype] = np.empty(size, dtype)
     return held

@@ -98,6 +98,6 @@ def _sort(classes, cells, grid, edges, places):
 def sort(classes: NDArray[np.uint8], cells: UIntArray, grid: Grid) -> Sorted:
     """Sort the elements of a segment by class. classes, cells: (n,), as of `classes_of`."""
     edges = np.empty(CLASSES + 1, np.int64)
-    places = buffer("places", len(classes), np.uint32)[: len(classes)]
+    places = buffer("by class", len(classes), np.uint32)[: len(classes)]
     _sort(read_only(classes), read_only(cells), grid, edges, places)
     return Sorted(edges, places)
