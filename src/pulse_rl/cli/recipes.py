@@ -59,7 +59,7 @@ def new(recipe: str | None, sets: list[str], given: Mapping[str, object]) -> "Re
         if not any(text.partition("=")[0].strip() == "out" for text in changes):
             found = recipe_file.load(recipe, [*changes, _set("out", numbered(found.out))])
         return found
-    given = {"out": numbered(OUT)} | given
+    given = {"out": numbered(OUT), **given}
     default = recipe_file.read(DEFAULT)
     (policy,), (pool,) = default["policies"], default["pools"]
     with _options(policy):
@@ -125,7 +125,7 @@ def _options(policy: str) -> Iterator[None]:
     except ValueError as error:
         text = str(error).replace(f"policies.{policy}.loss: clip", "--clip").replace("workflow: task", "--task")
         settings = [(key, name) for name, keys in SETTINGS.items() for key in keys]
-        for key, name in sorted(settings, reverse=True):  # group_size before group, were there one
+        for key, name in sorted(settings, reverse=True):  # sync_every before sync
             text = text.replace(key.format(policy=f"policies.{policy}", pool="pools[0]"), _names([name]))
         raise ValueError(text) from None
 

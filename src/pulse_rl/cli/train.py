@@ -43,7 +43,7 @@ def train(
             "--set",
             metavar="KEY=VALUE",
             help="Change a setting of the recipe, as in policies.solver.lr=1e-6, pools.near.workers=4 or model=tiny. "
-            "May be given several times.",
+            "Without --recipe, of math. May be given several times.",
             rich_help_panel=_RECIPE,
         ),
     ] = None,
@@ -86,8 +86,8 @@ def train(
     chunk: Annotated[
         int,
         _option(
-            "Prompts that a worker samples at a time, each with all its completions; --prompts must be a multiple. A "
-            "smaller chunk spreads a step over more workers.",
+            "Prompts that a worker samples at a time, each with all its completions. A smaller chunk spreads a step "
+            "over more workers. With --deterministic it is 1.",
             _GRPO,
         ),
     ] = 4,

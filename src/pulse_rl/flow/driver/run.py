@@ -69,6 +69,8 @@ def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
 def _check(recipe: Recipe) -> None:
     for policy in recipe.policies.values():
         model_name.require_config(policy.model)
+    if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):
+        require("vllm", "vllm")
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:
