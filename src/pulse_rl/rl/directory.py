@@ -24,6 +24,7 @@ from typing import IO
 
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
+from pulse_rl.rl.metrics import METRICS
 from pulse_rl.store.objects import open_store
 
 RECIPE = "recipe.toml"
@@ -83,7 +84,7 @@ def remove(directory: Path, *more: str) -> None:
 
 def begun(directory: Path) -> bool:
     """Whether a directory holds a run."""
-    return any((directory / name).is_file() for name in (RECIPE, FORMER))
+    return any((directory / name).is_file() for name in (RECIPE, FORMER, METRICS))
 
 
 def free(directory: Path) -> bool:
