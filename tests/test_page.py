@@ -303,6 +303,30 @@ def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
     assert "nan" in "".join(document.text)  # a loss of NaN is in the table
 
 
+def test_the_summary_of_one_policy_has_it_at_the_top_too(tmp_path: Path) -> None:
+    """What programs read of a run of `pulse-rl train`."""
+    _, found, _ = _run(tmp_path, 3)
+    totals = {
+        "run",
+        "model",
+        "task",
+        "sync",
+        "steps",
+        "seconds",
+        "elements",
+        "full_nbytes",
+        "reduction",
+        "dropped_chunks",
+    }
+    lists = {"patch_nbytes", "density", "reward", "solved", "loss"}
+    assert totals | lists | {"trainer_sync", "trainer_version", "trainer_digest", "workers", "policies"} <= found.keys()
+    assert (found["steps"], found["seconds"], found["dropped_chunks"]) == (3, 9.0, 3)
+    assert found["patch_nbytes"] == found["policies"]["solver"]["patch_nbytes"] == [101, 102, 103]
+    (worker,) = found["workers"]
+    assert (worker["id"], worker["version"], worker["verified"], worker["restarts"]) == (HOSTILE, 3, True, 0)
+    assert (worker["digest"], worker["fetched_nbytes"]) == (found["trainer_digest"], 12345)
+
+
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:
     document = read(run_report.html(*_run(tmp_path, 3, trainers=2)[1:]))
     assert document.values[-1] == "26.7 ×"
