@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels import cpu, gpu, reference
 from pulse_rl.kernels.cpu import moves as cpu_moves
-from pulse_rl.kernels.gpu import changes, device, digests, moves
+from pulse_rl.kernels.gpu import changes, device, digests, moves, spots
 from pulse_rl.kernels.gpu.regions import TILE as UNITS_OF_A_TILE
 from pulse_rl.weights.casts import cast_array
 
@@ -139,13 +139,14 @@ def test_changes_of_many_tensors(width: int, shift: int) -> None:
     gathered = device.empty(edges[-1], UINTS[width])
     changes.gather_all(regions, found, indices, gathered)
     assert device.download(gathered).tolist() == np.concatenate(before).tolist()
-    assert device.download(changes.count_wrong(regions, found, indices, values))[0] == edges[-1]
+    last = int(np.flatnonzero(np.diff(edges))[-1])
+    assert device.download(changes.find_wrong(regions, found, indices, values))[0] == last + 1
     flat = flat_of(live)
     base, delta = digests.digest(regions, flat), digests.delta(regions, flat, found, indices, replaced, values)
     assert device.download(base)[0] == digest_of(old, flat)
     changes.scatter_all(regions, found, indices, values)
     assert [one.read().tolist() for one in live] == [each.reshape(-1).tolist() for each in new]
-    assert device.download(changes.count_wrong(regions, found, indices, values))[0] == 0
+    assert device.download(changes.find_wrong(regions, found, indices, values))[0] == 0
     assert digest_of(new, flat) == (int(device.download(base)[0]) + int(device.download(delta)[0])) % 2**64
 
 
@@ -260,3 +261,45 @@ def test_exponents_hot_elements_and_moves_equal_those_of_the_cpu(dtype: str) -> 
     moved = moves.find_moves(device.upload(old[0]), device.upload(after), field)
     for found, on_cpu in zip(moved, cpu_moves.find_moves(old[0], after, field), strict=True):
         assert device.download(found).tolist() == np.asarray(on_cpu).tolist()
+
+
+# Segments described in host memory, as patches use them
+
+
+def spots_of(live: list[Held], flat: digests.Flat) -> cpu.Spots:
+    addresses, _, runs, apart = np.array([one.lies for one in live], np.int64).T.copy()
+    times = np.array([1, -1, 3, 0, 1, 2][: len(live)])
+    itemsize = live[0].memory.itemsize
+    places = addresses.view(np.uint64), apart // itemsize, flat.starts, flat.strides, runs
+    return cpu.Spots(*places, flat.seeds, times)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_changes_of_segments_are_found_checked_and_written(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the naive twins; and what does not read back is noticed."""
+    old = [each for each in several(width, 3) if each.size < 200]
+    new = [with_changes(each, 0.3, i) for i, each in enumerate(old)]
+    live, there = held(old, shift=1), held(new, shift=0)
+    flat = flat_of(live)
+    at, sizes = spots_of(live, flat), np.array([each.size for each in old])
+    found = spots.find_in_spots(at, spots_of(there, flat), sizes, width, 2)  # more than that change
+    expected = [np.flatnonzero(a.reshape(-1) != b.reshape(-1)) for a, b in zip(old, new, strict=True)]
+    assert found.edges.tolist() == np.concatenate([[0], np.cumsum([len(where) for where in expected])]).tolist()
+    assert found.indices.tolist() == np.concatenate(expected).tolist()
+    after, before = ([each.reshape(-1)[where] for each, where in zip(s, expected, strict=True)] for s in (new, old))
+    assert found.values.tolist() == np.concatenate(after).tolist()
+    assert found.replaced.tolist() == np.concatenate(before).tolist()
+    assert (digest_of(old, flat) + found.delta) % 2**64 == digest_of(new, flat)
+    assert spots.digest_spots(at, sizes, width) == digest_of(old, flat)
+
+    changed = np.diff(found.edges), found.indices, found.values
+    gained = 0
+    for i, (a, b) in enumerate(zip(old, new, strict=True)):
+        of_one = digests.Flat._make(column[i : i + 1] for column in flat)
+        gained += int(at.times[i]) * (digest_of([b], of_one) - digest_of([a], of_one))
+    assert spots.spots_delta(at, *changed) == gained % 2**64
+    with monkeypatch.context() as patched:
+        patched.setattr(spots, "scatter_all", lambda *_: None)
+        assert spots.write_spots(at, *changed) == int(np.flatnonzero(changed[0])[-1])
+    assert spots.write_spots(at, *changed) is None
+    assert [one.read().tolist() for one in live] == [each.reshape(-1).tolist() for each in new]

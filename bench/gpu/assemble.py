@@ -19,10 +19,10 @@ from numba.cuda import dispatcher
 from numba.cuda.typing.typeof import typeof
 
 from pulse_rl.dtypes import UINTS, field_of
-from pulse_rl.kernels.cpu import context
+from pulse_rl.kernels.cpu import Spots, context
 from pulse_rl.kernels.cpu import moves as cpu_moves
 from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, memory_of, starts_of
-from pulse_rl.kernels.gpu import bits, casts, changes, coding, device, digests, moves, regions
+from pulse_rl.kernels.gpu import bits, casts, changes, coding, device, digests, moves, regions, spots
 
 ARCHITECTURE = sys.argv[1] if len(sys.argv) > 1 else "sm_90"
 CAPABILITY = divmod(int(ARCHITECTURE.removeprefix("sm_")), 10)
@@ -64,7 +64,7 @@ def without_a_device() -> None:
         "bits_of": lambda array: array.view(UINTS[array.itemsize]),
         "address_of": lambda array: array.ctypes.data,
     }
-    for module in (device, regions, bits, casts, changes, digests, moves, coding):
+    for module in (device, regions, bits, casts, changes, digests, moves, coding, spots):
         vars(module).update({name: value for name, value in replaced.items() if name in vars(module)})
 
 
@@ -82,10 +82,15 @@ def assemble(dtype: str, width: int) -> None:
         casts.cast(floats, old)
     changes.gather_all(one, edges, indices, some)
     changes.scatter_all(one, edges, indices, some)
-    changes.count_wrong(one, edges, indices, some)
+    changes.find_wrong(one, edges, indices, some)
     flat = digests.Flat(np.zeros(1, np.uint64), np.zeros(1, np.int64), np.ones(1, np.int64))
     digests.digest(one, flat)
     digests.delta(one, flat, edges, indices, some, some)
+    length = np.ones(1, np.int64)
+    where = Spots(memory.addresses, 64 * length, 0 * length, 64 * length, 64 * length, memory.addresses, length)
+    written = spots.Overwrites(where, 4 * length, indices, some)
+    written.delta()
+    written.write()
     moves.find_moves(some, some, field)
     coding.count_exponents(memory, field, width, np.ones(1, np.int64))
     states = np.zeros(context.tables(field.exponents).size, np.int64)

@@ -196,11 +196,11 @@ class Bench:
         indices, values, _ = (each[: at[-1]] for each in memory)
         self.spare.flat.copy_(self.old.flat)
         changes.scatter_all(live, edges, indices, values)
-        assert int(device.download(changes.count_wrong(live, edges, indices, values))[0]) == 0
+        assert int(device.download(changes.find_wrong(live, edges, indices, values))[0]) == 0
         pairs = zip(self.spare.tensors, self.new.tensors, strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
         seconds = self.timed(lambda: changes.scatter_all(live, edges, indices, values))
-        back = self.timed(lambda: changes.count_wrong(live, edges, indices, values))
+        back = self.timed(lambda: changes.find_wrong(live, edges, indices, values))
         touched = 0
         parts = []
         for target, a, b in zip(self.spare.tensors, at, at[1:], strict=False):

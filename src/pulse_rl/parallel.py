@@ -7,8 +7,9 @@ number of processors that this process may use.
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TypeVar
 
@@ -89,3 +90,36 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         for future in pending:
             future.cancel()
         wait(pending)  # when an exception is handled, nothing runs any more
+
+
+def spread(work: Callable[[T], object], items: Sequence[T]) -> None:
+    """Run work(item) for every item, in any order, on one thread for each processor, which stays there.
+
+    For what has to be done at once. A scheduler may leave all threads on one processor for milliseconds where another
+    program keeps the next one busy, and would yield it: vLLM's core asks in a loop whether its worker has answered.
+    Raises an error when the other threads have ended.
+    """
+    if threads() == 1 or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    left = iter(items)  # each thread takes the next one
+
+    def run(number: int) -> None:
+        with _staying_on(processors[number % len(processors)]) if processors else nullcontext():
+            for item in left:
+                work(item)
+
+    deque(ordered_map(run, range(threads())), maxlen=0)
+
+
+@contextmanager
+def _staying_on(processor: int) -> Iterator[None]:
+    """This thread runs on one processor."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {processor})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -29,7 +29,7 @@ from pulse_rl.patch.segments import Segment
 from pulse_rl.patch.targets import Target, targets
 from pulse_rl.patch.work import Tensor, Work, plan
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Place, pieces_of, place_view
 
@@ -152,7 +152,7 @@ class Application:
         if work.keep:
             work.changes = changes
         if work.spots is not None:
-            delta = cpu.spots_delta(work.spots, *work.joined(changes))
+            delta = work.room.spots_delta(work.spots, *work.joined(changes))
         else:
             delta = sum(
                 self._check_segment(work.tensors[segment.tensor], segment, found)
@@ -279,10 +279,10 @@ class Application:
 
     def _write_spots(self, work: Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
         """Write to plain memory, all segments at once."""
-        wrong = cpu.write_spots(spots, *work.joined(changes))
+        wrong = work.room.write_spots(spots, *work.joined(changes))
         for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
             for piece in (piece for copy in work.tensors[number].live for piece in pieces_of(copy)):
-                if isinstance(piece.bits, HostBits):
+                if isinstance(piece.bits, HostBits | TorchBits):
                     piece.bits.count_write()
         if wrong is not None:
             raise _not_written(work.tensors[work.segments[wrong].tensor].name)

@@ -4,8 +4,8 @@ The write of a segment costs some microseconds beside its changes, and a small m
 patches that change an element the last one counts.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.parallel import spread
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Piece, Place, pieces_of, within
+from pulse_rl.weights.rooms import HOST, Room
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 PART = 1 << 11  # changes of one part of a batch: those are read back before the next ones are written
@@ -99,77 +100,90 @@ def _own(piece: Piece, place: Place, changes: Changes) -> tuple[NDArray[np.int64
 class Batch:
     """Some writes that one thread does. Those to plain memory, of elements of one width, are one call.
 
-    writes: all of memory of one width, or one write to other memory.
+    writes: all to one room, of one width; or one write to other memory.
     """
 
     def __init__(self, writes: list[Write]) -> None:
-        changes = [write.changes for write in writes]
-        self._memory = list({id(write.bits): write.bits for write in writes}.values())
         self._names = [write.name for write in writes]
-        self._starts, self._counts = [write.start for write in writes], [len(one.indices) for one in changes]
-        self._changes = changes[0] if len(changes) == 1 else Changes(*map(np.concatenate, zip(*changes, strict=True)))
-        self._spots = _spots(writes) if all(map(_is_plain, writes)) else None
-        if self._spots is not None:  # loads the kernel's machine code now, and not in the pause
-            cpu.write_spots(self._spots.of([]), np.empty(0, np.int64), *(each[:0] for each in self._changes))
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the changes."""
-        return self._changes.indices.nbytes + self._changes.values.nbytes
+        changes = [write.changes for write in writes]
+        joined = changes[0] if len(changes) == 1 else Changes(*map(np.concatenate, zip(*changes, strict=True)))
+        self.nbytes = joined.indices.nbytes + joined.values.nbytes  # memory of the changes
+        room = _room(writes[0])
+        self.on_device = room is not None and room is not HOST
+        self._memory = list({id(write.bits): write.bits for write in writes}.values()) if room is not None else []
+        if room is None:
+            self._write: Callable[[], int | None] = partial(_overwrite, writes[0])
+        else:  # what can be done now is not done in the pause
+            counts = np.array([len(one.indices) for one in changes], np.int64)
+            self._write = room.prepare(_spots(writes), counts, *joined)
 
     def write(self) -> None:
         """Overwrite elements and read every one of them back. Raises IntegrityError if one has other bits."""
-        indices, values = self._changes
-        if self._spots is None:
-            (bits,), (start,) = self._memory, self._starts
-            bits.scatter(start, indices, values)
-            wrong = 0 if (bits.gather(start, indices) != values).any() else None
-        else:
-            wrong = cpu.write_spots(self._spots, np.array(self._counts, np.int64), indices, values)
-            for bits in self._memory:
-                if isinstance(bits, HostBits):
-                    bits.count_write()
+        wrong = self._write()
+        for bits in self._memory:
+            if isinstance(bits, HostBits | TorchBits):
+                bits.count_write()
         if wrong is not None:
             name = self._names[wrong]
             raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
 
 
-def _is_plain(write: Write) -> bool:
-    return isinstance(write.bits, HostBits) and write.bits.contiguous
+def _overwrite(write: Write) -> int | None:
+    """Write to other than plain memory, and read it back. Returns 0 if an element has other bits."""
+    bits, _, start, (indices, values) = write
+    bits.scatter(start, indices, values)
+    return 0 if (bits.gather(start, indices) != values).any() else None
+
+
+def _room(write: Write) -> Room | None:
+    """The room whose kernels reach plain memory that is written; None for other memory."""
+    bits = write.bits
+    return bits.room if isinstance(bits, HostBits | TorchBits) and bits.contiguous else None
 
 
 def _spots(writes: Sequence[Write]) -> cpu.Spots:
     """Where writes to plain memory lie. Each is one row."""
     every = np.ones(len(writes), np.int64)
-    addresses = [w.bits.address + w.start * w.bits.itemsize for w in writes if isinstance(w.bits, HostBits)]
+    addresses = [w.bits.address + w.start * w.bits.itemsize for w in writes if isinstance(w.bits, HostBits | TorchBits)]
     long = REACH * every
     return cpu.Spots(np.array(addresses, np.uint64), long, 0 * every, long, long, every.view(np.uint64), every)
 
 
 def batches(writes: Iterable[Write]) -> Iterator[Batch]:
-    """Writes in batches of about BATCH changes; those to other than plain memory each by itself."""
-    collected: dict[int, list[Write]] = {}  # by the width of elements
-    counts: dict[int, int] = {}  # of the changes collected
+    """Writes in batches: in host memory of about BATCH changes, on a device all of one width.
+
+    Those to other than plain memory are batches of their own.
+    """
+    collected: dict[tuple[Room, int], list[Write]] = {}  # by room, and the width of elements
+    counts: dict[tuple[Room, int], int] = {}  # of the changes collected
     for write in writes:
         indices, values = write.changes
-        plain = _is_plain(write)
-        width = write.bits.itemsize
-        batch = collected.setdefault(width, [])
-        for at in range(0, len(indices), PART if plain else BATCH):
-            end = at + (PART if plain else BATCH)
-            part = write._replace(changes=Changes(indices[at:end], values[at:end]))
-            if not plain:
-                yield Batch([part])
-                continue
-            batch.append(part)
-            counts[width] = counts.get(width, 0) + len(part.changes.indices)
-            if counts[width] >= BATCH:
+        room = _room(write)
+        if room is None:
+            for at in range(0, len(indices), BATCH):
+                end = at + BATCH
+                yield Batch([write._replace(changes=Changes(indices[at:end], values[at:end]))])
+            continue
+        key = room, write.bits.itemsize
+        batch = collected.setdefault(key, [])
+        if room is not HOST:
+            batch.append(write)
+            continue
+        for at in range(0, len(indices), PART):
+            end = at + PART
+            batch.append(write._replace(changes=Changes(indices[at:end], values[at:end])))
+            counts[key] = counts.get(key, 0) + len(batch[-1].changes.indices)
+            if counts[key] >= BATCH:
                 yield Batch(batch)
                 batch.clear()
-                counts[width] = 0
+                counts[key] = 0
     yield from (Batch(batch) for batch in collected.values() if batch)
 
 
 def write_all(batched: Sequence[Batch]) -> None:
     """Write everything. May be repeated. Raises as `Batch.write`."""
-    deque(ordered_map(Batch.write, batched), maxlen=0)
+    # A device's come first, and on the caller's thread, which knows the caller's stream.
+    for batch in batched:
+        if batch.on_device:
+            batch.write()
+    spread(Batch.write, [batch for batch in batched if not batch.on_device])

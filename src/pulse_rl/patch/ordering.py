@@ -16,7 +16,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.merging import REACH, Write
-from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import pieces_of
 
@@ -92,10 +92,10 @@ def _of_width(itemsize: int, lying: Sequence[Lying], live: Mapping[str, Copies])
         at = stop
 
 
-def _piece(tensor: Bits, first: int, end: int) -> HostBits | None:
-    """The piece of a tensor that holds these addresses; None without one."""
+def _piece(tensor: Bits, first: int, end: int) -> HostBits | TorchBits | None:
+    """The piece of a tensor that holds these addresses, in plain memory; None without one."""
     for _, bits, *_ in pieces_of(tensor):
-        if isinstance(bits, HostBits) and bits.contiguous:
+        if isinstance(bits, HostBits | TorchBits) and bits.contiguous:
             address = bits.address
             if address <= first and end <= address + bits.size * bits.itemsize:
                 return bits

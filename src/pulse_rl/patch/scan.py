@@ -2,7 +2,8 @@
 
 A group's tensors are compared where they lie, one run of memory after another, and their changes are then sorted into
 tiles: this is as fast as memory allows. It holds the changes of a group. Where these would take more than a fixed
-budget, and where tensors do not lie in one run, they are compared tile by tile.
+budget, and where tensors do not lie in one run, they are compared tile by tile. What lies on a device is compared
+there, by `there`.
 """
 
 import time
@@ -18,6 +19,7 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
+from pulse_rl.patch.there import differing
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, runs
@@ -83,6 +85,13 @@ class Scan:
         """The changes of all segments of a group, in order, of one or more at a time. entries: its tensors."""
         elements = int(group.sizes().sum()) * len(entries)
         if elements == 0:
+            return
+        there = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
+        if there is not None:
+            self.elements += elements
+            for edges, changes, replaced, base, delta, seconds in there:
+                self._add(_Compared(changes, replaced, base, delta, 0.0, seconds))
+                yield Found(edges, changes, replaced)
             return
         expected = elements * self.nbytes // max(1, self.elements)
         self.elements += elements

@@ -3,26 +3,26 @@
 A segment that lies within one piece is read and written as it is coded. Where a receiver's pieces cut a segment, each
 target takes the changes that are its own; the others are another process's.
 
-Most segments are rows in plain host memory, or a part of one is. `spots_of` says where, so that one call checks or
-writes many of them.
+Most segments are rows in plain memory that kernels reach, or a part of one is. `spots_of` says where, so that one call
+checks or writes many of them.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import Lies, Memory
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
-from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, Run, Shape, rows_in, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Pieces, Place, pieces_of, place_view, within
+from pulse_rl.weights.rooms import HOST, Room
 
 
 class Target(NamedTuple):
@@ -69,13 +69,28 @@ def holds(tensor: Bits, place: Place) -> bool:
     return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
 
 
+def room_of(tensors: Iterable[Bits]) -> Room:
+    """The room in which most elements of these tensors lie."""
+    found: dict[Room, int] = {}
+    for tensor in tensors:
+        for _, bits, _ in pieces_of(tensor):
+            room = bits.room if isinstance(bits, HostBits | TorchBits) else None
+            if room is not None:
+                found[room] = found.get(room, 0) + bits.size
+    return max(found, key=found.__getitem__, default=HOST)
+
+
 def spots_of(
-    segments: Segments, roots: Sequence[int], live: Mapping[str, Copies], others: Container[str]
+    segments: Segments,
+    roots: Sequence[int],
+    live: Mapping[str, Copies],
+    others: Container[str],
+    room: Room = HOST,
 ) -> tuple[cpu.Spots, cpu.Windows]:
     """Where the segments of a patch, or the parts that this process holds of them, lie in live memory; and which parts.
 
-    Those that do not lie in one place as rows have the address 0. roots: the seed of each tensor's digest. others:
-    names of tensors to leave out.
+    Those that do not lie in one place of this room as rows have the address 0. roots: the seed of each tensor's digest.
+    others: names of tensors to leave out.
     """
     columns: list[tuple[NDArray[np.int64], ...]] = []
     for group in segments.groups:
@@ -83,16 +98,17 @@ def spots_of(
         of_tensors, seeds = [], []
         for number in group.tensors:
             entry = segments.table[number]
-            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()))
+            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), room)
             pieces = found or []
-            boxes = None if found is None else tuple(box for box, _, _ in found)
+            boxes = None if found is None else tuple(piece.box for piece in found)
+            itemsize = pieces[0].itemsize if pieces else 0
             if boxes not in lying:
                 kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
                 lying[boxes] = (_lying_and_kept if kept else _lying)(group.places, entry.shape, boxes)
             start, held = lying[boxes][:2]
-            addresses = np.array([*(address for _, address, _ in pieces), 0], np.int64)[held]
-            addresses += np.where(held < 0, 0, ITEMSIZES[entry.dtype] * start)
-            times = np.array([*(times for _, _, times in pieces), 0], np.int64)[held]
+            addresses = np.array([*(piece.address for piece in pieces), 0], np.int64)[held]
+            addresses += np.where(held < 0, 0, itemsize * start)
+            times = np.array([*(piece.times for piece in pieces), 0], np.int64)[held]
             of_tensors.append((addresses, times, lying[boxes][2:]))
             seeds.append(roots[number])
         if seeds and len(group.places):
@@ -143,15 +159,27 @@ def _lines(
     return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
 
 
-def _plain_pieces(entry: Entry, copies: Copies) -> list[tuple[Box, int, int]] | None:
-    """The box, the address and `times` of each piece of a tensor; None unless all of them lie in host memory."""
+class _Plain(NamedTuple):
+    """A piece whose elements lie one after another, in a room."""
+
+    box: Box
+    address: int
+    itemsize: int  # of an element in memory
+    times: int  # as `Piece.times`
+
+
+def _plain_pieces(entry: Entry, copies: Copies, room: Room) -> list[_Plain] | None:
+    """The pieces of a tensor; None unless all of them are plain and lie in this room."""
     if len(copies) > 1:
         return None
     pieces = pieces_of(copies[0]) if copies else ()
     found = [
-        (box, bits.address, times)
+        _Plain(box, bits.address, bits.stored_itemsize, times)
         for box, bits, times in pieces
-        if isinstance(bits, HostBits) and bits.contiguous and bits.dtype == entry.dtype
+        if isinstance(bits, HostBits | TorchBits)
+        and bits.room is room
+        and bits.contiguous
+        and bits.dtype == entry.dtype
     ]
     return found if len(found) == len(pieces) else None
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Positions, tiles
+from pulse_rl.weights.bits import Bits, TorchBits
+from pulse_rl.weights.boxes import Positions, Shape, rows_in, tiles, whole
 from pulse_rl.weights.layout import layout
-from pulse_rl.weights.pieces import Pieces
+from pulse_rl.weights.pieces import Piece, Pieces
+from pulse_rl.weights.rooms import Device
 from pulse_rl.weights.segments import segments
 
 MASK = (1 << 64) - 1
@@ -75,17 +76,60 @@ def empty_digest(tensors: Mapping[str, Bits]) -> int:
 
 
 def _terms(tensors: Mapping[str, Bits]) -> Iterator[Callable[[], int]]:
+    there = _OnDevices()
     for name, bits in tensors.items():
         root = seed(name, bits.dtype, bits.shape)
         if not isinstance(bits, Pieces):
-            for a, b in segments(bits.size):
+            for a, b in () if there.takes(root, Piece(whole(bits.shape), bits), bits.shape) else segments(bits.size):
                 yield partial(_of_range, root, bits, a, b)
             continue
-        for box, held, times in bits.pieces:
-            for tile in tiles(bits.shape, box) if times else ():
+        for piece in bits.pieces:
+            box, held, times = piece
+            if not times or there.takes(root, piece, bits.shape):
+                continue
+            for tile in tiles(bits.shape, box):
                 view = held.view(tile.box.slices(box))
                 at = tile.box.positions(bits.shape)
                 yield partial(_of_view, root, at, view, times)
+    yield from there.terms()
+
+
+class _OnDevices:
+    """Pieces whose elements a device's kernels reach: all of one device and width are summed up in a call."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[Device, int, int], list[tuple[int, ...]]] = {}  # by device, width and times
+
+    def takes(self, root: int, piece: Piece, shape: Shape) -> bool:
+        """Take a piece of a tensor, if it is such a one."""
+        box, bits, times = piece
+        if not isinstance(bits, TorchBits) or bits.room is None or bits.stored_itemsize != bits.itemsize:
+            return False
+        rows = rows_in(box, shape, box)
+        if rows is None or not bits.contiguous or not 0 < bits.size < cpu.WHOLE:
+            return False
+        (start, stride, run), (_, apart, _) = rows
+        column = bits.address, apart, start, stride, run, root, bits.size
+        self._pieces.setdefault((bits.room, bits.itemsize, times), []).append(column)
+        return True
+
+    def terms(self) -> Iterator[Callable[[], int]]:
+        for (room, itemsize, times), columns in self._pieces.items():
+            addresses, apart, starts, strides, runs, roots, sizes = zip(*columns, strict=True)
+            spots = cpu.Spots(
+                addresses=np.array(addresses, np.uint64),
+                apart=np.array(apart, np.int64),
+                starts=np.array(starts, np.int64),
+                strides=np.array(strides, np.int64),
+                runs=np.array(runs, np.int64),
+                seeds=np.array(roots, np.uint64),
+                times=np.ones(len(columns), np.int64),
+            )
+            yield partial(_on_device, room, spots, np.array(sizes, np.int64), itemsize, times)
+
+
+def _on_device(room: Device, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:
+    return times * room.digest(spots, sizes, itemsize)
 
 
 def _of_range(root: int, bits: Bits, start: int, stop: int) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.casts import cast_array
+from pulse_rl.weights.rooms import HOST
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,8 @@ class HostBits:
     """
 
     __slots__ = ("_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+
+    room = HOST
 
     def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
         self._tensor = tensor
@@ -101,6 +104,11 @@ class HostBits:
     def address(self) -> int:
         """The address of the first element."""
         return int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Bytes of an element in memory."""
+        return self.itemsize
 
     @property
     def storage(self) -> object:

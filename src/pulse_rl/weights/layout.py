@@ -9,11 +9,12 @@ import numpy as np
 
 from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import BaseMismatchError
-from pulse_rl.weights.bits import Bits, HostBits, as_bits, is_dtensor
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits, as_bits, is_dtensor
 from pulse_rl.weights.casts import CASTS
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.names import named_state, wrapper_prefix
 from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
+from pulse_rl.weights.rooms import Device
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
@@ -78,20 +79,40 @@ class Layout(dict[str, Bits]):
         """Whether this process holds parts of tensors."""
         return any(isinstance(bits, Pieces) for bits in self.values())
 
-    def clone(self) -> "Layout":
-        """A copy of all bits in host memory, made segment by segment."""
-        return Layout({name: _clone(bits) for name, bits in self.items()}, self.tied)
+    def clone(self, beside: "Layout | None" = None) -> "Layout":
+        """A copy of all bits, made segment by segment.
+
+        beside: the same tensors, each copied to where it lies in these, if that is a device; None for host memory.
+        """
+        near = beside if beside is not None else Layout()
+        return Layout({name: _clone(bits, device_at(near.get(name))) for name, bits in self.items()}, self.tied)
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
         return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
 
 
-def _clone(tensor: Bits) -> Bits:
+def device_at(tensor: Bits | None) -> Device | None:
+    """The device on which a tensor lies, or its first piece; None for host memory."""
+    for piece in pieces_of(tensor) if tensor is not None else ():
+        if isinstance(piece.bits, TorchBits):
+            return piece.bits.room
+    return None
+
+
+def _clone(tensor: Bits, device: Device | None) -> Bits:
     if isinstance(tensor, Pieces):
-        copies = [piece._replace(bits=_clone(piece.bits)) for piece in tensor.pieces]
+        copies = [piece._replace(bits=_clone(piece.bits, device)) for piece in tensor.pieces]
         return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
-    found = HostBits(tensor.dtype, np.empty(tensor.shape, UINTS[tensor.itemsize]))
+    if device is not None and isinstance(tensor, TorchBits) and tensor.room is device:
+        copy = TorchBits.new(tensor.dtype, tensor.shape, device)
+        copy.copy_from(tensor)
+        return copy
+    found: HostBits | TorchBits
+    if device is None:
+        found = HostBits(tensor.dtype, np.empty(tensor.shape, UINTS[tensor.itemsize]))
+    else:
+        found = TorchBits.new(tensor.dtype, tensor.shape, device)
     for start, stop in segments(tensor.size):
         found.write(start, tensor.read(start, stop))
     return found

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -114,21 +114,6 @@ def _parts(tensor: Any) -> list[tuple[object, Any]]:
     return [(None, tensor)]
 
 
-class _Place(NamedTuple):
-    """Where the memory of one tensor is, or of a part of it."""
-
-    part: object  # where in the whole tensor it lies
-    view: tuple[object, ...]  # address, strides, shape, dtype, device
-    owner: Callable[[], object]  # what owns the memory, or None once it is gone: then the address may be another's
-
-    @classmethod
-    def of(cls, part: object, tensor: Any) -> _Place:
-        return cls(part, _view(tensor), _reference(_owner(tensor)))
-
-    def holds(self, part: object, tensor: Any) -> bool:
-        return self.part == part and self.view == _view(tensor) and self.owner() is _owner(tensor)
-
-
 class Memory:
     """Which memory some tensors were in, and how often torch had written to it.
 
@@ -136,8 +121,11 @@ class Memory:
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
+        # Of each part: where in the tensor it lies, its view, and what owns it; None once that is gone, as the address
+        # may be another's then.
         self._places = {
-            name: [_Place.of(part, memory) for part, memory in _parts(tensor)] for name, tensor in tensors.items()
+            name: [(part, view, _reference(owner)) for part, view, owner in _places(tensor)]
+            for name, tensor in tensors.items()
         }
         self.count_writes(tensors)
 
@@ -146,21 +134,34 @@ class Memory:
         self._writes = {name: _writes(tensor) for name, tensor in tensors.items()}
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
-        """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit."""
-        return self.is_same(tensors) and all(self._writes[name] == _writes(tensor) for name, tensor in tensors.items())
+        """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit.
+
+        An engine stands while all of its weights are looked at.
+        """
+        return self.is_same(tensors) and self._writes == {name: _writes(tensor) for name, tensor in tensors.items()}
 
     def is_same(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
         if tensors.keys() != self._places.keys():
             return False
         try:
-            return all(self._holds(name, tensor) for name, tensor in tensors.items())
+            for name, tensor in tensors.items():
+                known, found = self._places[name], _places(tensor)
+                if len(known) != len(found):
+                    return False
+                for (part, view, owner), (its_part, its_view, its_owner) in zip(known, found, strict=True):
+                    if its_view != view or its_part != part or owner() is not its_owner:
+                        return False
         except (RuntimeError, TypeError):  # a tensor that holds no memory: `as_bits` says why it is refused
             return False
+        return True
 
-    def _holds(self, name: str, tensor: Any) -> bool:
-        places, parts = self._places[name], _parts(tensor)
-        return len(places) == len(parts) and all(place.holds(*part) for place, part in zip(places, parts, strict=True))
+
+def _places(tensor: Any) -> list[tuple[object, tuple[object, ...], object]]:
+    """Of each part of a tensor: where in it that lies; its address, strides, shape, dtype and device; its owner."""
+    if _is_torch(tensor) and not is_dtensor(tensor):
+        return [(None, _view(tensor), tensor.untyped_storage())]
+    return [(part, _view(memory), _owner(memory)) for part, memory in _parts(tensor)]
 
 
 def _reference(owner: object) -> Callable[[], object]:
@@ -175,24 +176,24 @@ def _is_torch(tensor: object) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
-def _view(tensor: Any) -> tuple[object, ...]:
-    if _is_torch(tensor):
-        return tensor.data_ptr(), tensor.stride(), tensor.shape, tensor.dtype, tensor.device
-    if isinstance(tensor, np.ndarray):
-        return tensor.__array_interface__["data"][0], tensor.strides, tensor.shape, tensor.dtype
-    return (as_bits(tensor).storage,)
+def _view(memory: Any) -> tuple[object, ...]:
+    if _is_torch(memory):
+        return memory.data_ptr(), memory.stride(), memory.shape, memory.dtype, memory.device
+    if isinstance(memory, np.ndarray):
+        return memory.__array_interface__["data"][0], memory.strides, memory.shape, memory.dtype
+    return (as_bits(memory).storage,)
 
 
-def _owner(tensor: Any) -> object:
+def _owner(memory: Any) -> object:
     """The object that owns a tensor's memory: torch's storage, or the array, file or buffer behind NumPy's views."""
-    while isinstance(tensor, np.ndarray) and tensor.base is not None:
-        tensor = tensor.base
-    return tensor.untyped_storage() if _is_torch(tensor) else tensor
+    while isinstance(memory, np.ndarray) and memory.base is not None:
+        memory = memory.base
+    return memory.untyped_storage() if _is_torch(memory) else memory
 
 
-def _writes(tensor: Any) -> tuple[int | None, ...]:
+def _writes(tensor: Any) -> list[int | None]:
     """How often torch has written to a tensor and its parts: a DTensor has a counter, its local tensor another."""
-    return tuple(
-        int(part._version) if _is_torch(part) and not part.is_inference() else None
-        for part in (tensor, *(part for _, part in _parts(tensor)))
-    )
+    if _is_torch(tensor) and not is_dtensor(tensor):
+        return [None if tensor.is_inference() else tensor._version]
+    parts = (tensor, *(part for _, part in _parts(tensor)))
+    return [None if part.is_inference() else part._version for part in parts if _is_torch(part)]

@@ -9,6 +9,7 @@ torch is imported when the first is made.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
 from pulse_rl.weights.host_bits import expanded
+from pulse_rl.weights.rooms import Device, device_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,23 +31,60 @@ class TorchBits:
 
     tensor: on any device, of any strides. cast: a torch dtype to read the elements as; then nothing can be written.
     Each read casts only what it returns, so no second copy of the tensor exists.
+
+    room: the device's kernels, if they reach the elements, also where these are cast; None otherwise. stored_itemsize:
+    bytes of an element in memory.
     """
 
-    __slots__ = ("_cast", "_flat", "_on_stream", "_tensor", "_uint", "dtype", "itemsize", "shape", "size")
+    __slots__ = (
+        "_cast",
+        "_flat",
+        "_on_stream",
+        "_tensor",
+        "_uint",
+        "dtype",
+        "itemsize",
+        "room",
+        "shape",
+        "size",
+        "stored_itemsize",
+    )
 
     def __init__(self, tensor: torch.Tensor, cast: torch.dtype | None = None) -> None:
         import torch
 
         self._cast = cast
+        reached = cast is None or (tensor.dtype, cast) == (torch.float32, torch.bfloat16)
+        self.room: Device | None = device_of(tensor) if reached else None
         self._on_stream = _callers_stream(tensor.device)
+        self.stored_itemsize = tensor.itemsize
         self.dtype, self.itemsize = torch_dtype(cast or tensor.dtype)
         self._uint = getattr(torch, f"uint{8 * self.itemsize}")
         self._tensor = tensor.detach()
         if cast is None:
-            # Integers that torch can index on every device: not the wider unsigned ones, nor some FP8 dtypes.
-            name = "uint8" if self.itemsize == 1 else f"int{8 * self.itemsize}"
-            self._tensor = self._tensor.view(getattr(torch, name))
+            self._tensor = self._tensor.view(_integers(self.itemsize))
         self._place(self._tensor)
+
+    @classmethod
+    def new(cls, dtype: str, shape: tuple[int, ...], room: Device) -> TorchBits:
+        """Bits over new memory of a device, of undefined contents. dtype: as safetensors spells it."""
+        import torch
+
+        made = cls.__new__(cls)
+        made._cast, made._on_stream, made.room = None, room.own_stream, room
+        made.dtype, made.itemsize = dtype, ITEMSIZES[dtype]
+        made.stored_itemsize, made._uint = made.itemsize, getattr(torch, f"uint{8 * made.itemsize}")
+        with room.own_stream():
+            made._place(torch.empty(shape, dtype=_integers(made.itemsize), device=room.place))
+        return made
+
+    def copy_from(self, other: TorchBits) -> None:
+        """Take the bits that another tensor of this device is read as. They are there when this returns."""
+        assert self.room is not None
+        with self.room.own_stream():
+            source = other._tensor if other._cast is None else other._tensor.to(other._cast)
+            self._tensor.copy_(source.view(self._tensor.dtype))
+        self.room.wait()
 
     def _place(self, tensor: torch.Tensor) -> None:
         """Take this as the tensor's memory."""
@@ -140,9 +179,15 @@ class TorchBits:
     def view(self, slices: tuple[slice, ...]) -> TorchBits:
         part = TorchBits.__new__(TorchBits)  # on the stream of the whole tensor, whoever asks for a part
         part._cast, part._on_stream, part._uint = self._cast, self._on_stream, self._uint
+        part.room, part.stored_itemsize = self.room, self.stored_itemsize
         part.dtype, part.itemsize = self.dtype, self.itemsize
         part._place(self._tensor[slices])
         return part
+
+    def count_write(self) -> None:
+        """Count a write for torch, which has not made it."""
+        if not self._tensor.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(self._tensor)
 
     @property
     def address(self) -> int:
@@ -174,6 +219,14 @@ def _callers_stream(device: torch.device) -> Callable[[], AbstractContextManager
     if not hasattr(module, "current_stream"):
         return nullcontext
     return partial(module.stream, module.current_stream(device))
+
+
+def _integers(itemsize: int) -> torch.dtype:
+    """Integers that torch can index on every device: not the wider unsigned ones, nor some FP8 dtypes."""
+    import torch
+
+    found: torch.dtype = getattr(torch, "uint8" if itemsize == 1 else f"int{8 * itemsize}")
+    return found
 
 
 def torch_dtype(dtype: torch.dtype) -> tuple[str, int]:

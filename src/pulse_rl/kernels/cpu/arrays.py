@@ -59,13 +59,13 @@ def lanes_below(typingctx: Any, values: Any, start: Any, mask: Any, bound: Any) 
     return types.uint64(values, types.intp, element, element), codegen
 
 
-def prefetch_line(builder: Any, pointer: Any, *, writing: bool) -> None:
-    """Have an intrinsic ask for the cache line at an address."""
+def prefetch_line(builder: Any, pointer: Any, *, locality: int = 3) -> None:
+    """Have an intrinsic ask for the cache line at an address. locality: 3 for all caches, 2 for all but the first."""
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
     builder.call(
         builder.module.declare_intrinsic("llvm.prefetch", [byte], kind),
-        [builder.bitcast(pointer, byte), number(int(writing)), number(3), number(1)],  # kept in all caches, data
+        [builder.bitcast(pointer, byte), number(0), number(locality), number(1)],  # to read, data
     )
 
 
@@ -75,7 +75,7 @@ def prefetch(typingctx: Any, values: Any, start: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        prefetch_line(builder, builder.gep(data, [args[1]]), writing=False)
+        prefetch_line(builder, builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(values, types.intp), codegen

@@ -2,11 +2,12 @@
 
 `device` has what differs between a device and Numba's simulator, which tests use. `regions` describes memory that one
 launch reads; `bits` leads from a bit for each element to results in order. `changes` finds, reads and writes changed
-elements; `digests` sums a digest's terms; `casts` casts to bfloat16; `moves` and `coding` serve the `context` codec.
+elements; `digests` sums a digest's terms; `casts` casts to bfloat16; `spots` does these for many segments of a patch;
+`moves` and `coding` serve the `context` codec.
 
 Kernels are queued on torch's current stream, and nothing waits for them but what returns host values. The caller proves
-every index in range, as on the CPU; the decoder of the `context` codec checks every position itself. Nothing here
-decides what runs on the device: nothing but tests and `bench/gpu` imports it so far.
+every index in range, as on the CPU; the decoder of the `context` codec checks every position itself. What runs on the
+device is not decided here: `weights.rooms` leads to it, where a tensor lies on one.
 """
 
 from pulse_rl.kernels.gpu.casts import cast

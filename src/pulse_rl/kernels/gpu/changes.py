@@ -30,6 +30,7 @@ from pulse_rl.kernels.gpu.device import (
 from pulse_rl.kernels.gpu.regions import (
     TILE,
     UNITS,
+    Lines,
     Regions,
     address_in,
     element,
@@ -38,7 +39,7 @@ from pulse_rl.kernels.gpu.regions import (
     unit_at,
 )
 
-__all__ = ["count_wrong", "find", "find_changes", "gather", "gather_all", "scatter", "scatter_all"]
+__all__ = ["find", "find_changes", "find_wrong", "gather", "gather_all", "scatter", "scatter_all"]
 
 
 # In these, `news` has the width of the new state's elements: twice that of `like` where they are float32 that are
@@ -188,7 +189,7 @@ def _gather(like, layout, edges, indices, values):
         values[j] = element(like, layout, region_of(edges, j), np.int64(indices[j]))
 
 
-def gather_all(source: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+def gather_all(source: Lines | Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
     """Queue that values (k,) become the elements of regions at indices (k,), which are in range."""
     blocks = -(-len(indices) // THREADS)
     launch(_gather, blocks, THREADS, *_reached(source), edges, indices, bits_of(values))
@@ -203,28 +204,33 @@ def _scatter(like, layout, edges, indices, values):
         store(like, address_in(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize_of(like), i), values[j])
 
 
-def scatter_all(target: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
+def scatter_all(target: Lines | Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> None:
     """Queue that elements of regions at indices (k,), which are in range, become values (k,): one launch."""
     blocks = -(-len(indices) // THREADS)
     launch(_scatter, blocks, THREADS, *_reached(target), edges, indices, bits_of(values))
 
 
 @cuda.jit
-def _count_wrong(like, layout, edges, indices, values, wrong):
+def _find_wrong(like, layout, edges, indices, values, wrong):
     j = cuda.grid(1)
-    if j < indices.shape[0] and element(like, layout, region_of(edges, j), np.int64(indices[j])) != values[j]:
-        cuda.atomic.add(wrong, 0, 1)
+    if j < indices.shape[0]:
+        r = region_of(edges, j)
+        if element(like, layout, r, np.int64(indices[j])) != values[j]:
+            cuda.atomic.max(wrong, 0, np.int64(r + 1))
 
 
-def count_wrong(target: Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> DeviceArray:
-    """Queue the reading back of what `scatter_all` wrote. Returns how many elements hold another value, (1,) int64."""
+def find_wrong(target: Lines | Regions, edges: DeviceArray, indices: DeviceArray, values: DeviceArray) -> DeviceArray:
+    """Queue the reading back of what `scatter_all` wrote.
+
+    Returns the number of a region that does not hold it, and 1, as (1,) int64; 0 where all do.
+    """
     wrong = zeros(1, np.int64)
     blocks = -(-len(indices) // THREADS)
-    launch(_count_wrong, blocks, THREADS, *_reached(target), edges, indices, bits_of(values), wrong)
+    launch(_find_wrong, blocks, THREADS, *_reached(target), edges, indices, bits_of(values), wrong)
     return wrong
 
 
-def _reached(regions: Regions) -> tuple[DeviceArray, object]:
+def _reached(regions: Lines | Regions) -> tuple[DeviceArray, object]:
     return example(regions.itemsize), regions.layout
 
 

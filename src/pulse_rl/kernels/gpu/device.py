@@ -227,12 +227,16 @@ def _argument(value: Any) -> Any:
     return cuda.as_cuda_array(_View(value)) if hasattr(value, "data_ptr") else value
 
 
+_simulating = threading.Lock()  # the simulator runs one kernel at a time
+
+
 def launch(kernel: Any, blocks: int, threads: int, *args: Any) -> None:
     """Queue a kernel on the caller's stream."""
     if blocks == 0:
         return
     if SIMULATED:
-        kernel[blocks, threads](*args)
+        with _simulating:
+            kernel[blocks, threads](*args)
         return
     handle = sys.modules["torch"].cuda.current_stream().cuda_stream
     stream = cuda.external_stream(handle) if handle else cuda.default_stream()

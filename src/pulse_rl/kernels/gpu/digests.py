@@ -38,7 +38,7 @@ class Flat(NamedTuple):
 
 
 @device
-def _position(flat, r, run, i):
+def place_term(flat, r, run, i):
     """The part of a term that depends on the place of element i of region r."""
     row, column = place_in(run, i)
     return flat.seeds[r] + np.uint64(flat.starts[r] + row * flat.strides[r] + column) * C1
@@ -62,12 +62,12 @@ def _unit(like, layout, flat, r, i, size):
     itemsize, run = itemsize_of(like), layout.runs[r]
     p = unit_at(layout.addresses[r], run, layout.apart[r], itemsize, i, size)
     if p != np.uint64(1):
-        position = _position(flat, r, run, i)
+        position = place_term(flat, r, run, i)
         more = position + np.uint64(8 // itemsize) * C1
         return _words(low_word(p), itemsize, position) + _words(high_word(p), itemsize, more)
     total = _U0
     for j in range(i, min(i + 16 // itemsize, size)):
-        total += _mixed(_position(flat, r, run, j) + np.uint64(element(like, layout, r, j)) * C2)
+        total += _mixed(place_term(flat, r, run, j) + np.uint64(element(like, layout, r, j)) * C2)
     return total
 
 
@@ -124,7 +124,7 @@ def _delta(runs, flat, edges, indices, before, after, total):
     j = cuda.grid(1)
     if j < indices.shape[0]:
         r = region_of(edges, j)
-        place = _position(flat, r, runs[r], np.int64(indices[j]))
+        place = place_term(flat, r, runs[r], np.int64(indices[j]))
         new, old = _mixed(place + np.uint64(after[j]) * C2), _mixed(place + np.uint64(before[j]) * C2)
         cuda.atomic.add(shared, 0, new - old)
     cuda.syncthreads()

@@ -29,6 +29,13 @@ class Layout(NamedTuple):
     apart: DeviceArray  # int64, bytes from row to row
 
 
+class Lines(NamedTuple):
+    """Regions whose elements are read and written one by one, so that it need not be known how many they have."""
+
+    itemsize: int
+    layout: Layout
+
+
 class Tiles(NamedTuple):
     """How regions are cut, on the device."""
 

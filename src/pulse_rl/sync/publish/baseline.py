@@ -9,13 +9,17 @@ This module knows nothing of stores, nor of what is committed.
 """
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.shares import SharePlan
-from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.layout import Layout, device_at
 from pulse_rl.weights.pieces import place_view
+
+# Where a baseline's memory is: in host memory, or, of each tensor that lies on a device, there.
+Lies: TypeAlias = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Baseline:
     def fits(self, plan: SharePlan) -> bool:
         """Whether it holds what this rank owns by a plan."""
         return self.plan.fingerprint == plan.fingerprint
+
+    def beside(self, own: Layout) -> "Baseline":
+        """The same bits, on a device where the weights are; itself, if it is there. own: the weights."""
+        if all(device_at(self.tensors[name]) is device_at(bits) for name, bits in own.items()):
+            return self
+        return Baseline(self.tensors.clone(own), self.manifest, self.plan)
 
     def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> "Move":
         """Write a proved patch into the memory.

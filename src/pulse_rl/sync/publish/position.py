@@ -21,7 +21,7 @@ from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, plan_of, taken
-from pulse_rl.sync.publish.baseline import Baseline, Move
+from pulse_rl.sync.publish.baseline import Baseline, Lies, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
 from pulse_rl.sync.subscribe.landings import InFiles
@@ -33,14 +33,14 @@ class Position:
     """One publisher's place in a history.
 
     committed: the version that it has committed last, or resumed from; None for none. baseline: what holds it; None
-    where that is not known. token: 16 random hex digits that name the publisher.
+    where that is not known. token: 16 random hex digits that name the publisher. lies: where a baseline is to lie.
     """
 
-    def __init__(self, history: History, ranks: Ranks) -> None:
+    def __init__(self, history: History, ranks: Ranks, lies: Lies) -> None:
         self.committed: Manifest | None = None
         self.baseline: Baseline | None = None
         self.token = new_token()
-        self._history, self._ranks = history, ranks
+        self._history, self._ranks, self._lies = history, ranks, lies
         self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
 
     def after(self, head: Manifest, bandwidth: float | None) -> Beginning:
@@ -62,6 +62,8 @@ class Position:
         """
         if self.baseline is not None and share is not None and not self.baseline.fits(share.plan):
             self.baseline = None  # the weights are sharded otherwise than before
+        if self.baseline is not None and share is not None and self._lies == "device" and self._ranks.size == 1:
+            self.baseline = self.baseline.beside(share.own)  # after `resume`, which knows no weights
         found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
         first = found[0]
         if first.before is None:
@@ -114,7 +116,8 @@ class Position:
         faults = FaultLog()
         with add_recovery_hint(), scratch() as directory:
             nbytes = share.plan.nbytes if share else None
-            own = restore(self._history, head, directory, Effort(), faults, nbytes).clone()
+            files = restore(self._history, head, directory, Effort(), faults, nbytes)
+            own = files.clone(share.own if share is not None and self._lies == "device" else None)
             own.tied = dict(head.tied)
             self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
         return head.sequence
@@ -145,7 +148,9 @@ class Position:
             found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
 
             def take_up() -> int:
-                self._take_up(Baseline(taken(found, share.own).clone(), head, share.plan), faults, resumed)
+                beside = share.own if self._lies == "device" else None
+                own = taken(found, share.own).clone(beside)
+                self._take_up(Baseline(own, head, share.plan), faults, resumed)
                 return head.sequence
 
             self._ranks.share("take up the newest version", take_up, int)

@@ -54,7 +54,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.group.ranks import collective, ranks_of
 from pulse_rl.sync.group.shares import Share, SharePlan, print_of, share_of
-from pulse_rl.sync.publish.baseline import Baseline, Move
+from pulse_rl.sync.publish.baseline import Baseline, Lies, Move
 from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
@@ -72,6 +72,7 @@ from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
+from pulse_rl.weights.rooms import require_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,9 @@ class Publisher:
             first, the codec with the fewest bytes is taken.
         cast: The dtype that floating-point tensors are published in: torch.bfloat16, or "bfloat16", where the trainer
             holds FP32 masters. None publishes them as they are.
+        baseline: Where the published bits are kept to which the next version is compared: "host", or "device", where
+            each tensor that is on a CUDA device has them there too, so that changes are found on it. Weights on a
+            device are read through the host without. Needs the extra `gpu`.
         sign_with: An Ed25519 private key, or the path of its PEM file, that signs every manifest; needs the extra
             `sign`. None: manifests are not signed, and a history that is signed is not continued.
         retain: Keep at least this many of the newest versions, and delete older ones. None keeps all.
@@ -122,6 +126,7 @@ class Publisher:
 
     Raises:
         ValueError: A setting makes no sense.
+        MissingExtraError: baseline="device" without kernels for CUDA devices.
         ExchangeError: The group is not one, or a rank is lost.
 
     Attributes:
@@ -136,6 +141,7 @@ class Publisher:
         codec: CodecName = "auto",
         bandwidth: float | str | None = None,
         cast: str | torch.dtype | None = None,
+        baseline: Lies = "host",
         sign_with: PrivateKey | None = None,
         retain: int | None = None,
         keep_every: int | None = None,
@@ -152,6 +158,10 @@ class Publisher:
                 raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
             if retain is None and keep_every is not None:
                 raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
+            if baseline not in ("host", "device"):
+                raise ValueError(f"baseline: expected 'host' or 'device', found {baseline!r}")
+            if baseline == "device":
+                require_kernels()
             self.bandwidth = bandwidth
             history = History(store, sign_with=sign_with, patience=patience)
             retention = Retention(retain, keep_every, grace) if retain is not None else None
@@ -163,11 +173,11 @@ class Publisher:
             self._ranks.share("make a publisher", make, bool)
         history, self._encoder, self._delivery, self._cast = made[0]
         self.history = history
-        self._anchor_every, self._codec = anchor_every, codec
+        self._anchor_every, self._codec, self._lies = anchor_every, codec, baseline
         self._plan: SharePlan | None = None  # who owns what, as it was agreed last
         self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
-        self._position = Position(self.history, self._ranks)
+        self._position = Position(self.history, self._ranks, baseline)
         self._in_flight: _InFlight | None = None
         self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
@@ -315,7 +325,7 @@ class Publisher:
             new_manifest, sequence, number, tensors=plan, head=head, publisher=self._position.token, metadata=noted
         )
         if head is None or base is None:
-            own, encoded = copy_whole(share, self._ranks)
+            own, encoded = copy_whole(share, self._ranks, self._lies)
             manifest = make_manifest(digest=encoded.digest, anchor=True)
             move = Move(Baseline(own, manifest, plan), None, None)
         else:

@@ -1,0 +1,101 @@
+"""What differs between two states of weights that lie on one device, found there: only the changes come to the host.
+
+A call searches many segments, in the order in which a patch codes them, so nothing is left to be sorted.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels import cpu
+from pulse_rl.patch.segments import Entry, Group, Segments
+from pulse_rl.patch.targets import room_of, spots_of
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.pieces import pieces_of
+from pulse_rl.weights.rooms import Device
+
+AT_ONCE = 1 << 28  # elements that are searched in a call; the bits that lead to what changed take 32 MB
+SPARSE = 64  # elements for each change that a first call has room for
+
+
+class Differing(NamedTuple):
+    """The changes of consecutive segments."""
+
+    edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
+    changes: Changes
+    replaced: UIntArray  # (k,) the old bits of these elements
+    base: int  # the segments' share of the old digest; 0 where that is not asked for
+    delta: int  # what the digest gains
+    seconds: float
+
+
+def differing(
+    group: Group,
+    entries: Sequence[Entry],
+    old: Mapping[str, Bits],
+    new: Mapping[str, Bits],
+    held_nbytes: int,
+    *,
+    digest_old: bool,
+) -> Iterator[Differing] | None:
+    """The changes of all segments of a group, in order; None unless all of it lies on one device, as rows.
+
+    entries: the group's tensors. held_nbytes: how much memory the changes of a call should take.
+    """
+    room = room_of(new[entry.name] for entry in entries)
+    if not isinstance(room, Device):
+        return None
+    stored = {bits.stored_itemsize for bits in _plain(new, entries)}
+    segments = Segments(entries, [group._replace(tensors=tuple(range(len(entries))))])
+    seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in entries]
+    before, after = (
+        spots_of(segments, seeds, {entry.name: [state[entry.name]] for entry in entries}, (), room)
+        for state in (old, new)
+    )
+    for spots, windows in (before, after):
+        if len(stored) != 1 or not (spots.addresses > 0).all() or (windows.runs != cpu.WHOLE).any():
+            return None
+    itemsize = new[entries[0].name].itemsize
+    cast = stored != {itemsize}
+    return _search(room, before[0], after[0], segments.sizes(), itemsize, cast, held_nbytes, digest_old)
+
+
+def _plain(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Iterator[HostBits | TorchBits]:
+    for entry in entries:
+        for _, bits, _ in pieces_of(tensors[entry.name]):
+            if isinstance(bits, HostBits | TorchBits):
+                yield bits
+
+
+def _search(
+    room: Device,
+    old: cpu.Spots,
+    new: cpu.Spots,
+    sizes: NDArray[np.int64],
+    itemsize: int,
+    cast: bool,
+    held_nbytes: int,
+    digest_old: bool,
+) -> Iterator[Differing]:
+    searched = changed = at = 0
+    ends = np.cumsum(sizes)
+    while at < len(sizes):
+        density = changed / searched if searched else 1 / SPARSE
+        elements = min(AT_ONCE, int(held_nbytes / max(density * (4 + 2 * itemsize), 1e-9)))
+        end = max(at + 1, int(np.searchsorted(ends, searched + elements, "right")))
+        here = range(at, end)
+        clock = time.perf_counter()
+        before, after, mine = old.of(here), new.of(here), sizes[at:end]
+        most = 1024 + int(mine.sum() * min(1.0, 2 * density))
+        found = room.find(before, after, mine, itemsize, most, cast=cast)
+        base = room.digest(before, mine, itemsize) if digest_old else 0
+        seconds = time.perf_counter() - clock
+        changes = Changes(found.indices, found.values)
+        yield Differing(found.edges, changes, found.replaced, base, found.delta, seconds)
+        searched, changed, at = int(ends[end - 1]), changed + len(found.indices), end

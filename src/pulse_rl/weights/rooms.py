@@ -1,0 +1,213 @@
+"""Where the elements of tensors lie that kernels reach by address: in host memory, or in a CUDA device's.
+
+A *room* has the kernels of one memory. Bits say in which room they lie; what is done to many segments at once, their
+room does where they lie. Nothing of a device is imported before a tensor on one appears.
+
+Kernels of a device run on a stream of their own. When Bits of a tensor there are made, this stream is told to wait for
+what the caller has queued by then; what the caller queues afterwards, as the next forward pass, overlaps. Each call
+waits until its own kernels are done, so the caller's stream never has to wait for them. The one thing that is done on
+the caller's stream is the write of a staged version, which must not overtake what reads the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.errors import MissingExtraError, install_hint
+from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu import Spots
+from pulse_rl.logs import logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from pulse_rl.kernels.gpu.spots import Differences
+
+log = logger(__name__)
+
+
+class Room(Protocol):
+    """The kernels of one memory. Arguments and results as of those in `kernels.cpu.spots`."""
+
+    def spots_delta(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int: ...
+
+    def write_spots(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int | None: ...
+
+    def prepare(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> Callable[[], int | None]:
+        """What calls `write_spots`, with all done beforehand that can be."""
+
+
+class Host:
+    """Host memory."""
+
+    def spots_delta(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int:
+        return cpu.spots_delta(spots, counts, indices, values)
+
+    def write_spots(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int | None:
+        return cpu.write_spots(spots, counts, indices, values)
+
+    def prepare(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> Callable[[], int | None]:
+        cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
+        return lambda: cpu.write_spots(spots, counts, indices, values)
+
+
+HOST = Host()
+
+
+class Device:
+    """A CUDA device's memory. device: None where Numba simulates one."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:
+            import torch
+
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """The stream of this device's kernels is the current one, and its device."""
+        if self._stream is None:
+            return nullcontext()
+        import torch
+
+        return torch.cuda.stream(self._stream)
+
+    @property
+    def place(self) -> torch.device | str:
+        """Where torch makes tensors that lie here."""
+        return "cpu" if self._device is None else self._device
+
+    def wait(self) -> None:
+        """Wait until what is queued on the stream of this device's kernels is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _callers_stream(self) -> AbstractContextManager[object]:
+        """The caller's stream on this device is the current one, and its device."""
+        if self._device is None:
+            return nullcontext()
+        import torch
+
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))
+
+    def follow(self) -> None:
+        """Have kernels wait for what the caller has queued. No host waits."""
+        if self._stream is not None:
+            import torch
+
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def spots_delta(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int:
+        from pulse_rl.kernels.gpu.spots import spots_delta
+
+        with self.own_stream():
+            return spots_delta(spots, counts, indices, values)
+
+    def write_spots(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> int | None:
+        from pulse_rl.kernels.gpu.spots import write_spots
+
+        with self.own_stream():
+            return write_spots(spots, counts, indices, values)
+
+    def prepare(
+        self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
+    ) -> Callable[[], int | None]:
+        from pulse_rl.kernels.gpu.spots import Overwrites
+
+        with self.own_stream():  # the changes are copied beside what is generated meanwhile
+            made = Overwrites(spots, counts, indices, values)
+
+        def write() -> int | None:
+            # The caller's own stream, so that the elements are written after all that reads the old ones.
+            with self._callers_stream():
+                return made.write()
+
+        return write
+
+    def find(
+        self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
+    ) -> Differences:
+        """What differs between segments of two states, as `find_in_spots`."""
+        from pulse_rl.kernels.gpu.spots import find_in_spots
+
+        with self.own_stream():
+            return find_in_spots(old, new, sizes, itemsize, most, cast=cast)
+
+    def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
+        """As `digest_spots`."""
+        from pulse_rl.kernels.gpu.spots import digest_spots
+
+        with self.own_stream():
+            return digest_spots(spots, sizes, itemsize)
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of a CUDA device. Tests that simulate one say so of some in host memory."""
+    return tensor.is_cuda
+
+
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The room of a tensor in a CUDA device's memory, whose kernels then follow the caller; None for any other."""
+    if not on_cuda(tensor) or not _has_kernels():
+        return None
+    room = _device(tensor.device if tensor.is_cuda else None)
+    room.follow()
+    return room
+
+
+_device = cache(Device)
+
+
+def require_kernels() -> None:
+    """Raise MissingExtraError unless there are kernels for CUDA devices."""
+    if not _are_there_kernels():
+        raise MissingExtraError(
+            "kernels for a CUDA device need numba-cuda and a torch that is built with CUDA, which are not both "
+            f"installed: {install_hint('gpu')}",
+            name="numba_cuda",
+            extra="gpu",
+        )
+
+
+def _are_there_kernels() -> bool:
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    from pulse_rl.kernels.gpu.device import SIMULATED
+
+    return SIMULATED or (torch.version.cuda is not None and find_spec("numba_cuda") is not None)
+
+
+@cache
+def _has_kernels() -> bool:
+    """Whether there are kernels for CUDA devices. Says once if there are none, and what that means."""
+    if _are_there_kernels():
+        return True
+    log.warning("tensors on a GPU are read through the host, as kernels for it are missing: %s", install_hint("gpu"))
+    return False

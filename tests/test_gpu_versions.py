@@ -1,0 +1,235 @@
+"""Versions of weights on a CUDA device, or on one that Numba simulates: published from it, and received on it.
+
+In the simulator tensors in host memory are said to be on the device, whose kernels then are the only ones to touch them
+in number. What it cannot show: streams that overlap, and compiled kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gpu_device  # before anything that uses numba.cuda
+import numpy as np
+import pytest
+import torch
+from gpu_device import fast_switches  # noqa: F401 - a fixture
+
+import pulse_rl as pulse
+from pulse_rl.codecs.choose import CodecName
+from pulse_rl.kernels.gpu import changes
+from pulse_rl.sync.publish.baseline import Lies
+from pulse_rl.weights import rooms
+
+pytestmark = [
+    pytest.mark.usefixtures("fast_switches", "the_device"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    *([pytest.mark.gpu] if gpu_device.CUDA else []),
+]
+
+WHERE = "cuda" if gpu_device.CUDA else "cpu"
+PLACES: tuple[Lies, Lies] = ("host", "device")
+Weights = dict[str, torch.Tensor]
+
+
+class TheDevice:
+    """Puts tensors there."""
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._held)
+
+    def put(self, weights: Mapping[str, torch.Tensor]) -> Weights:
+        """Copies there."""
+        copies = {id(tensor): _copy(tensor) for tensor in weights.values()}  # tied ones stay tied
+        found = {name: copies[id(tensor)] for name, tensor in weights.items()}
+        self._held += [tensor for tensor in found.values() if tensor.numel()]
+        return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=WHERE)
+    return made.copy_(tensor)
+
+
+@pytest.fixture
+def the_device(monkeypatch: pytest.MonkeyPatch) -> TheDevice:
+    made = TheDevice()
+    if not gpu_device.CUDA:
+        monkeypatch.setattr(rooms, "on_cuda", made.holds)
+    return made
+
+
+def bfloat16() -> Weights:
+    """Two tensors of one kind, a norm, and one that is larger than what a block of the simulator searches.
+
+    An anchor takes more bytes than a patch.
+    """
+    torch.manual_seed(0)
+    shapes = {"layers.0.up": (5, 9), "layers.1.up": (5, 9), "norm": (7,), "head": (36, 40)}
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def of_all_widths() -> Weights:
+    """Elements of 1, 4 and 8 bytes; a tensor that is empty, one without dimensions, one of which rows lie apart, and
+    one that is tied."""
+    torch.manual_seed(1)
+    weights = {
+        "scale": torch.randn(6).to(torch.float8_e4m3fn),
+        "norm": torch.randn(7),
+        "nothing": torch.empty(0, 3),
+        "step": torch.tensor(3),
+        "apart": torch.randn(4, 6).bfloat16()[:, :5],
+    }
+    return {**weights, "tied": weights["norm"]}
+
+
+def step(weights: Weights, seed: int) -> None:
+    """Flip the lowest bit of a part of the elements."""
+    rng = np.random.default_rng(seed)
+    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
+        bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else getattr(torch, f"int{8 * tensor.itemsize}"))
+        bits ^= torch.from_numpy(np.asarray(rng.random(tuple(tensor.shape)) < 0.05)).to(bits.device)
+
+
+def patches(publisher: pulse.Publisher) -> list[bytes]:
+    store = publisher.history.store
+    return [bytes(store.get(info.name)) for info in store.list("patches/")]
+
+
+def bits_of(weights: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    found = {}
+    for name, tensor in weights.items():
+        found[name] = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return found
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each search on the device."""
+    found: list[int] = []
+    find = rooms.Device.find
+
+    def noted(room: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
+        found.append(int(sizes.sum()))
+        return find(room, old, new, sizes, *given, **options)
+
+    monkeypatch.setattr(rooms.Device, "find", noted)
+    return found
+
+
+@pytest.mark.parametrize(("make", "codec"), [(bfloat16, "gap"), (bfloat16, "context"), (of_all_widths, "gap")])
+def test_a_device_and_a_host_publish_the_same_bytes(
+    the_device: TheDevice, searched: list[int], make: Callable[[], Weights], codec: CodecName
+) -> None:
+    here = make()
+    there = the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=lies) for lies in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step(weights, version)
+            publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert len(patches(publishers[0])) == 1
+    assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 36 * 40)
+
+
+def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice) -> None:
+    """By `sync`, then by `stage` and `apply`; the device's publisher resumes in between."""
+    trainer, worker = the_device.put(bfloat16()), bfloat16()
+    there = the_device.put(worker)
+    publisher = pulse.Publisher("memory://", codec="context", baseline="device")
+    store = publisher.history.store
+    subscribers = [pulse.Subscriber(store) for _ in range(2)]
+    for version in range(3):
+        if version == 2:
+            publisher = pulse.Publisher(store, codec="context", baseline="device")
+            assert publisher.resume() == 1
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        for subscriber, weights in zip(subscribers, (worker, there), strict=True):
+            before = [tensor.data_ptr() for tensor in weights.values()]
+            if version == 2:
+                staged = subscriber.stage(weights)
+                assert bits_of(weights) != bits_of(trainer)
+                report = staged.apply()
+            else:
+                report = subscriber.sync(weights)
+            assert (report.version, report.route) == (version, "patches" if version else "anchor")
+            assert bits_of(weights) == bits_of(trainer)
+            assert [tensor.data_ptr() for tensor in weights.values()] == before
+            assert subscriber.verify(weights) == publisher.digest
+
+
+def test_masters_are_cast_where_they_are_compared(the_device: TheDevice, searched: list[int]) -> None:
+    """float32 that is published as bfloat16, of which only what differs after the cast is a change."""
+    torch.manual_seed(3)
+    here = {"up": torch.randn(5, 9), "norm": torch.randn(7)}
+    there = the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec="gap", baseline=lies, cast="bfloat16") for lies in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            for tensor in weights.values():
+                tensor *= 1 + version / 300
+            report = publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert 0 < report.changes < sum(searched) == sum(tensor.numel() for tensor in here.values())
+
+
+def test_shards_are_published_and_received_where_they_are(the_device: TheDevice, searched: list[int]) -> None:
+    """Columns of a tensor in two pieces of memory, one of them with rows that lie apart."""
+
+    def shards(pieces: Weights) -> dict[str, list[pulse.Shard]]:
+        columns = [pulse.Shard(piece, shape=(4, 12), offset=(0, 5 * at)) for at, piece in enumerate(pieces.values())]
+        return {"w": columns}
+
+    torch.manual_seed(2)
+    here = {"left": torch.randn(4, 5).bfloat16(), "right": torch.randn(4, 7).bfloat16()}
+    there, live = the_device.put(here), the_device.put({name: torch.zeros_like(each) for name, each in here.items()})
+    publishers = [pulse.Publisher("memory://", codec="gap", baseline=lies) for lies in PLACES]
+    subscriber = pulse.Subscriber(publishers[1].history.store)
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step(weights, version)
+            publisher.publish(shards(weights), version=version)
+        subscriber.sync(shards(live))
+        assert bits_of(live) == bits_of(here)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert sum(searched) == 4 * 12
+
+
+def test_a_staged_version_is_written_in_one_launch_and_read_back(
+    the_device: TheDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = bfloat16()
+    live = the_device.put(trainer)
+    publisher, launched = pulse.Publisher("memory://", codec="gap"), list[str]()
+    subscriber = pulse.Subscriber(publisher.history.store)
+    launch, left_out = changes.launch, ""
+
+    def noted(kernel: Any, *given: Any) -> None:
+        name = (kernel.py_func if gpu_device.CUDA else kernel.fn).__name__
+        launched.append(name)
+        if name != left_out:
+            launch(kernel, *given)
+
+    for version in range(3):
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            continue
+        staged = subscriber.stage(live)
+        monkeypatch.setattr(changes, "launch", noted)
+        if version == 1:
+            counted = [tensor._version for tensor in live.values()]
+            staged.apply()
+            assert launched == ["_scatter", "_find_wrong"]
+            assert all(tensor._version > before for tensor, before in zip(live.values(), counted, strict=True))
+            assert bits_of(live) == bits_of(trainer)
+        else:
+            left_out = "_scatter"
+            with pytest.raises(pulse.IntegrityError, match="does not hold the bits that were just written"):
+                staged.apply()
+            assert subscriber.version is None
