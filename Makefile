@@ -10,7 +10,7 @@ VLLM_BIN := .venv-vllm/bin
 # A process a core; a process without tests left takes some of another one's.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
+.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
 setup: .venv/.ready
 
@@ -64,11 +64,15 @@ azurite: setup
 	npm install --silent --no-fund --no-audit --prefix .venv/azurite $(AZURITE)
 
 # The kernels of a CUDA device, tested and measured, into gpu.json. The machine's own Python has PyTorch with CUDA,
-# Numba-CUDA and pytest; nothing is installed. More options: ARGS="--elements 1000000000"
+# Numba-CUDA and pytest; nothing is installed. More options: ARGS="--elements 1000000000". What publishes whole versions
+# needs four more packages: a machine without a network takes them along in build/gpu, from one with the same Python.
 GPU_PYTHON ?= python3
+gpu-packages:
+	$(GPU_PYTHON) -m pip install --quiet --no-deps --target build/gpu blake3 msgspec obstore zstandard
+bench-gpu: export PYTHONPATH = src:build/gpu
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -W default --noconftest -m gpu tests/test_gpu.py tests/test_gpu_coding.py
-	PYTHONPATH=src $(GPU_PYTHON) bench/gpu/bench_gpu.py $(ARGS)
+	$(GPU_PYTHON) -m pytest -W default --noconftest -m gpu tests/test_gpu.py tests/test_gpu_coding.py tests/test_gpu_versions.py
+	$(GPU_PYTHON) bench/gpu/bench_gpu.py $(ARGS)
 
 # Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.kernels.reference import loco as reference
-from pulse_rl.weights.bits import TorchBits, as_bits
+from pulse_rl.weights.bits import ArrayCastBits, TorchBits, as_bits
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
+from pulse_rl.weights.changes import find_cast_changes, find_changes
 
 SOURCES = ["float16", "float32", "float64"]
 
@@ -128,15 +131,44 @@ def test_arrays_are_cast_without_torch() -> None:
     assert done.stdout.strip() == "8"
 
 
-def test_a_cast_can_be_read_into_memory_that_is_used_again() -> None:
+@pytest.mark.parametrize("cast", ["bfloat16", "float16"])
+def test_a_cast_can_be_read_into_memory_that_is_used_again(cast: str) -> None:
     """The same bits as `read`, in the memory that was given; elements that lie apart are read as ever."""
     values = torch.randn(6, 50)
-    bits, memory = as_bits(values, "bfloat16"), np.empty(300, np.uint64)
-    assert isinstance(bits, TorchBits)
+    bits, memory = as_bits(values, cast), np.empty(300, np.uint64)
+    assert isinstance(bits, TorchBits | ArrayCastBits)
     for start, stop in ((0, 300), (7, 107), (5, 5)):
         found = bits.read_into(memory, start, stop)
         assert found.tolist() == bits.read(start, stop).tolist()
         assert np.shares_memory(found, memory) == (stop > start)
-    apart = as_bits(values.t(), "bfloat16")
-    assert isinstance(apart, TorchBits)
+    apart = as_bits(values.t(), cast)
+    assert isinstance(apart, TorchBits | ArrayCastBits)
     assert apart.read_into(memory, 0, 300).tolist() == apart.read(0, 300).tolist()
+
+
+@given(
+    st.lists(
+        st.integers(0, 2**32 - 1) | st.sampled_from([0x7F800000, 0x7F800001, 0xFFFFFFFF, 0x3F808000]), max_size=200
+    ),
+    st.data(),
+)
+def test_changes_of_cast_floats_are_those_of_their_bits(patterns: list[int], data: st.DataObject) -> None:
+    """Compared as they are read, or cast first by the naive twin: the same changes, for any bits and any number."""
+    floats, new = np.array(patterns, np.uint32).view(np.float32), np.zeros(len(patterns), np.uint16)
+    nan = np.isnan(floats)
+    with np.errstate(all="ignore"):
+        reference.cast(np.where(nan, np.float32(0), floats), "bfloat16", new)
+    new[nan] = [0xFFC0 if pattern >> 31 else 0x7FC0 for pattern in np.array(patterns, np.uint32)[nan].tolist()]
+    assert np.array_equal(cast_array(floats, "bfloat16"), new)
+    same = np.array(data.draw(st.lists(st.booleans(), min_size=len(new), max_size=len(new))), bool)
+    old = np.where(same, new, new ^ 1).astype(np.uint16)
+    found, expected = find_cast_changes(old, floats), find_changes(old, new)
+    assert np.array_equal(found.indices, expected.indices)
+    assert np.array_equal(found.values, expected.values)
+
+
+def test_what_is_compared_with_cast_floats_must_fit() -> None:
+    floats = np.zeros(4, np.float32)
+    for old in (np.zeros(3, np.uint16), np.zeros(4, np.uint32), np.zeros((2, 2), np.uint16)):
+        with pytest.raises(ValueError, match="expected flat arrays of uint16 and float32 of one shape"):
+            find_cast_changes(old, floats)

@@ -7,9 +7,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from engine_world import SmallEngine, fresh, moved
 
 import pulse_rl as pulse
+from pulse_rl.engines import receiver
 from pulse_rl.engines.client import EngineClient
 
 
@@ -39,4 +41,21 @@ def test_a_receiver_that_was_closed_has_forgotten_and_follows_again(tmp_path: Pa
         client.follow(tmp_path / "store", patience=0)
         assert client.update().version == 1
         assert client.verify() == pulse.digest(weights)
+        engine.receiver.close()
+
+
+def test_what_staging_has_freed_is_returned_in_its_thread_and_not_in_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, publisher = fresh(), pulse.Publisher(tmp_path / "store")
+    publisher.publish(weights, version=0)
+    by: list[str] = []
+    monkeypatch.setattr(receiver, "return_freed", lambda: by.append(threading.current_thread().name))
+    with contextlib.closing(SmallEngine()) as engine:
+        client = EngineClient(engine.url)
+        client.follow(tmp_path / "store", patience=0)
+        client.stage()
+        assert by == ["pulse-rl"]
+        client.apply()
+        assert by == ["pulse-rl"]
         engine.receiver.close()

@@ -5,12 +5,15 @@ Run in an environment with vLLM: `make test-vllm`. A server takes half a minute 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from urllib.error import HTTPError
 
 import pytest
@@ -26,6 +29,7 @@ from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
 from pulse_rl.history.log import History
+from pulse_rl.integrations.vllm.routes import _Engine
 
 
 class Trainer:
@@ -136,6 +140,22 @@ def test_a_server_follows_in_place_is_killed_and_catches_up_before_it_is_ready(
     driver.stop()
     assert readiness(again) == (200, {"ready": True, "version": 7})
     assert again.outputs() != outputs[-1]
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+@pytest.mark.parametrize("reset", [True, False])
+def test_a_pause_does_not_wait_for_clients(has_core: bool, reset: bool) -> None:
+    """As vLLM's own, which sleeps when the engine stands already; that one only where a client has no core."""
+    called = mock.Mock(spec_set=["pause_scheduler_async", "clear_mm_cache_async", "pause_generation"])
+    for name in ("pause_scheduler_async", "clear_mm_cache_async", "pause_generation"):
+        setattr(called, name, mock.AsyncMock())
+    client = SimpleNamespace(renderer=called, pause_generation=called.pause_generation)
+    if has_core:
+        client.engine_core = called
+    asyncio.run(_Engine(client, "model").pause("keep", reset))
+    pause = mock.call.pause_scheduler_async if has_core else mock.call.pause_generation
+    clear = [mock.call.clear_mm_cache_async()] if has_core and reset else []
+    assert called.mock_calls == [*clear, pause(mode="keep", clear_cache=reset)]
 
 
 def test_staging_while_requests_run_and_failures_that_leave_the_old_version(

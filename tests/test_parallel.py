@@ -59,3 +59,15 @@ def test_threads_stay_on_one_processor_each_and_are_free_again(monkeypatch: pyte
     parallel._pool.cache_clear()
     assert after == [allowed] * count
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_where_threads_may_not_be_bound_the_work_is_done_all_the_same(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid, raising=False)
+    done: list[int] = []
+    parallel.spread(done.append, range(20))
+    assert sorted(done) == list(range(20))

@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python3 bench/gpu/bench_gpu.py --out gpu.json
 
-It needs PyTorch with CUDA, NumPy and Numba-CUDA, and no other package. Kernels are compared with a plain copy of the
-same weights on the device, with torch's own operations and, the coder, with one core of the CPU; results are checked
-as they are measured. With NUMBA_ENABLE_CUDASIM=1 and `--elements 2000` it runs through in Numba's simulator: then its
-times say nothing.
+It needs PyTorch with CUDA, NumPy and Numba-CUDA. Kernels are compared with a plain copy of the same weights on the
+device, with torch's own operations and, the coder, with one core of the CPU; results are checked as they are measured.
+Last, whole versions are published and received through the library, beside a stream that is at work: for this alone
+it also needs what `make gpu-packages` installs. With NUMBA_ENABLE_CUDASIM=1 and `--elements 2000` it runs through in
+Numba's simulator: then its times say nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=6_700_000_000, help="BF16 weights; default: 6.7 billion")
     parser.add_argument("--coder-elements", type=int, default=1 << 31, help="weights that the coder codes")
     parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="of these, what the CPU codes")
+    parser.add_argument("--library-elements", type=int, default=1 << 31, help="weights of a whole publish and sync")
     parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
     options = parser.parse_args()
@@ -74,6 +76,13 @@ def main() -> None:
     for share in DENSITIES:
         changed(old, new, share, 5)
         keep(f"context_{share:.2%}", measure_coder(old, new, coded, options.cpu_elements))
+    del bench, old, new
+    try:
+        from library import measure_library
+    except ModuleNotFoundError as error:
+        keep("library", f"not measured: {error}; make gpu-packages")
+    else:
+        keep("library", measure_library(min(options.library_elements, options.elements)))
 
 
 def machine() -> dict[str, object]:

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import TypeVar
 
@@ -103,7 +103,7 @@ def spread(work: Callable[[T], object], items: Sequence[T]) -> None:
         for item in items:
             work(item)
         return
-    processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    processors = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     left = iter(items)  # each thread takes the next one
 
     def run(number: int) -> None:
@@ -116,10 +116,13 @@ def spread(work: Callable[[T], object], items: Sequence[T]) -> None:
 
 @contextmanager
 def _staying_on(processor: int) -> Iterator[None]:
-    """This thread runs on one processor."""
+    """This thread runs on one processor, where the system allows that."""
     allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {processor})
+    # An OSError: it is forbidden, or the processor was taken from this process meanwhile. Then the scheduler chooses.
+    with suppress(OSError):
+        os.sched_setaffinity(0, {processor})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, allowed)
+        with suppress(OSError):
+            os.sched_setaffinity(0, allowed)

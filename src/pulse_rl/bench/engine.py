@@ -34,7 +34,7 @@ from pulse_rl.sync.publish.publisher import Publisher
 
 COMPARED = 5  # versions that vLLM's own ways take
 TOKENS = 32  # of a completion
-ALONE_S = 20.0  # for which the memory that requests take is looked at
+ALONE_S = 20.0  # for which the memory that requests and pauses take is looked at
 ALLOWANCE_NBYTES = 64_000_000  # of memory that following may take beside one patch
 
 
@@ -49,7 +49,7 @@ class Followed(msgspec.Struct, frozen=True):
     longest_pause_s: float
     apply_s: float  # of that pause, the writing
     serving_s: float  # from the return of publish to the end of the update
-    requests_nbytes: int  # peak of the engine's private memory above what it was, while requests run and nothing else
+    requests_nbytes: int  # peak of the engine's private memory above what it was: by requests, and as many pauses alone
     peak_nbytes: int  # the same while versions arrive, too
     promise_nbytes: int  # of the difference
 
@@ -115,7 +115,7 @@ class EngineBenchReport(msgspec.Struct, frozen=True):
             ("staged, while requests run", ms(found.stage_s)),
             ("written, of the pause", ms(found.apply_s)),
             ("from publish to serving", ms(found.serving_s)),
-            ("memory that requests take", f"{found.requests_nbytes / 1e6:,.0f} MB"),
+            ("memory that requests and pauses take", f"{found.requests_nbytes / 1e6:,.0f} MB"),
             (
                 "memory beyond that, while versions arrive",
                 f"{(found.peak_nbytes - found.requests_nbytes) / 1e6:,.0f} MB, ≤ {found.promise_nbytes / 1e6:,.0f} MB",
@@ -238,7 +238,10 @@ class _Bench:
         self._publish()
         engine.update()  # loads the kernels' machine code
         with _peak(server) as peak, Load(server, 2, TOKENS):
-            time.sleep(ALONE_S)
+            for _ in range(versions):  # each pause makes vLLM take more, with a version to write or without
+                time.sleep(ALONE_S / versions)
+                with _paused(server):
+                    pass
             requests_nbytes = int(server.call("bench_peak", "look")["nbytes"])
             for _ in range(versions):
                 published.append(self._publish())

@@ -33,6 +33,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.objects import open_store
 from pulse_rl.sync.group.peers import WORDING
 from pulse_rl.sync.group.ranks import Ranks, ranks_of
+from pulse_rl.sync.publish.freed import return_freed
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 from pulse_rl.weights.layout import TensorSpec
@@ -238,6 +239,7 @@ class Receiver:
         start = time.perf_counter()
         staged = self._subscriber.stage(self._views.weights(), version=version)
         spent = time.perf_counter() - start
+        return_freed()  # not in the pause: this takes about a millisecond
         with self._lock:
             self._staged = staged
             self._prepared = Prepared(

@@ -21,9 +21,9 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
 from pulse_rl.patch.there import differing
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, runs
-from pulse_rl.weights.changes import Changes, comparable_rows, find_changes
+from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
 from pulse_rl.weights.pieces import Place, place_view
 
 HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
@@ -169,11 +169,18 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     clock = time.perf_counter()
     before, after = _rows(old), _rows(new)
     read_s = 0.0
-    if before is None or after is None or not comparable_rows(before, after):
-        after = _read(new, start, stop)
-        read_s = time.perf_counter() - clock
+    if before is not None and after is not None and comparable_rows(before, after):
+        changes = find_changes(before, after)
+    else:
         before = old.read(start, stop)
-    changes = find_changes(before, after)
+        floats = new.floats(start, stop) if isinstance(new, ArrayCastBits) else None
+        if floats is not None:
+            changes = find_cast_changes(before, floats)
+        else:
+            clock_read = time.perf_counter()
+            after = _read(new, start, stop)
+            read_s = time.perf_counter() - clock_read
+            changes = find_changes(before, after)
     replaced = np.empty_like(changes.values)
     (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
@@ -187,7 +194,7 @@ def _read(bits: Bits, start: int, stop: int) -> UIntArray:
     What is cast goes to the same memory each time. New memory for each run would be taken from between the changes that
     are kept, and the process would hold many times what it uses.
     """
-    if isinstance(bits, TorchBits):
+    if isinstance(bits, TorchBits | ArrayCastBits):
         return bits.read_into(cpu.buffer("read", stop - start, np.uint64), start, stop)
     return bits.read(start, stop)
 

@@ -25,6 +25,7 @@ from pulse_rl.weights.segments import SEGMENT
 
 MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kept of them takes 200 MB
 MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
+KEPT_TENSORS = 1 << 13  # of a table whose groups are kept for the next patch
 CACHED_PLACES = 1 << 12  # of a group whose tiles are kept for the next patch
 NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # in a name: a part between dots that is a number
 
@@ -104,13 +105,17 @@ def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
     return sum(count_at_most(shape, box) for box in boxes)
 
 
-def groups_of(table: Sequence[Entry], *, format_version: int) -> list[Group]:
+def groups_of(table: Sequence[Entry], *, format_version: int) -> Sequence[Group]:
     """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
     if format_version == 1:
         return [
             Group((number,), runs := _Runs(whole(entry.shape).size), range(len(runs)))
             for number, entry in enumerate(table)
         ]
+    return (_grouped_and_kept if len(table) <= KEPT_TENSORS else _grouped)(tuple(table))
+
+
+def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
     kinds: dict[tuple[str, str, Shape, tuple[Box, ...]], list[tuple[list[int], int]]] = {}
     for number, (name, dtype, shape, boxes) in enumerate(table):
         # Experts of one number in all layers are next to each other: ranks hold ranges of experts.
@@ -128,7 +133,10 @@ def groups_of(table: Sequence[Entry], *, format_version: int) -> list[Group]:
             )
         places, quadrants = (_tiled_and_kept if count <= CACHED_PLACES else _tiled)(shape, boxes)
         found.append(Group(tuple(number for _, number in sorted(members)), places, quadrants))
-    return found
+    return tuple(found)
+
+
+_grouped_and_kept = lru_cache(maxsize=16)(_grouped)  # the tables of a run's patches are equal, part by part
 
 
 class Segments(Sequence[Segment]):

@@ -22,6 +22,7 @@ from pulse_rl.weights.boxes import Box, disjoint, whole
 from pulse_rl.weights.pieces import pieces_of
 
 MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
+KEPT_TABLE_NBYTES = 1 << 19  # of a table that is kept from patch to patch: 5,000 tensors, in memory up to 9 MB
 MAX_TENSORS = 1 << 20
 MAX_ELEMENTS = 1 << 41
 MAX_BOXES = 1024  # of a tensor in one part; to check that they are disjoint takes 10 µs for each
@@ -82,6 +83,12 @@ def _compressed(table: bytes) -> bytes:
 def read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
     """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
     data = decompress(stream, MAX_TABLE_NBYTES, "table")
+    read = _read_and_kept if len(data) <= KEPT_TABLE_NBYTES else _read
+    table, tied = read(data, format_version)
+    return table, dict(tied)
+
+
+def _read(data: bytes, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
     if format_version == 1:
         old = decode_json(data, _Table1, "broken table")
         table = _Table([(*row, []) for row in old.tensors], old.tied)
@@ -116,6 +123,9 @@ def read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ..
         if alias in known or owner in table.tied:
             raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
     return tuple(entries), table.tied
+
+
+_read_and_kept = lru_cache(maxsize=16)(_read)  # the tables of a run's patches are equal, part by part
 
 
 def _check_boxes(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

@@ -39,7 +39,8 @@ class PublishReport:
         group_nbytes: Bytes that this rank sent to the others of its group, to all of them together; 0 without a group.
             Only an anchor's tensors go over the group.
         reduction: full_nbytes / patch_nbytes; 1 without a patch.
-        cast_s: Seconds of reading and casting the weights, summed over threads.
+        cast_s: Seconds of reading and casting the weights, summed over threads. Of float32 in host memory that becomes
+            bfloat16 they are part of `diff_s`: it is cast as it is compared.
         diff_s: Seconds of finding the changes, summed over threads.
         encode_s: Seconds of encoding.
         prove_s: Seconds of decoding each patch that was tried and proving it against the baseline.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
-from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu import cast_bfloat16, loco
 
 if TYPE_CHECKING:
     import torch
@@ -29,17 +29,22 @@ def cast_name(cast: str | torch.dtype) -> str:
 ARRAY_CASTS = (*loco.FORMATS, "float32", "float64")  # what `cast_array` casts to
 
 
-def cast_array(values: NDArray[Any], cast: str) -> UIntArray:
+def cast_array(values: NDArray[Any], cast: str, memory: UIntArray | None = None) -> UIntArray:
     """The bits of floats (n,) in another dtype, rounded to nearest, ties to even, by way of float32, as torch does.
 
     So a float64 is rounded twice. NaN becomes a quiet NaN of the same sign; torch's has other bits on each kind of
     processor.
+
+    memory: for the result, at least n elements; None for new memory. Not used for float32 and float64.
     """
     itemsize = DTYPES[cast][1]
     with np.errstate(all="ignore"):  # an overflow becomes infinite, as in torch
         wide: NDArray[Any] = np.ascontiguousarray(values, np.float64 if cast == "float64" else np.float32)
     if cast not in loco.FORMATS:
         return wide.view(UINTS[itemsize])
-    bits = np.empty(len(wide), UINTS[itemsize])
+    bits = np.empty(len(wide), UINTS[itemsize]) if memory is None else memory.view(UINTS[itemsize])[: len(wide)]
+    if cast == "bfloat16":
+        cast_bfloat16(wide, bits)
+        return bits
     loco.cast(wide.view(np.float32), loco.FORMATS[cast], bits)
     return bits

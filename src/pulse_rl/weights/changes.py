@@ -4,7 +4,8 @@ The unit of work is a segment (at most `SEGMENT` elements of one tensor): small 
 scratch memory is bounded, large enough to keep a thread busy for a while.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,24 @@ def find_changes(old: UIntArray, new: UIntArray) -> Changes:
             f"expected two flat arrays of one shape and dtype, found {old.dtype}{list(old.shape)} "
             f"and {new.dtype}{list(new.shape)}"
         )
+    return _found(cpu.find_changes if old.ndim == 1 else cpu.find_changes_rows, old, new)
+
+
+def find_cast_changes(old: NDArray[np.uint16], new: NDArray[np.float32]) -> Changes:
+    """As `find_changes`, where the new elements are float32 that are read as bfloat16: 6 bytes of traffic for each."""
+    if old.shape != new.shape or old.ndim != 1 or old.dtype != np.uint16 or new.dtype != np.float32:
+        raise ValueError(
+            f"expected flat arrays of uint16 and float32 of one shape, found {old.dtype}{list(old.shape)} and "
+            f"{new.dtype}{list(new.shape)}"
+        )
+    return _found(cpu.find_cast_changes, old, new)
+
+
+def _found(find: Callable[..., int], old: UIntArray, new: NDArray[Any]) -> Changes:
     # Sized for the worst case, with 8 bytes per value, so that one buffer serves every width.
     capacity = old.size + cpu.SLACK
     indices = cpu.buffer("changed", capacity, np.uint32)
     values = cpu.buffer("values", capacity, np.uint64).view(UINTS[old.itemsize])
-    find = cpu.find_changes if old.ndim == 1 else cpu.find_changes_rows
     count = find(old, new, indices, values)
     return Changes(indices[:count].copy(), values[:count].copy())
 

@@ -9,7 +9,7 @@ hashes do that. `docs/format.md` gives the constants and test vectors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ def mix(x: int) -> int:
     return x ^ (x >> 33)
 
 
+@lru_cache(maxsize=1 << 14)  # asked for at each step of each patch
 def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The tensor's seed: the first 8 bytes, little-endian, of BLAKE3("dtype\\0d0,d1,…\\0name") in UTF-8."""
     text = f"{dtype}\0{','.join(map(str, shape))}\0{name}"

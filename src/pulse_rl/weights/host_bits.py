@@ -120,7 +120,7 @@ class HostBits:
 
 
 class ArrayCastBits:
-    """Bits over a NumPy array of floats that is cast as it is read; nothing can be written.
+    """Bits over floats in host memory that are cast as they are read; nothing can be written.
 
     array: of any strides. cast: one of `ARRAY_CASTS`.
     """
@@ -137,6 +137,17 @@ class ArrayCastBits:
 
     def read(self, start: int, stop: int) -> UIntArray:
         return cast_array(self._source.read(start, stop).view(self._floats), self._cast)
+
+    def read_into(self, memory: UIntArray, start: int, stop: int) -> UIntArray:
+        """As `read`, into this memory, 8 bytes for each element: its first bytes."""
+        floats = self._source.read(start, stop).view(self._floats)
+        return cast_array(floats, self._cast, memory.view(UINTS[self.itemsize]))
+
+    def floats(self, start: int, stop: int) -> NDArray[np.float32] | None:
+        """The elements before the cast, if they are float32 one after another, and the cast is to bfloat16."""
+        if self._floats != np.float32 or self._cast != "bfloat16" or self._source.flat is None:
+            return None
+        return self._source.flat[start:stop].view(np.float32)
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         return cast_array(self._source.gather(start, indices).view(self._floats), self._cast)

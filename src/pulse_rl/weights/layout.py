@@ -137,6 +137,7 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
     the model) or a mapping of name → what `as_tensor` takes. cast: as for `as_bits`. Raises TypeError or ValueError.
     """
     if isinstance(weights, Layout) and cast is None:
+        _follow(weights)
         return weights
     weights = named_tensors(weights)
     found: dict[str, Bits] = {}
@@ -162,7 +163,17 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
             found[name] = bits
         else:
             tied[name] = owner
-    return Layout(sorted(found.items()), tied)
+    made = Layout(sorted(found.items()), tied)
+    _follow(made)
+    return made
+
+
+def _follow(tensors: Layout) -> None:
+    """Have the kernels of devices wait for what the caller has queued there by now."""
+    elsewhere = [bits for bits in tensors.values() if not isinstance(bits, HostBits)]
+    for room in {device_at(bits) for bits in elsewhere}:
+        if room is not None:
+            room.follow()
 
 
 def as_tensor(tensor: Any, cast: str | None = None) -> Bits:

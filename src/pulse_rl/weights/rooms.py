@@ -3,14 +3,15 @@
 A *room* has the kernels of one memory. Bits say in which room they lie; what is done to many segments at once, their
 room does where they lie. Nothing of a device is imported before a tensor on one appears.
 
-Kernels of a device run on a stream of their own. When Bits of a tensor there are made, this stream is told to wait for
-what the caller has queued by then; what the caller queues afterwards, as the next forward pass, overlaps. Each call
+Kernels of a device run on a stream of their own. When weights are given to a call (`layout`), this stream is told to
+wait for what the caller has queued by then; what is queued afterwards, as the next forward pass, overlaps. Each call
 waits until its own kernels are done, so the caller's stream never has to wait for them. The one thing that is done on
 the caller's stream is the write of a staged version, which must not overtake what reads the weights.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -172,12 +173,8 @@ def on_cuda(tensor: torch.Tensor) -> bool:
 
 
 def device_of(tensor: torch.Tensor) -> Device | None:
-    """The room of a tensor in a CUDA device's memory, whose kernels then follow the caller; None for any other."""
-    if not on_cuda(tensor) or not _has_kernels():
-        return None
-    room = _device(tensor.device if tensor.is_cuda else None)
-    room.follow()
-    return room
+    """The room of a tensor in a CUDA device's memory; None for any other."""
+    return _device(tensor.device if tensor.is_cuda else None) if on_cuda(tensor) and _has_kernels() else None
 
 
 _device = cache(Device)
@@ -195,13 +192,15 @@ def require_kernels() -> None:
 
 
 def _are_there_kernels() -> bool:
-    if find_spec("torch") is None:
+    """Found out without loading Numba's part for CUDA."""
+    simulator = sys.modules.get("pulse_rl.kernels.gpu.device")
+    if simulator is not None and simulator.SIMULATED:
+        return True
+    if find_spec("torch") is None or find_spec("numba_cuda") is None:
         return False
     import torch
 
-    from pulse_rl.kernels.gpu.device import SIMULATED
-
-    return SIMULATED or (torch.version.cuda is not None and find_spec("numba_cuda") is not None)
+    return torch.version.cuda is not None
 
 
 @cache

@@ -1,16 +1,18 @@
 """The hot loops on the CPU, compiled by Numba at first use; they release the GIL, so that threads run them at once.
 
-`changes` finds, reads, writes and merges changed elements; `tiles` sorts them into tiles, and `spots` checks and writes
-those of many tiles at once; `digests` sums a digest's terms; `gaps` codes the words of the `gap` codec; `moves`,
-`rangecoder` and `context` code the `context` codec, `coding` many of its segments at once; `loco` and `study` serve
-those rooms. `arrays` holds what they share. Kernels allocate no memory. Those that decode untrusted bytes check every
-position before they use it, and return a status instead of raising.
+`changes` finds, reads, writes and merges changed elements, `casts` finds those of float32 that is read as bfloat16;
+`tiles` sorts them into tiles, and `spots` checks and writes those of many tiles at once; `digests` sums a digest's
+terms; `gaps` codes the words of the `gap` codec; `moves`, `rangecoder` and `context` code the `context` codec, `coding`
+many of its segments at once; `loco` and `study` serve those rooms. `arrays` holds what they share. Kernels allocate no
+memory. Those that decode untrusted bytes check every position before they use it, and return a status instead of
+raising.
 
 `compiled` has the decorator that makes kernels of functions, and keeps their machine code on disk; `warmup` compiles
 all of them beforehand.
 """
 
 from pulse_rl.kernels.cpu.arrays import LANES, buffer
+from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
     find_changes,
@@ -37,9 +39,11 @@ __all__ = [
     "Spots",
     "Windows",
     "buffer",
+    "cast_bfloat16",
     "digest_delta",
     "digest_range",
     "digest_rows",
+    "find_cast_changes",
     "find_changes",
     "find_changes_rows",
     "gap_decode",

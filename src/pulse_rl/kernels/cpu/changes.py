@@ -10,11 +10,31 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.arrays import AHEAD, LANES, changed_lanes, popcount, prefetch, read_only, trailing_zeros
-from pulse_rl.kernels.cpu.compiled import kernel
+from pulse_rl.kernels.cpu.compiled import inlined, kernel
 
 SLACK = 2  # find_changes writes up to this many elements past the last change
 
 _ONE = np.uint64(1)
+
+
+@inlined
+def write_indices(indices, k, start, mask):
+    """Write the index of each bit of a mask of 64 elements from `start` on, after k others. Returns how many there are.
+
+    Writes up to SLACK further ones.
+    """
+    count = np.int64(popcount(mask))
+    # Two stores without a branch: at 1 % density most masks hold none, one or two changes, and a mispredicted
+    # branch costs more than the stores (measured: 0.92 against 0.66 of a copy's speed).
+    rest = mask
+    for j in range(2):
+        indices[k + j] = start + np.int64(trailing_zeros(rest))
+        rest &= rest - _ONE
+    if count > 2:
+        for j in range(2, count):
+            indices[k + j] = start + np.int64(trailing_zeros(rest))
+            rest &= rest - _ONE
+    return k + count
 
 
 @kernel
@@ -23,19 +43,7 @@ def _find_changes(old, new, indices, values):
     k = np.int64(0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
-        mask = changed_lanes(old, new, start)
-        count = np.int64(popcount(mask))
-        # Two stores without a branch: at 1 % density most masks hold none, one or two changes, and a mispredicted
-        # branch costs more than the stores (measured: 0.92 against 0.66 of a copy's speed).
-        rest = mask
-        for j in range(2):
-            indices[k + j] = start + np.int64(trailing_zeros(rest))
-            rest &= rest - _ONE
-        if count > 2:
-            for j in range(2, count):
-                indices[k + j] = start + np.int64(trailing_zeros(rest))
-                rest &= rest - _ONE
-        k += count
+        k = write_indices(indices, k, start, changed_lanes(old, new, start))
     for i in range(whole, n):
         indices[k] = i
         k += np.int64(old[i] != new[i])
@@ -71,16 +79,7 @@ def _find_changes_rows(old, new, indices, values):
             if start == whole:  # the rest of a row: the last lanes, without those that were compared already
                 at = run - LANES
                 mask &= ~np.uint64(0) << np.uint64(whole - at)
-            count = np.int64(popcount(mask))
-            rest = mask
-            for j in range(2):  # as in _find_changes
-                indices[k + j] = first + at + np.int64(trailing_zeros(rest))
-                rest &= rest - _ONE
-            if count > 2:
-                for j in range(2, count):
-                    indices[k + j] = first + at + np.int64(trailing_zeros(rest))
-                    rest &= rest - _ONE
-            k += count
+            k = write_indices(indices, k, first + at, mask)
         for j in range(begun, k):
             values[j] = after[np.int64(indices[j]) - first]
     return k

@@ -9,6 +9,7 @@ import numpy as np
 
 from pulse_rl.dtypes import DTYPES, UINTS, Field, field_of
 from pulse_rl.kernels.cpu import coding, compiled, context, loco, moves, rangecoder, sends, study
+from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
     find_changes,
@@ -41,6 +42,7 @@ def warm_up(directory: Path | None = None) -> compiled.Warmed:
             raise RuntimeError("warm_up: expected a process that has not used a kernel yet")
         for itemsize in UINTS:
             _warm_changes(itemsize)
+        _warm_casts()
         _warm_gaps()
         for dtype in FLOATS:
             _warm_context(field_of(dtype), UINTS[int(dtype.partition("_")[0].strip("BF")) // 8])
@@ -82,6 +84,12 @@ def _warm_changes(itemsize: int) -> None:
     in_order(spots, Stretches(one, np.array([0, 1]), address, one + N), one + count, indices, values)
     study.count_differing(old, new)
     study.recurring(old, old, indices, values)
+
+
+def _warm_casts() -> None:
+    values, bits = np.zeros(N, np.float32), np.zeros(N + SLACK, np.uint16)
+    cast_bfloat16(values, bits[:N])
+    find_cast_changes(bits[:N].copy(), values, np.empty(N + SLACK, np.uint32), bits)
 
 
 def _warm_gaps() -> None:

@@ -9,7 +9,17 @@ the elements only those that were found. So results are in order, and the order 
 import numpy as np
 from numba import cuda
 
-from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, barrier, device, empty, launch, popcount, zeros
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    DeviceArray,
+    barrier,
+    device,
+    empty,
+    itemsize_of,
+    launch,
+    popcount,
+    zeros,
+)
 from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions
 
 GROUP = 4 * THREADS  # tiles whose counts a block adds up
@@ -43,13 +53,13 @@ def below(low, high, width, mask, bound):
 
 
 @device
-def lowest(bits):
+def _lowest(bits):
     """The number of the lowest bit that is set."""
     return popcount((bits & -bits) - 1)
 
 
 @device
-def exclusive(shared, thread, value):
+def _exclusive(shared, thread, value):
     """The sum of the values of the block's threads before this one. shared: (THREADS,)."""
     shared[thread] = value
     barrier()
@@ -66,12 +76,39 @@ def exclusive(shared, thread, value):
 
 
 @device
-def bits_before(shared, thread, masks, first):
+def _bits_before(shared, thread, masks, first):
     """How many bits the threads before this one hold, each of which holds UNITS masks of a tile."""
     count = 0
     for u in range(UNITS):
         count += popcount(int(masks[first + u]))
-    return exclusive(shared, thread, np.int64(count))
+    return _exclusive(shared, thread, np.int64(count))
+
+
+def placer(put):
+    """The kernel of a second pass, a block for each tile, in which `put` writes what was found to its place.
+
+    put(like, state, r, i, k, out): element i of region r is result k. `out.indices` says how many have a place.
+    """
+
+    @cuda.jit
+    def place(like, state, tiles, masks, offsets, out):
+        shared = cuda.shared.array(THREADS, np.int64)
+        tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        if offsets[tile] == offsets[tile + 1]:
+            return
+        each = 16 // itemsize_of(like)
+        r = tiles.owners[tile]
+        first = tile * TILE + thread * UNITS
+        k = offsets[tile] + _bits_before(shared, thread, masks, first)
+        i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
+        for u in range(UNITS):
+            m = int(masks[first + u])
+            while m != 0 and k < out.indices.shape[0]:
+                put(like, state, r, i + u * each + _lowest(m), k, out)
+                m &= m - 1
+                k += 1
+
+    return place
 
 
 @cuda.jit
@@ -83,7 +120,7 @@ def _sum_groups(counts, sums):
         at = cuda.blockIdx.x * GROUP + j * THREADS + thread
         if at < counts.shape[0]:
             total += counts[at]
-    before = exclusive(shared, thread, total)
+    before = _exclusive(shared, thread, total)
     if thread == THREADS - 1:
         sums[cuda.blockIdx.x] = before + total
 
@@ -98,7 +135,7 @@ def _sums_before(sums):
     for start in range(0, sums.shape[0], THREADS):
         at = start + thread
         value = sums[at] if at < sums.shape[0] else np.int64(0)
-        before = exclusive(shared, thread, value)
+        before = _exclusive(shared, thread, value)
         if at < sums.shape[0]:
             sums[at] = carried + before
         if thread == THREADS - 1:
@@ -116,7 +153,7 @@ def _add_up(counts, sums, offsets):
     total = np.int64(0)
     for at in range(first, min(first + 4, counts.shape[0])):
         total += counts[at]
-    place = sums[cuda.blockIdx.x] + exclusive(shared, thread, total)
+    place = sums[cuda.blockIdx.x] + _exclusive(shared, thread, total)
     if first == 0:
         offsets[0] = 0
     for at in range(first, min(first + 4, counts.shape[0])):

@@ -4,11 +4,13 @@ Results of regions lie one after another: those of region r from `edges[r]` to `
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import cuda
 
 from pulse_rl.dtypes import UINTS
-from pulse_rl.kernels.gpu.bits import Marks, bits_before, differing, lowest
+from pulse_rl.kernels.gpu.bits import Marks, differing, placer
 from pulse_rl.kernels.gpu.casts import four, rounded
 from pulse_rl.kernels.gpu.device import (
     THREADS,
@@ -30,6 +32,7 @@ from pulse_rl.kernels.gpu.device import (
 from pulse_rl.kernels.gpu.regions import (
     TILE,
     UNITS,
+    Layout,
     Lines,
     Regions,
     address_in,
@@ -126,27 +129,32 @@ def _compare(like, news, old, new, tiles, masks, counts):
         counts[tile] = shared[0]
 
 
-@cuda.jit
-def _place(like, news, old, new, tiles, masks, offsets, keeps, indices, values, replaced):
-    shared = cuda.shared.array(THREADS, np.int64)
-    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    if offsets[tile] == offsets[tile + 1]:
-        return
-    each = 16 // itemsize_of(like)
-    r = tiles.owners[tile]
-    first = tile * TILE + thread * UNITS
-    k = offsets[tile] + bits_before(shared, thread, masks, first)
-    i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
-    for u in range(UNITS):
-        m = int(masks[first + u])
-        while m != 0 and k < indices.shape[0]:
-            at = i + u * each + lowest(m)
-            indices[k] = at
-            values[k] = _new_element(like, news, new, r, at)
-            if keeps:
-                replaced[k] = element(like, old, r, at)
-            m &= m - 1
-            k += 1
+class _States(NamedTuple):
+    """Two states, on the device."""
+
+    news: DeviceArray
+    old: Layout
+    new: Layout
+
+
+class _Found(NamedTuple):
+    """The memory for what differs."""
+
+    indices: DeviceArray
+    values: DeviceArray
+    keeps: int  # whether replaced bits are kept
+    replaced: DeviceArray
+
+
+@device
+def _put(like, states, r, i, k, out):
+    out.indices[k] = i
+    out.values[k] = _new_element(like, states.news, states.new, r, i)
+    if out.keeps:
+        out.replaced[k] = element(like, states.old, r, i)
+
+
+_place = placer(_put)
 
 
 def find(
@@ -173,12 +181,12 @@ def find(
             f"with {new.sizes.sum()}"
         )
     marks, values = Marks(old), bits_of(values)
-    states = example(old.itemsize), example(new.itemsize), old.layout, new.layout, old.tiles
-    launch(_compare, old.count, THREADS, *states, marks.masks, marks.counts)
+    like, states = example(old.itemsize), _States(example(new.itemsize), old.layout, new.layout)
+    launch(_compare, old.count, THREADS, like, *states, old.tiles, marks.masks, marks.counts)
     offsets, edges = marks.add_up()
     kept = empty(1, UINTS[old.itemsize]) if replaced is None else bits_of(replaced)
-    placed = marks.masks, offsets, int(replaced is not None), indices, values, kept
-    launch(_place, old.count, THREADS, *states, *placed)
+    found = _Found(indices, values, int(replaced is not None), kept)
+    launch(_place, old.count, THREADS, like, states, old.tiles, marks.masks, offsets, found)
     return edges
 
 

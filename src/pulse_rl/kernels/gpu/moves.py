@@ -11,7 +11,7 @@ from pulse_rl.dtypes import Field
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.arrays import LANES
 from pulse_rl.kernels.cpu.moves import Moves
-from pulse_rl.kernels.gpu.bits import Marks, below, bits_before, lowest
+from pulse_rl.kernels.gpu.bits import Marks, below, placer
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
@@ -28,7 +28,7 @@ from pulse_rl.kernels.gpu.device import (
     twin,
     upload,
 )
-from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions, element, unit_at
+from pulse_rl.kernels.gpu.regions import TILE, UNITS, Layout, Regions, element, unit_at
 
 MOST_EXPONENTS = 2048  # F64's
 
@@ -113,25 +113,21 @@ def _compare(like, layout, tiles, mask, bounds, masks, counts):
         counts[tile] = shared[0]
 
 
-@cuda.jit
-def _place(like, layout, tiles, mask, shift, masks, offsets, indices, exponents):
-    shared = cuda.shared.array(THREADS, np.int64)
-    tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    if offsets[tile] == offsets[tile + 1]:
-        return
-    each = 16 // itemsize_of(like)
-    r = tiles.owners[tile]
-    first = tile * TILE + thread * UNITS
-    k = offsets[tile] + bits_before(shared, thread, masks, first)
-    i = ((tile - tiles.firsts[r]) * TILE + thread * UNITS) * each
-    for u in range(UNITS):
-        m = int(masks[first + u])
-        while m != 0:
-            at = i + u * each + lowest(m)
-            indices[k] = at
-            exponents[k] = (np.uint64(element(like, layout, r, at)) & mask) >> shift
-            m &= m - 1
-            k += 1
+class _Searched(NamedTuple):
+    """What is searched, on the device."""
+
+    layout: Layout
+    mask: np.uint64
+    shift: np.uint64
+
+
+@device
+def _put(like, searched, r, i, k, out):
+    out.indices[k] = i
+    out.exponents[k] = (np.uint64(element(like, searched.layout, r, i)) & searched.mask) >> searched.shift
+
+
+_place = placer(_put)
 
 
 class HotElements(NamedTuple):
@@ -147,13 +143,14 @@ def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> H
     mask, shift = _field(field)
     like, marks = example(regions.itemsize), Marks(regions)
     bounds = upload(thresholds.astype(np.uint64) << shift)
-    known = like, regions.layout, regions.tiles, mask
-    launch(_compare, regions.count, THREADS, *known, bounds, marks.masks, marks.counts)
+    known = like, regions.layout, regions.tiles, mask, bounds
+    launch(_compare, regions.count, THREADS, *known, marks.masks, marks.counts)
     offsets, edges = marks.add_up()
     count = int(download(edges[-1:])[0])
     found = HotElements(edges, empty(count, np.uint32), empty(count, np.uint16))
     if count:
-        launch(_place, regions.count, THREADS, *known, shift, marks.masks, offsets, *found[1:])
+        searched = _Searched(regions.layout, mask, shift)
+        launch(_place, regions.count, THREADS, like, searched, regions.tiles, marks.masks, offsets, found)
     return found
 
 

@@ -230,15 +230,19 @@ def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
         if tensor.size == 0:
             held[name] = tensor
             continue
+        here = [part for part in plan.parts[name] if rank in part.holders]
+        unshared = [part.box for part in here if len(part.holders) == 1]
+        if isinstance(tensor, Pieces) and [piece.box for piece in tensor.pieces] == unshared != [whole(tensor.shape)]:
+            held[name] = own[name] = tensor  # the ordinary case: no replicas
+            continue
         pieces = []
-        for part in plan.parts[name]:
-            if rank in part.holders:
-                times = len(part.holders) if part.owner == rank else -1
-                for box, bits, _ in pieces_of(tensor):
-                    if part.box == box or part.box.inside(box):
-                        view = bits if part.box == box else bits.view(part.box.slices(box))
-                        pieces.append(Piece(part.box, view, times))
-                        times = -1  # of further copies on this rank
+        for part in here:
+            times = len(part.holders) if part.owner == rank else -1
+            for box, bits, _ in pieces_of(tensor):
+                if part.box == box or part.box.inside(box):
+                    view = bits if part.box == box else bits.view(part.box.slices(box))
+                    pieces.append(Piece(part.box, view, times))
+                    times = -1  # of further copies on this rank
         held[name] = _pieces(tensor, pieces)
         if mine := [piece._replace(times=1) for piece in pieces if piece.owned]:
             own[name] = _pieces(tensor, mine)

@@ -1,0 +1,136 @@
+"""Where kernels run: on which stream of a device, a made-up one, and what is said where a device has no kernels."""
+
+import ast
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.kernels import cpu
+from pulse_rl.weights import rooms
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.follows: list[str] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.follows.append(other.name)
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing may wait for all of a stream here")
+
+
+class Streams:
+    """Each thread has a current one, as in CUDA: the default stream, unless it chose another."""
+
+    def __init__(self) -> None:
+        self.default, self._local = Stream("default"), threading.local()
+
+    def current_stream(self, device: object = None) -> Stream:
+        return getattr(self._local, "stream", self.default)
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        yield
+        self._local.stream = before
+
+
+class Kernels:
+    """In place of `kernels.gpu.spots`: it notes the stream that is current in each call."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.used: list[tuple[str, str]] = []
+        self._streams = streams
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*_: object, **__: object) -> Any:
+            self.used.append((name, self._streams.current_stream().name))
+            return self
+
+        return called
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("own"))
+    monkeypatch.setattr(torch.cuda, "current_stream", made.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", made.stream)
+    return made
+
+
+def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = Kernels(streams)
+    monkeypatch.setitem(sys.modules, "pulse_rl.kernels.gpu.spots", kernels)
+    room = rooms.Device(torch.device("cuda", 0))
+    spots = cpu.Spots(*[np.zeros(1, np.int64)] * 7)  # type: ignore[arg-type]
+    changes = spots, np.zeros(1, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.uint16)
+    training, generation = Stream("training"), Stream("generation")
+    with streams.stream(training):
+        room.follow()
+        thread = threading.Thread(target=room.spots_delta, args=changes)  # as of the pool
+        thread.start()
+        thread.join()
+        room.write_spots(*changes)
+        write = room.prepare(*changes)
+    with streams.stream(generation):
+        write()
+    with room.own_stream():
+        own = streams.current_stream()
+    assert own.follows == ["training"]
+    on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites")]
+    assert kernels.used == [*on_own, ("write", "generation")]
+    assert training.follows == generation.follows == []
+
+
+def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its tensors are read through the host, which is said once; a baseline there is refused."""
+    monkeypatch.delitem(sys.modules, "pulse_rl.kernels.gpu.device", raising=False)
+    monkeypatch.setattr(rooms, "find_spec", lambda name: None)
+    monkeypatch.setattr(rooms, "on_cuda", lambda tensor: True)
+    rooms._has_kernels.cache_clear()
+    weights = {"w": torch.arange(6.0), "v": torch.arange(3.0)}
+    with caplog.at_level(logging.WARNING, "pulse_rl"):
+        publisher = pulse.Publisher("memory://")
+        for version in range(2):
+            digest = publisher.publish(weights, version=version).digest
+    rooms._has_kernels.cache_clear()
+    monkeypatch.setattr(rooms, "on_cuda", lambda tensor: False)
+    assert digest == pulse.digest(weights)
+    assert [record.message for record in caplog.records if "pulse-rl[gpu]" in record.message] == [
+        "tensors on a GPU are read through the host, as kernels for it are missing: pip install 'pulse-rl[gpu]', or "
+        "'.[gpu]' in a clone of its repository"
+    ]
+    with pytest.raises(pulse.MissingExtraError, match="numba-cuda") as caught:
+        pulse.Publisher("memory://", baseline="device")
+    assert caught.value.extra == "gpu"
+    with pytest.raises(ValueError, match="baseline: expected 'host' or 'device', found 'disk'"):
+        pulse.Publisher("memory://", baseline="disk")  # type: ignore[arg-type]
+
+
+def test_only_functions_load_kernels_of_a_device() -> None:
+    """So weights in host memory never load Numba's part for CUDA, which takes as long as Numba itself."""
+    package, found = Path(pulse.__file__).parent, list[str]()
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        if "kernels/gpu" in file.as_posix() or ("kernels.gpu" not in text and "numba.cuda" not in text):
+            continue
+        found.append(file.stem)
+        for node in ast.parse(text).body:  # what an import of the module runs
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                assert "kernels.gpu" not in ast.unparse(node), file
+                assert "cuda" not in ast.unparse(node), file
+    assert "rooms" in found
