@@ -169,6 +169,7 @@ def test_changes_of_cast_floats_are_those_of_their_bits(patterns: list[int], dat
 
 def test_what_is_compared_with_cast_floats_must_fit() -> None:
     floats = np.zeros(4, np.float32)
-    for old in (np.zeros(3, np.uint16), np.zeros(4, np.uint32), np.zeros((2, 2), np.uint16)):
+    others: list[Any] = [np.zeros(3, np.uint16), np.zeros(4, np.uint32), np.zeros((2, 2), np.uint16)]
+    for old in others:
         with pytest.raises(ValueError, match="expected flat arrays of uint16 and float32 of one shape"):
             find_cast_changes(old, floats)

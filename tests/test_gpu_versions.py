@@ -18,7 +18,7 @@ from gpu_device import fast_switches  # noqa: F401 - a fixture
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import changes
-from pulse_rl.weights import rooms
+from pulse_rl.weights import devices
 
 if TYPE_CHECKING:
     from pulse_rl.codecs.choose import CodecName
@@ -67,7 +67,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def the_device(monkeypatch: pytest.MonkeyPatch) -> TheDevice:
     made = TheDevice()
     if not gpu_device.CUDA:
-        monkeypatch.setattr(rooms, "on_cuda", made.holds)
+        monkeypatch.setattr(devices, "on_cuda", made.holds)
     return made
 
 
@@ -119,13 +119,13 @@ def bits_of(weights: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each search on the device."""
     found: list[int] = []
-    find = rooms.Device.find
+    find = devices.Cuda.find
 
-    def noted(room: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
+    def noted(device: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
         found.append(int(sizes.sum()))
-        return find(room, old, new, sizes, *given, **options)
+        return find(device, old, new, sizes, *given, **options)
 
-    monkeypatch.setattr(rooms.Device, "find", noted)
+    monkeypatch.setattr(devices.Cuda, "find", noted)
     return found
 
 
@@ -244,3 +244,17 @@ def test_a_staged_version_is_written_in_one_launch_and_read_back(
             with pytest.raises(pulse.IntegrityError, match="does not hold the bits that were just written"):
                 staged.apply()
             assert subscriber.version is None
+
+
+def test_weights_that_are_partly_on_the_device_and_offloaded_for_a_version(the_device: TheDevice) -> None:
+    trainer, worker = bfloat16(), bfloat16()
+    trainer |= the_device.put({name: trainer[name] for name in ("head", "layers.0.up")})
+    worker |= the_device.put({name: worker[name] for name in ("head", "norm")})
+    publisher = pulse.Publisher("memory://", codec="gap", baseline="device")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        weights = {name: tensor.cpu().clone() for name, tensor in trainer.items()} if version == 1 else trainer
+        step(weights, version)
+        publisher.publish(weights, version=version)
+        subscriber.stage(worker).apply() if version == 2 else subscriber.sync(worker)
+        assert bits_of(worker) == bits_of(weights)

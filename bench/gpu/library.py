@@ -19,7 +19,7 @@ from synthetic import State, changed, fill, shapes_of, state_like
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import Lies
-from pulse_rl.weights import rooms
+from pulse_rl.weights import devices
 
 SHARES = (0.0015, 0.01)
 MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms each on a Hopper GPU
@@ -28,7 +28,7 @@ MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms
 def measure_library(elements: int) -> dict[str, object]:
     """Publish, stage and apply versions of a model of about this many weights."""
     if device.SIMULATED:
-        rooms.on_cuda = lambda tensor: True
+        devices.on_cuda = lambda tensor: True
     where = "cpu" if device.SIMULATED else "cuda"
     shapes = shapes_of(elements)
     states = [state_like(shapes, where) for _ in range(2)]

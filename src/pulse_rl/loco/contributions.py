@@ -6,16 +6,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import ExchangeError
 from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
+from pulse_rl.kernels.cpu.classes import classes_of
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import exchange, log8
 from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
-from pulse_rl.loco.gate import Sends, cast, find_sends
+from pulse_rl.loco.gate import Sends, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
-from pulse_rl.loco.payload import Coding, SharedSegment, limit, rounded
+from pulse_rl.loco.payload import Coding, SharedSegment, decode, limit, rounded
 from pulse_rl.parallel import ordered_map
 
 
@@ -111,9 +113,9 @@ class SparseContribution:
         return exchange.add_up(payloads, self._fragment(fragment, sends), rank)
 
     def indices(self, fragment: range, rank: int, payload: memoryview) -> list[NDArray[np.uint32]]:
-        decoders = exchange.open_sent(rank, payload, self._fragment(fragment, []))
+        read = self._fragment(fragment, [])
         with exchange.sent_by(rank):
-            return [decode().indices for decode in decoders]
+            return [sent.indices for sent in decode(payload, read.segments, read.coding)]
 
     def _fragment(self, fragment: range, sends: list[Sends]) -> Fragment:
         """sends: of all segments; an empty list where none of them is used."""
@@ -121,7 +123,12 @@ class SparseContribution:
         return Fragment([sends[number] for number in fragment] if sends else [], shared, self._coding)
 
     def _shared(self, segment: MasterSegment) -> SharedSegment:
-        return SharedSegment(segment.shape, segment.start, segment.stop, cast(segment.shared, self._coding.gate).copy())
+        gate, value_dtype, scale = self._coding
+        bits, classes = np.empty(segment.size, UINTS[DTYPES[gate][1]]), np.empty(0, np.uint8)
+        loco.cast(segment.shared, loco.FORMATS[gate], bits)
+        if value_dtype == "log8":
+            classes = classes_of(bits, segment.momentum, loco.GRIDS[gate], scale)
+        return SharedSegment(segment.shape, segment.start, segment.stop, bits, classes)
 
 
 class DenseContribution:

@@ -14,7 +14,7 @@ one cannot go on, none does (`fail_together`).
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -28,8 +28,8 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
-from pulse_rl.loco.gate import Sends
-from pulse_rl.loco.payload import Coding, SharedSegment
+from pulse_rl.loco.gate import NOTHING, Sends
+from pulse_rl.loco.payload import Coding, Decoder, SharedSegment
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.changes import find_changes
 
@@ -53,7 +53,7 @@ class Mean(NamedTuple):
             return self.values
         found: F32 = cpu.buffer("mean", size, np.float32)[:size]
         found.fill(0)
-        found[self.indices] = self.values
+        cpu.scatter(found.view(np.uint32), self.indices, self.values.view(np.uint32))
         return found
 
     def sparse(self) -> Sends:
@@ -261,31 +261,31 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     if not mine.segments:
         return []
     decoders = {
-        sender: [] if sender == rank else open_sent(sender, data, mine) for sender, data in sorted(payloads.items())
+        sender: [] if sender == rank else _open(sender, data, mine) for sender, data in sorted(payloads.items())
     }
 
     def add(number: int) -> Mean:
         size = mine.segments[number].size
         total: F32 = cpu.buffer("total", size, np.float32)[:size]
         total.fill(0)
+        elements = payload.by_class(mine.segments[number], mine.coding)
         for sender, decode in decoders.items():
             with sent_by(sender):
-                loco.add(total, *(mine.sends[number] if sender == rank else decode[number]()))
-        np.divide(total, np.float32(len(decoders)), out=total)
-        changes = find_changes(np.zeros(size, np.uint32), total.view(np.uint32))
+                loco.add(total, *(mine.sends[number] if sender == rank else decode[number](elements)))
+        changes = find_changes(NOTHING[:size], total.view(np.uint32))
         if (changes.values & EXPONENT == EXPONENT).any():
             raise FloatingPointError(
                 "the mean pseudo-gradient overflows float32: expected finite sums, found an infinity"
             )
+        ranks = np.float32(len(decoders))
         if 2 * len(changes.indices) > size:
-            return Mean(None, total.copy())
-        return Mean(changes.indices, changes.values.view(np.float32))
+            return Mean(None, total / ranks)
+        return Mean(changes.indices, changes.values.view(np.float32) / ranks)
 
     return list(ordered_map(add, range(len(mine.segments))))
 
 
-def open_sent(rank: int, data: memoryview, fragment: Fragment) -> list[Callable[[], Sends]]:
-    """Open the payload of a rank; the functions decode one segment each. Raises ExchangeError with that rank."""
+def _open(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
     with sent_by(rank):
         return payload.open_payload(data, fragment.segments, fragment.coding)
 
@@ -300,8 +300,7 @@ def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     if not part.segments:
         return []
     with sent_by(rank):
-        decoders = payload.open_payload(data, part.segments, _of_means(part.coding))
-        return list(ordered_map(lambda decode: Mean(*decode()), decoders))
+        return [Mean(*sends) for sends in payload.decode(data, part.segments, _of_means(part.coding))]
 
 
 def _decode_failure(rank: int, data: memoryview) -> Failure:

@@ -17,15 +17,21 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.weights.changes import find_changes
+from pulse_rl.weights.segments import SEGMENT
 
 Gate: TypeAlias = Literal["bfloat16", "float16", "float8_e4m3fn"]
 GATES: tuple[str, ...] = get_args(Gate)
 
 
+# What changes from nothing are found against. It is only read, so it takes no memory but the system's page of zeros.
+NOTHING = np.zeros(SEGMENT, np.uint32)
+NOTHING.flags.writeable = False
+
+
 class Sends(NamedTuple):
     """What one trainer sends of one segment."""
 
-    indices: NDArray[np.uint32]  # (k,), strictly increasing, relative to the segment's start
+    indices: NDArray[np.uint32]  # (k,), each once, relative to the segment's start; increasing in what is found here
     values: F32  # (k,), s at them
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
-from pulse_rl.loco.gate import Sends, cast
+from pulse_rl.loco.gate import NOTHING, Sends, cast
 from pulse_rl.weights.changes import find_changes
 
 
@@ -55,10 +55,10 @@ def find_sends(
     first = (seed + start) % (1 << 32)
     if not loco.log8(shared, live, residual, loco.FORMATS[gate], loco.GRIDS[gate], scale, first, turn, codes):
         return None
-    nothing = cpu.buffer("nothing", len(codes), np.uint8)[: len(codes)]
-    nothing.fill(0)
-    indices = find_changes(nothing, codes.view(np.uint8)).indices
-    return Sends(indices, to_values(codes[indices], cast(shared[indices], gate), gate, scale))
+    found = find_changes(NOTHING.view(np.uint8)[: len(codes)], codes.view(np.uint8))
+    there = np.empty(len(found.indices), np.float32)
+    cpu.gather(shared.view(np.uint32), found.indices, there.view(np.uint32))
+    return Sends(found.indices, to_values(found.values.view(np.int8), cast(there, gate), gate, scale))
 
 
 def to_values(codes: NDArray[np.int8], cells: UIntArray, gate: str, scale: float) -> F32:
@@ -66,6 +66,14 @@ def to_values(codes: NDArray[np.int8], cells: UIntArray, gate: str, scale: float
     values = np.empty(len(codes), np.float32)
     loco.log8_values(codes, cells, loco.GRIDS[gate], scale, values)
     return values
+
+
+def units_of(gate: str, scale: float) -> F32:
+    """The unit of each exponent of the gate's format, float32 (256,)."""
+    grid = loco.GRIDS[gate]
+    exponents = np.arange(256, dtype=np.uint32) & (grid.magnitude >> grid.shift)
+    cells = (exponents << grid.shift).astype(UINTS[DTYPES[gate][1]])
+    return to_values(np.ones(256, np.int8), cells, gate, scale)
 
 
 def to_codes(values: F32, cells: UIntArray, gate: str, scale: float) -> NDArray[np.int8]:

@@ -152,7 +152,7 @@ class Application:
         if work.keep:
             work.changes = changes
         if work.spots is not None:
-            delta = work.room.spots_delta(work.spots, *work.joined(changes))
+            delta = work.device.spots_delta(work.spots, *work.joined(changes))
         else:
             delta = sum(
                 self._check_segment(work.tensors[segment.tensor], segment, found)
@@ -279,7 +279,7 @@ class Application:
 
     def _write_spots(self, work: Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
         """Write to plain memory, all segments at once."""
-        wrong = work.room.write_spots(spots, *work.joined(changes))
+        wrong = work.device.write_spots(spots, *work.joined(changes))
         for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
             for piece in (piece for copy in work.tensors[number].live for piece in pieces_of(copy)):
                 if isinstance(piece.bits, HostBits | TorchBits):

@@ -18,8 +18,8 @@ from pulse_rl.parallel import spread
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.pieces import Piece, Place, pieces_of, within
-from pulse_rl.weights.rooms import HOST, Room
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 PART = 1 << 11  # changes of one part of a batch: those are read back before the next ones are written
@@ -100,7 +100,7 @@ def _own(piece: Piece, place: Place, changes: Changes) -> tuple[NDArray[np.int64
 class Batch:
     """Some writes that one thread does. Those to plain memory, of elements of one width, are one call.
 
-    writes: all to one room, of one width; or one write to other memory.
+    writes: all to one device, of one width; or one write to other memory.
     """
 
     def __init__(self, writes: list[Write]) -> None:
@@ -108,14 +108,14 @@ class Batch:
         changes = [write.changes for write in writes]
         joined = changes[0] if len(changes) == 1 else Changes(*map(np.concatenate, zip(*changes, strict=True)))
         self.nbytes = joined.indices.nbytes + joined.values.nbytes  # memory of the changes
-        room = _room(writes[0])
-        self.on_device = room is not None and room is not HOST
-        self._memory = list({id(write.bits): write.bits for write in writes}.values()) if room is not None else []
-        if room is None:
+        device = _device_at(writes[0])
+        self.on_device = device is not None and device is not HOST
+        self._memory = list({id(write.bits): write.bits for write in writes}.values()) if device is not None else []
+        if device is None:
             self._write: Callable[[], int | None] = partial(_overwrite, writes[0])
         else:  # what can be done now is not done in the pause
             counts = np.array([len(one.indices) for one in changes], np.int64)
-            self._write = room.prepare(_spots(writes), counts, *joined)
+            self._write = device.prepare(_spots(writes), counts, *joined)
 
     def write(self) -> None:
         """Overwrite elements and read every one of them back. Raises IntegrityError if one has other bits."""
@@ -135,10 +135,10 @@ def _overwrite(write: Write) -> int | None:
     return 0 if (bits.gather(start, indices) != values).any() else None
 
 
-def _room(write: Write) -> Room | None:
-    """The room whose kernels reach plain memory that is written; None for other memory."""
+def _device_at(write: Write) -> Device | None:
+    """The device whose kernels reach plain memory that is written; None for other memory."""
     bits = write.bits
-    return bits.room if isinstance(bits, HostBits | TorchBits) and bits.contiguous else None
+    return bits.device if isinstance(bits, HostBits | TorchBits) and bits.contiguous else None
 
 
 def _spots(writes: Sequence[Write]) -> cpu.Spots:
@@ -154,19 +154,19 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
 
     Those to other than plain memory are batches of their own.
     """
-    collected: dict[tuple[Room, int], list[Write]] = {}  # by room, and the width of elements
-    counts: dict[tuple[Room, int], int] = {}  # of the changes collected
+    collected: dict[tuple[Device, int], list[Write]] = {}  # by device, and the width of elements
+    counts: dict[tuple[Device, int], int] = {}  # of the changes collected
     for write in writes:
         indices, values = write.changes
-        room = _room(write)
-        if room is None:
+        device = _device_at(write)
+        if device is None:
             for at in range(0, len(indices), BATCH):
                 end = at + BATCH
                 yield Batch([write._replace(changes=Changes(indices[at:end], values[at:end]))])
             continue
-        key = room, write.bits.itemsize
+        key = device, write.bits.itemsize
         batch = collected.setdefault(key, [])
-        if room is not HOST:
+        if device is not HOST:
             batch.append(write)
             continue
         for at in range(0, len(indices), PART):

@@ -3,7 +3,7 @@
 A group's tensors are compared where they lie, one run of memory after another, and their changes are then sorted into
 tiles: this is as fast as memory allows. It holds the changes of a group. Where these would take more than a fixed
 budget, and where tensors do not lie in one run, they are compared tile by tile. What lies on a device is compared
-there, by `there`.
+there, by `on_device`.
 """
 
 import time
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
+from pulse_rl.patch.on_device import differing
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
-from pulse_rl.patch.there import differing
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, runs
@@ -86,10 +86,10 @@ class Scan:
         elements = int(group.sizes().sum()) * len(entries)
         if elements == 0:
             return
-        there = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
-        if there is not None:
+        on_device = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)
+        if on_device is not None:
             self.elements += elements
-            for edges, changes, replaced, base, delta, seconds in there:
+            for edges, changes, replaced, base, delta, seconds in on_device:
                 self._add(_Compared(changes, replaced, base, delta, 0.0, seconds))
                 yield Found(edges, changes, replaced)
             return

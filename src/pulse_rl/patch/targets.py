@@ -21,8 +21,8 @@ from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Positions, Run, Shape, rows_in, whole
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.pieces import Pieces, Place, pieces_of, place_view, within
-from pulse_rl.weights.rooms import HOST, Room
 
 
 class Target(NamedTuple):
@@ -69,14 +69,14 @@ def holds(tensor: Bits, place: Place) -> bool:
     return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
 
 
-def room_of(tensors: Iterable[Bits]) -> Room:
-    """The room in which most elements of these tensors lie."""
-    found: dict[Room, int] = {}
+def device_for(tensors: Iterable[Bits]) -> Device:
+    """The device on which most elements of these tensors lie."""
+    found: dict[Device, int] = {}
     for tensor in tensors:
         for _, bits, _ in pieces_of(tensor):
-            room = bits.room if isinstance(bits, HostBits | TorchBits) else None
-            if room is not None:
-                found[room] = found.get(room, 0) + bits.size
+            device = bits.device if isinstance(bits, HostBits | TorchBits) else None
+            if device is not None:
+                found[device] = found.get(device, 0) + bits.size
     return max(found, key=found.__getitem__, default=HOST)
 
 
@@ -85,12 +85,12 @@ def spots_of(
     roots: Sequence[int],
     live: Mapping[str, Copies],
     others: Container[str],
-    room: Room = HOST,
+    device: Device = HOST,
 ) -> tuple[cpu.Spots, cpu.Windows]:
     """Where the segments of a patch, or the parts that this process holds of them, lie in live memory; and which parts.
 
-    Those that do not lie in one place of this room as rows have the address 0. roots: the seed of each tensor's digest.
-    others: names of tensors to leave out.
+    Those that do not lie on this device, in one place as rows, have the address 0. roots: the seed of each tensor's
+    digest. others: names of tensors to leave out.
     """
     columns: list[tuple[NDArray[np.int64], ...]] = []
     for group in segments.groups:
@@ -98,7 +98,7 @@ def spots_of(
         of_tensors, seeds = [], []
         for number in group.tensors:
             entry = segments.table[number]
-            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), room)
+            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), device)
             pieces = found or []
             boxes = None if found is None else tuple(piece.box for piece in found)
             itemsize = pieces[0].itemsize if pieces else 0
@@ -160,7 +160,7 @@ def _lines(
 
 
 class _Plain(NamedTuple):
-    """A piece whose elements lie one after another, in a room."""
+    """A piece whose elements lie one after another, on a device."""
 
     box: Box
     address: int
@@ -168,8 +168,8 @@ class _Plain(NamedTuple):
     times: int  # as `Piece.times`
 
 
-def _plain_pieces(entry: Entry, copies: Copies, room: Room) -> list[_Plain] | None:
-    """The pieces of a tensor; None unless all of them are plain and lie in this room."""
+def _plain_pieces(entry: Entry, copies: Copies, device: Device) -> list[_Plain] | None:
+    """The pieces of a tensor; None unless all of them are plain and lie on this device."""
     if len(copies) > 1:
         return None
     pieces = pieces_of(copies[0]) if copies else ()
@@ -177,7 +177,7 @@ def _plain_pieces(entry: Entry, copies: Copies, room: Room) -> list[_Plain] | No
         _Plain(box, bits.address, bits.stored_itemsize, times)
         for box, bits, times in pieces
         if isinstance(bits, HostBits | TorchBits)
-        and bits.room is room
+        and bits.device is device
         and bits.contiguous
         and bits.dtype == entry.dtype
     ]

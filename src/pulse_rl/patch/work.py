@@ -20,10 +20,10 @@ from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import holds, memory_at, room_of, spots_of
+from pulse_rl.patch.targets import device_for, holds, memory_at, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.rooms import HOST, Room
+from pulse_rl.weights.devices import HOST, Device
 
 
 class Tensor(NamedTuple):
@@ -45,7 +45,7 @@ class Work:
     units: Units  # of the span that they are from
     numbers: list[int]  # of these units, which of them
     keep: bool  # whether the changes stay in memory from proof to write
-    room: Room  # whose kernels reach live memory
+    device: Device  # whose kernels reach live memory
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
     windows: cpu.Windows | None = None  # which parts of them that is, unless it is all
     memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
@@ -88,7 +88,7 @@ def plan(
     live, before, keep_nbytes: as for `Application`. shared, overlapping: of the live tensors.
     """
     budget = keep_nbytes
-    room = room_of(bits for copies in live.values() for bits in copies)
+    device = device_for(bits for copies in live.values() for bits in copies)
     for part in parts:
         tensors = [
             Tensor(name, shape, digests.seed(name, dtype, shape), live.get(name, ()), before.get(name, ()))
@@ -98,11 +98,11 @@ def plan(
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         lying = None
         if before is live:
-            lying = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared, room)
+            lying = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared, device)
         counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
         sizes = part.segments.sizes()
         for span, segments, units in part.opened():
-            work = Work([], tensors, units, [], keep_all, room)
+            work = Work([], tensors, units, [], keep_all, device)
             held: list[int] = []
             at = span.segments.numbers.start
             for number, members in enumerate(consecutive(segments, units.sizes)):
@@ -121,7 +121,7 @@ def plan(
                 if ((spots.addresses > 0) | (windows.rows == 0) | (mine == 0)).all():
                     work.spots = spots
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if room is HOST:
+                if device is HOST:
                     work.memory = memory_at(spots, windows, sizes[held], int(widths[0]) - 4, tensors)
             yield work
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.errors import one_line
-from pulse_rl.weights import rooms
+from pulse_rl.weights import devices
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS
 from pulse_rl.weights.host_bits import ArrayCastBits, HostBits
 from pulse_rl.weights.torch_bits import TorchBits, torch_dtype
@@ -151,7 +151,7 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
         raise TypeError("expected a tensor that holds data, found one on the meta device")
     if tensor.numel() and not tensor.data_ptr():  # other kinds without data raise RuntimeError here
         raise TypeError(f"expected a tensor that holds data, found {type(tensor).__name__} without memory")
-    here = tensor.device.type == "cpu" and not rooms.on_cuda(tensor)
+    here = tensor.device.type == "cpu" and not devices.on_cuda(tensor)
     if cast is not None and tensor.is_floating_point():
         target = getattr(torch, cast, None)
         if not isinstance(target, torch.dtype):

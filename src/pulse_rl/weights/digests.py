@@ -21,9 +21,9 @@ from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.weights.bits import Bits, TorchBits
 from pulse_rl.weights.boxes import Positions, Shape, rows_in, tiles, whole
+from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import Piece, Pieces
-from pulse_rl.weights.rooms import Device
 from pulse_rl.weights.segments import segments
 
 MASK = (1 << 64) - 1
@@ -99,23 +99,23 @@ class _OnDevices:
     """Pieces whose elements a device's kernels reach: all of one device and width are summed up in a call."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[Device, int, int], list[tuple[int, ...]]] = {}  # by device, width and times
+        self._pieces: dict[tuple[Cuda, int, int], list[tuple[int, ...]]] = {}  # by device, width and times
 
     def takes(self, root: int, piece: Piece, shape: Shape) -> bool:
         """Take a piece of a tensor, if it is such a one."""
         box, bits, times = piece
-        if not isinstance(bits, TorchBits) or bits.room is None or bits.stored_itemsize != bits.itemsize:
+        if not isinstance(bits, TorchBits) or bits.device is None or bits.stored_itemsize != bits.itemsize:
             return False
         rows = rows_in(box, shape, box)
         if rows is None or not bits.contiguous or not 0 < bits.size < cpu.WHOLE:
             return False
         (start, stride, run), (_, apart, _) = rows
         column = bits.address, apart, start, stride, run, root, bits.size
-        self._pieces.setdefault((bits.room, bits.itemsize, times), []).append(column)
+        self._pieces.setdefault((bits.device, bits.itemsize, times), []).append(column)
         return True
 
     def terms(self) -> Iterator[Callable[[], int]]:
-        for (room, itemsize, times), columns in self._pieces.items():
+        for (device, itemsize, times), columns in self._pieces.items():
             addresses, apart, starts, strides, runs, roots, sizes = zip(*columns, strict=True)
             spots = cpu.Spots(
                 addresses=np.array(addresses, np.uint64),
@@ -126,11 +126,11 @@ class _OnDevices:
                 seeds=np.array(roots, np.uint64),
                 times=np.ones(len(columns), np.int64),
             )
-            yield partial(_on_device, room, spots, np.array(sizes, np.int64), itemsize, times)
+            yield partial(_on_device, device, spots, np.array(sizes, np.int64), itemsize, times)
 
 
-def _on_device(room: Device, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:
-    return times * room.digest(spots, sizes, itemsize)
+def _on_device(device: Cuda, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:
+    return times * device.digest(spots, sizes, itemsize)
 
 
 def _of_range(root: int, bits: Bits, start: int, stop: int) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.casts import cast_array
-from pulse_rl.weights.rooms import HOST
+from pulse_rl.weights.devices import HOST
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ class HostBits:
 
     __slots__ = ("_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
 
-    room = HOST
+    device = HOST
 
     def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
         self._tensor = tensor

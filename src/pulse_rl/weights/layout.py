@@ -12,9 +12,9 @@ from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits, as_bits, is_dtensor
 from pulse_rl.weights.casts import CASTS
 from pulse_rl.weights.computed import Computed
+from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.names import named_state, wrapper_prefix
 from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
-from pulse_rl.weights.rooms import Device
 from pulse_rl.weights.segments import segments
 
 _TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
@@ -92,19 +92,19 @@ class Layout(dict[str, Bits]):
         return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
 
 
-def device_at(tensor: Bits | None) -> Device | None:
+def device_at(tensor: Bits | None) -> Cuda | None:
     """The device on which a tensor lies, or its first piece; None for host memory."""
     for piece in pieces_of(tensor) if tensor is not None else ():
         if isinstance(piece.bits, TorchBits):
-            return piece.bits.room
+            return piece.bits.device
     return None
 
 
-def _clone(tensor: Bits, device: Device | None) -> Bits:
+def _clone(tensor: Bits, device: Cuda | None) -> Bits:
     if isinstance(tensor, Pieces):
         copies = [piece._replace(bits=_clone(piece.bits, device)) for piece in tensor.pieces]
         return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
-    if device is not None and isinstance(tensor, TorchBits) and tensor.room is device:
+    if device is not None and isinstance(tensor, TorchBits) and tensor.device is device:
         copy = TorchBits.new(tensor.dtype, tensor.shape, device)
         copy.copy_from(tensor)
         return copy
@@ -171,9 +171,9 @@ def layout(weights: Any, cast: str | None = None) -> Layout:
 def _follow(tensors: Layout) -> None:
     """Have the kernels of devices wait for what the caller has queued there by now."""
     elsewhere = [bits for bits in tensors.values() if not isinstance(bits, HostBits)]
-    for room in {device_at(bits) for bits in elsewhere}:
-        if room is not None:
-            room.follow()
+    for device in {device_at(bits) for bits in elsewhere}:
+        if device is not None:
+            device.follow()
 
 
 def as_tensor(tensor: Any, cast: str | None = None) -> Bits:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
+from pulse_rl.weights.devices import Cuda, device_of
 from pulse_rl.weights.host_bits import expanded
-from pulse_rl.weights.rooms import Device, device_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ class TorchBits:
     tensor: on any device, of any strides. cast: a torch dtype to read the elements as; then nothing can be written.
     Each read casts only what it returns, so no second copy of the tensor exists.
 
-    room: the device's kernels, if they reach the elements, also where these are cast; None otherwise. stored_itemsize:
-    bytes of an element in memory.
+    device: the CUDA device, if its kernels reach the elements, also where these are cast; None otherwise.
+    stored_itemsize: bytes of an element in memory.
     """
 
     __slots__ = (
@@ -42,9 +42,9 @@ class TorchBits:
         "_on_stream",
         "_tensor",
         "_uint",
+        "device",
         "dtype",
         "itemsize",
-        "room",
         "shape",
         "size",
         "stored_itemsize",
@@ -55,7 +55,7 @@ class TorchBits:
 
         self._cast = cast
         reached = cast is None or (tensor.dtype, cast) == (torch.float32, torch.bfloat16)
-        self.room: Device | None = device_of(tensor) if reached else None
+        self.device: Cuda | None = device_of(tensor) if reached else None
         self._on_stream = _callers_stream(tensor.device)
         self.stored_itemsize = tensor.itemsize
         self.dtype, self.itemsize = torch_dtype(cast or tensor.dtype)
@@ -66,25 +66,25 @@ class TorchBits:
         self._place(self._tensor)
 
     @classmethod
-    def new(cls, dtype: str, shape: tuple[int, ...], room: Device) -> TorchBits:
+    def new(cls, dtype: str, shape: tuple[int, ...], device: Cuda) -> TorchBits:
         """Bits over new memory of a device, of undefined contents. dtype: as safetensors spells it."""
         import torch
 
         made = cls.__new__(cls)
-        made._cast, made._on_stream, made.room = None, room.own_stream, room
+        made._cast, made._on_stream, made.device = None, device.own_stream, device
         made.dtype, made.itemsize = dtype, ITEMSIZES[dtype]
         made.stored_itemsize, made._uint = made.itemsize, getattr(torch, f"uint{8 * made.itemsize}")
-        with room.own_stream():
-            made._place(torch.empty(shape, dtype=_integers(made.itemsize), device=room.place))
+        with device.own_stream():
+            made._place(torch.empty(shape, dtype=_integers(made.itemsize), device=device.place))
         return made
 
     def copy_from(self, other: TorchBits) -> None:
         """Take the bits that another tensor of this device is read as. They are there when this returns."""
-        assert self.room is not None
-        with self.room.own_stream():
+        assert self.device is not None
+        with self.device.own_stream():
             source = other._tensor if other._cast is None else other._tensor.to(other._cast)
             self._tensor.copy_(source.view(self._tensor.dtype))
-        self.room.wait()
+        self.device.wait()
 
     def _place(self, tensor: torch.Tensor) -> None:
         """Take this as the tensor's memory."""
@@ -179,7 +179,7 @@ class TorchBits:
     def view(self, slices: tuple[slice, ...]) -> TorchBits:
         part = TorchBits.__new__(TorchBits)  # on the stream of the whole tensor, whoever asks for a part
         part._cast, part._on_stream, part._uint = self._cast, self._on_stream, self._uint
-        part.room, part.stored_itemsize = self.room, self.stored_itemsize
+        part.device, part.stored_itemsize = self.device, self.stored_itemsize
         part.dtype, part.itemsize = self.dtype, self.itemsize
         part._place(self._tensor[slices])
         return part

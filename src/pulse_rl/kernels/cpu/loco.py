@@ -145,7 +145,7 @@ def gate(
 
 
 @inlined
-def _width(code, grid):
+def cell_width(code, grid):
     """The bits of the width, in float32, of the cell that a narrower format's bits stand for."""
     exponent = np.uint32((np.uint32(code) & grid.magnitude) >> grid.shift)
     exponent = grid.lowest if exponent < grid.lowest else exponent
@@ -153,7 +153,7 @@ def _width(code, grid):
 
 
 @inlined
-def _scaled(value, scale, width):
+def in_units(value, scale, width):
     """value / width · scale; the width is a power of two."""
     return np.float32(np.float32(value * _float(np.uint32(np.uint32(254 << 23) - width))) * scale)
 
@@ -181,7 +181,7 @@ def _log8(shared, live, residual, form, grid, scale, seed, turn, codes):
     for i in range(shared.shape[0]):
         s = residual[i] + (shared[i] - live[i])
         broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
-        units = _scaled(s, scale, _width(_rounded(_bits(shared[i]), form), grid))
+        units = in_units(s, scale, cell_width(_rounded(_bits(shared[i]), form), grid))
         turned = np.uint32(_mixed(np.uint32(seed + np.uint32(i))) + turn)
         phase = np.float32(turned >> np.uint32(8)) * np.float32(2.0**-24)
         whole = np.float32(np.floor(np.float32(units + phase)))
@@ -215,15 +215,20 @@ def log8(
     return bool(_log8(read_only(shared), read_only(live), read_only(residual), form, grid, factor, *where, codes))
 
 
+@inlined
+def magnitude(size):
+    """What a code from 1 up stands for: 1, 2, 3, 4, 6, 8, 12 …"""
+    # Exponent and first mantissa bit, from those of 2 up.
+    found = _float(np.uint32(np.uint32(size + np.uint32(254)) << np.uint32(22)))
+    return np.float32(1) if size == np.uint32(1) else found
+
+
 @kernel
 def _log8_values(codes, cells, grid, inverse, values):
     for j in range(codes.shape[0]):
         code = np.int32(codes[j])
         size = np.uint32(-code if code < 0 else code)
-        # 1, 2, 3, 4, 6, 8, 12 …: exponent and first mantissa bit, from those of 2 up.
-        magnitude = _float(np.uint32(np.uint32(size + np.uint32(254)) << np.uint32(22)))
-        magnitude = np.float32(1) if size == np.uint32(1) else magnitude
-        value = np.float32(magnitude * np.float32(_float(_width(cells[j], grid)) * inverse))
+        value = np.float32(magnitude(size) * np.float32(_float(cell_width(cells[j], grid)) * inverse))
         values[j] = -value if code < 0 else value
 
 
@@ -235,7 +240,7 @@ def log8_values(codes: NDArray[np.int8], cells: UIntArray, grid: Grid, scale: fl
 @kernel
 def _log8_codes(values, cells, grid, scale, codes):
     for j in range(values.shape[0]):
-        code = _nearest(_scaled(values[j], scale, _width(cells[j], grid)))
+        code = _nearest(in_units(values[j], scale, cell_width(cells[j], grid)))
         codes[j] = np.int8(-code if values[j] < np.float32(0) else code)
 
 

@@ -1,33 +1,53 @@
-"""What a trainer sends of a segment, as bits: Rice codes of gaps, and of runs of the smallest step.
+"""What a trainer sends of a segment, as bits: Rice codes of gaps, class by class.
 
-Which elements are sent depends on θ's exponents, which sender and receiver both know. So a gap counts elements of one
-exponent alone: those between two of them that are sent. Per exponent it has nearly one distribution, and the mean of
-the last ones gives a good Rice code, without a table and without the time of an arithmetic coder. `docs/loco.md`
-describes every bit; the decoder in plain Python is in `kernels/reference/sends.py`.
+Whether an element is sent, which way and how far depends on θ's exponent and on the momentum, which sender and receiver
+both know. So the elements are divided into classes by these, and each class is coded on its own: the gaps between those
+of its elements that are sent, then which of them go against the momentum, then how large they are. Within a class a
+number has nearly one distribution, and the mean of the last ones gives a good Rice code, without a table and without
+the time of an arithmetic coder. The receiver sorts the elements by class once for all payloads; after that a payload
+takes time for what is sent only. `docs/loco.md` describes every bit; the naive twin is in `kernels/reference/sends.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.kernels.cpu.arrays import read_only, trailing_zeros
+from pulse_rl.kernels.cpu.classes import CLASS, CLASSES, DOWN, EXPONENT, PLACE, SIGN, Sorted
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
-from pulse_rl.kernels.cpu.rangecoder import log2_floor
+from pulse_rl.kernels.cpu.loco import F32, magnitude
 
 LONGEST = 24  # ones in a row: the whole number follows
 NUMBER = 21  # bits of such a number
 CODES = 127  # the largest code
-EXPONENTS = 256  # at most, of all gates
-MOST_BITS = 160  # of one send, with what is written where its exponent is first met
+MOST_BITS = 4 * (LONGEST + NUMBER)  # of one element that is sent
+ENDS = 3 * (LONGEST + NUMBER) + 2  # bits of a class beside its elements
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
-_RUN = np.uint64(64)  # 16 times the mean run that is expected at first
+# 16 times the means that are expected at first: of gaps where most are sent, and of signs; of runs of the smallest
+# step; of codes where most are larger.
+_OFTEN, _RUN, _LARGE = np.uint64(16), np.uint64(64), np.int64(64)
+
+
+@intrinsic
+def _log2_floor(typingctx: Any, value: Any) -> Any:
+    """floor(log2(value)) of a uint64 of at least 1."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.sub(ir.Constant(ir.IntType(64), 63), zeros)
+
+    return types.uint64(types.uint64), codegen
 
 
 @inlined
 def _parameter(mean):
-    return log2_floor((mean >> np.uint64(4)) | _U1)
+    return _log2_floor((mean >> np.uint64(4)) | _U1)
 
 
 @inlined
@@ -36,226 +56,282 @@ def _learned(mean, value):
     return mean + value - (mean >> np.uint64(4))
 
 
-# Writing. buffer, held: bits that are not written yet, and how many. out, at: the bytes, and how many are written.
+@inlined
+def _center(mean):
+    return (mean + np.int64(8)) >> np.int64(4)
+
+
+# Writing. bits, held: what is not written yet, and how many bits. out, at: the bytes, and how many are written.
 
 
 @inlined
-def _put(buffer, held, out, at, value, width):
-    buffer |= value << np.uint64(held)
+def _put(bits, held, out, at, value, width):
+    bits |= value << np.uint64(held)
     held += width
     while held >= 8:
-        out[at] = np.uint8(buffer & np.uint64(255))
+        out[at] = np.uint8(bits & np.uint64(255))
         at += 1
-        buffer >>= np.uint64(8)
+        bits >>= np.uint64(8)
         held -= 8
-    return buffer, held, at
+    return bits, held, at
 
 
 @inlined
-def _write(buffer, held, out, at, value, mean):
-    low = np.uint64(_parameter(mean))
+def _write(bits, held, out, at, value, mean):
+    low = _parameter(mean)
     ones = np.int64(value >> low)
     if ones < LONGEST:
-        buffer, held, at = _put(buffer, held, out, at, (_U1 << np.uint64(ones)) - _U1, ones + 1)
-        return _put(buffer, held, out, at, value & ((_U1 << low) - _U1), np.int64(low))
-    buffer, held, at = _put(buffer, held, out, at, (_U1 << np.uint64(LONGEST)) - _U1, LONGEST)
-    return _put(buffer, held, out, at, value, NUMBER)
+        bits, held, at = _put(bits, held, out, at, (_U1 << np.uint64(ones)) - _U1, ones + 1)
+        return _put(bits, held, out, at, value & ((_U1 << low) - _U1), np.int64(low))
+    bits, held, at = _put(bits, held, out, at, (_U1 << np.uint64(LONGEST)) - _U1, LONGEST)
+    return _put(bits, held, out, at, value, NUMBER)
 
 
 @kernel
-def _find(cells, mask, shift, indices, codes, gaps, runs, met, first_gaps, first_runs):
-    """What follows each send among those of its exponent: the next gap, and behind a larger step the run of smallest.
+def _arrange(classes, indices, codes, counts, sent, ranks, moves):
+    """Bring sends into the order of classes: each one's rank in its class, and its code, negative against the momentum.
 
-    met: (EXPONENTS,) the first element of an exponent, or −1; first_gaps, first_runs: likewise what comes first.
+    counts, sent: (CLASSES,), to be set to the elements of each class, and those of them that are sent.
     """
-    seen = np.zeros(EXPONENTS, np.int64)  # elements since the last send
-    run = np.zeros(EXPONENTS, np.int64)
-    last = np.full(EXPONENTS, -1, np.int64)  # send
-    larger = np.full(EXPONENTS, -1, np.int64)  # the last one by more than the smallest step
-    j, count = np.int64(0), indices.shape[0]
-    wanted = np.int64(indices[0]) if count else np.int64(-1)
-    for i in range(cells.shape[0]):
-        e = np.int64((cells[i] & mask) >> shift)
-        if met[e] < 0:
-            met[e] = i
-        if i != wanted:
-            seen[e] += 1
-            continue
-        if last[e] < 0:
-            first_gaps[e] = seen[e]
-        else:
-            gaps[last[e]] = seen[e]
-        seen[e], last[e] = 0, j
-        if abs(np.int64(codes[j])) == 1:
-            run[e] += 1
-        else:
-            if larger[e] < 0:
-                first_runs[e] = run[e]
-            else:
-                runs[larger[e]] = run[e]
-            run[e], larger[e] = 0, j
-        j += 1
-        wanted = np.int64(indices[j]) if j < count else np.int64(-1)
-    for e in range(EXPONENTS):
-        if last[e] < 0:
-            first_gaps[e] = seen[e]
-        else:
-            gaps[last[e]] = seen[e]
-        if larger[e] < 0:
-            first_runs[e] = run[e]
-        else:
-            runs[larger[e]] = run[e]
+    for j in range(indices.shape[0]):
+        sent[classes[indices[j]] & CLASS] += 1
+    to = np.zeros(CLASSES, np.int64)
+    for c in range(CLASSES - 1):
+        to[c + 1] = to[c] + sent[c]
+    seen = np.zeros((4, CLASSES), np.int64)  # four of each, as in `classes`
+    i = np.int64(0)
+    for j in range(indices.shape[0]):
+        while i < indices[j]:
+            seen[i & 3, classes[i] & CLASS] += 1
+            i += 1
+        c = classes[i] & CLASS
+        ranks[to[c]] = seen[0, c] + seen[1, c] + seen[2, c] + seen[3, c]
+        moves[to[c]] = -codes[j] if classes[i] & SIGN else codes[j]
+        to[c] += 1
+    while i < classes.shape[0]:
+        seen[i & 3, classes[i] & CLASS] += 1
+        i += 1
+    for c in range(CLASSES):
+        counts[c] = seen[0, c] + seen[1, c] + seen[2, c] + seen[3, c]
 
 
 @kernel
-def _encode(cells, mask, shift, indices, codes, gaps, runs, order, met, first_gaps, first_runs, out):
-    """Returns how many bytes are written. order: the exponents, by their first element; met: that element."""
-    buffer, held, at = _U0, np.int64(0), np.int64(0)
-    start = np.uint64(16 * cells.shape[0] // max(1, indices.shape[0]))
-    means = np.full(EXPONENTS, start, np.uint64)  # of gaps
-    run_means = np.full(EXPONENTS, _RUN, np.uint64)
-    sizes = np.zeros(EXPONENTS, np.uint64)  # of what is above the smallest step and one more
-    left = np.full(EXPONENTS, -1, np.int64)  # of a run
-    begun = 0
-    for j in range(indices.shape[0]):
-        i = np.int64(indices[j])
-        while begun < order.shape[0] and met[order[begun]] <= i:
-            e = order[begun]
-            gap = np.uint64(first_gaps[e])
-            buffer, held, at = _write(buffer, held, out, at, gap, means[e])
-            means[e] = _learned(means[e], gap)
-            begun += 1
-        e = np.int64((cells[i] & mask) >> shift)
-        code = np.int64(codes[j])
-        buffer, held, at = _put(buffer, held, out, at, np.uint64(code < 0), 1)
-        if left[e] < 0:
-            left[e] = first_runs[e]
-            buffer, held, at = _write(buffer, held, out, at, np.uint64(left[e]), run_means[e])
-            run_means[e] = _learned(run_means[e], np.uint64(left[e]))
-        if left[e] == 0:
-            size = np.uint64(abs(code) - 2)
-            buffer, held, at = _write(buffer, held, out, at, size, sizes[e])
-            sizes[e] = _learned(sizes[e], size)
-            left[e] = runs[j]
-            buffer, held, at = _write(buffer, held, out, at, np.uint64(left[e]), run_means[e])
-            run_means[e] = _learned(run_means[e], np.uint64(left[e]))
+def _encode(counts, sent, ranks, moves, start, out):
+    """Returns how many bytes are written. start: 16 times the mean gap that is expected at first."""
+    bits, held, at = _U0, np.int64(0), np.int64(0)
+    gaps, rests, turns, runs, sizes, errors, codes = start, _OFTEN, _OFTEN, _RUN, _U0, _OFTEN, _LARGE
+    first = 0
+    for c in range(CLASSES):
+        if counts[c] == 0:
+            continue
+        end, before = first + sent[c], np.int64(-1)
+
+        most = 2 * sent[c] > counts[c]
+        bits, held, at = _put(bits, held, out, at, np.uint64(most), 1)
+        if most:
+            for j in range(first, end):
+                for rest in range(ranks[j - 1] + 1 if j > first else 0, ranks[j]):
+                    gap = np.uint64(rest - before - 1)
+                    bits, held, at = _write(bits, held, out, at, gap, rests)
+                    rests, before = _learned(rests, gap), rest
+            for rest in range(ranks[end - 1] + 1, counts[c]):
+                gap = np.uint64(rest - before - 1)
+                bits, held, at = _write(bits, held, out, at, gap, rests)
+                rests, before = _learned(rests, gap), rest
+            bits, held, at = _write(bits, held, out, at, np.uint64(counts[c] - before - 1), rests)
         else:
-            left[e] -= 1
-        gap = np.uint64(gaps[j])
-        buffer, held, at = _write(buffer, held, out, at, gap, means[e])
-        means[e] = _learned(means[e], gap)
-    buffer, held, at = _put(buffer, held, out, at, _U0, (8 - held) & 7)
+            for j in range(first, end):
+                gap = np.uint64(ranks[j] - before - 1)
+                bits, held, at = _write(bits, held, out, at, gap, gaps)
+                gaps, before = _learned(gaps, gap), ranks[j]
+            bits, held, at = _write(bits, held, out, at, np.uint64(counts[c] - before - 1), gaps)
+        if first == end:
+            continue
+
+        larger, before = 0, np.int64(first - 1)
+        for j in range(first, end):
+            larger += abs(moves[j]) > 1
+            if moves[j] < 0:
+                gap = np.uint64(j - before - 1)
+                bits, held, at = _write(bits, held, out, at, gap, turns)
+                turns, before = _learned(turns, gap), np.int64(j)
+        bits, held, at = _write(bits, held, out, at, np.uint64(end - before - 1), turns)
+
+        most = 2 * larger > sent[c]
+        bits, held, at = _put(bits, held, out, at, np.uint64(most), 1)
+        if most:
+            for j in range(first, end):
+                code = np.int64(abs(moves[j]))
+                off = code - _center(codes)
+                error = np.uint64(2 * off if off >= 0 else -2 * off - 1)
+                bits, held, at = _write(bits, held, out, at, error, errors)
+                errors = _learned(errors, error)
+                codes += code - (codes >> np.int64(4))
+        else:
+            before = np.int64(first - 1)
+            for j in range(first, end):
+                if abs(moves[j]) > 1:
+                    gap = np.uint64(j - before - 1)
+                    bits, held, at = _write(bits, held, out, at, gap, runs)
+                    runs, before = _learned(runs, gap), np.int64(j)
+                    size = np.uint64(abs(moves[j]) - 2)
+                    bits, held, at = _write(bits, held, out, at, size, sizes)
+                    sizes = _learned(sizes, size)
+            bits, held, at = _write(bits, held, out, at, np.uint64(end - before - 1), runs)
+        first = end
+    bits, held, at = _put(bits, held, out, at, _U0, (8 - held) & 7)
     return at
 
 
-def encode(cells: UIntArray, indices: NDArray[np.uint32], codes: NDArray[np.int8], field: Field) -> bytes:
+def encode(classes: NDArray[np.uint8], indices: NDArray[np.uint32], codes: NDArray[np.int8]) -> bytes:
     """The stream of what is sent of a segment; no bytes where that is nothing.
 
-    cells: θ's bits (n,) in the gate's format, n up to 2^20. indices: (k,) ascending; codes: (k,), none of them 0.
+    classes: (n,), as `classes_of` gives them. indices: (k,) ascending; codes: (k,), none of them 0.
     """
     count = len(indices)
     if not count:
         return b""
-    mask, shift = cells.dtype.type(field.mask), cells.dtype.type(field.shift)
-    met, first_gaps, first_runs = np.full(EXPONENTS, -1), np.zeros(EXPONENTS, np.int64), np.zeros(EXPONENTS, np.int64)
-    gaps, runs = np.empty(count, np.int32), np.empty(count, np.int32)
-    sent = read_only(cells), mask, shift, read_only(indices), read_only(codes), gaps, runs
-    _find(*sent, met, first_gaps, first_runs)
-    order = np.argsort(met, kind="stable")
-    order = order[met[order] >= 0]
-    out = np.empty(count * MOST_BITS // 8 + 16 * EXPONENTS, np.uint8)
-    return out[: _encode(*sent, order, met, first_gaps, first_runs, out)].tobytes()
+    counts, sent = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    ranks, moves = np.empty(count, np.int64), np.empty(count, np.int16)
+    _arrange(read_only(classes), read_only(indices), read_only(codes), counts, sent, ranks, moves)
+    out = np.empty((count * MOST_BITS + CLASSES * ENDS) // 8 + 1, np.uint8)
+    return out[: _encode(counts, sent, ranks, moves, _start(len(classes), count), out)].tobytes()
+
+
+def _start(elements: int, count: int) -> np.uint64:
+    return np.uint64(16 * elements // count)
 
 
 # Reading: the inverse. data (m,) uint8 is untrusted: behind its end it is read as zeros, and found to be too short.
 
 
 @inlined
-def _fill(buffer, held, data, at):
+def _fill(bits, held, data, at):
     while held <= 56:
         if at < data.shape[0]:
-            buffer |= np.uint64(data[at]) << np.uint64(held)
+            bits |= np.uint64(data[at]) << np.uint64(held)
         at += 1
         held += 8
-    return buffer, held, at
+    return bits, held, at
 
 
 @inlined
-def _read(buffer, held, data, at, mean):
-    buffer, held, at = _fill(buffer, held, data, at)
-    low = np.uint64(_parameter(mean))
-    ones = np.int64(trailing_zeros(~buffer))
+def _read(bits, held, data, at, mean):
+    bits, held, at = _fill(bits, held, data, at)
+    low = _parameter(mean)
+    ones = np.int64(trailing_zeros(~bits))
     if ones < LONGEST:
-        buffer, held = buffer >> np.uint64(ones + 1), held - ones - 1
-        buffer, held, at = _fill(buffer, held, data, at)
-        value = np.uint64(ones) << low | buffer & ((_U1 << low) - _U1)
-        return value, buffer >> low, held - np.int64(low), at
-    buffer, held = buffer >> np.uint64(LONGEST), held - LONGEST
-    buffer, held, at = _fill(buffer, held, data, at)
-    value = buffer & ((_U1 << np.uint64(NUMBER)) - _U1)
-    return value, buffer >> np.uint64(NUMBER), held - NUMBER, at
+        bits, held = bits >> np.uint64(ones + 1), held - ones - 1
+        bits, held, at = _fill(bits, held, data, at)
+        value = np.uint64(ones) << low | bits & ((_U1 << low) - _U1)
+        return value, bits >> low, held - np.int64(low), at
+    bits, held = bits >> np.uint64(LONGEST), held - LONGEST
+    bits, held, at = _fill(bits, held, data, at)
+    value = bits & ((_U1 << np.uint64(NUMBER)) - _U1)
+    return value, bits >> np.uint64(NUMBER), held - NUMBER, at
 
 
 @kernel
-def _decode(data, cells, mask, shift, indices, codes):
+def _decode(data, edges, places, start, units, indices, codes, values):
     """Returns whether the stream is sound."""
-    buffer, held, at = _U0, np.int64(0), np.int64(0)
-    count, j = indices.shape[0], np.int64(0)
-    start = np.uint64(16 * cells.shape[0] // max(1, count))
-    means = np.full(EXPONENTS, start, np.uint64)
-    run_means = np.full(EXPONENTS, _RUN, np.uint64)
-    sizes = np.zeros(EXPONENTS, np.uint64)
-    left = np.full(EXPONENTS, -1, np.int64)  # of a run
-    until = np.full(EXPONENTS, -1, np.int64)  # elements before the next send; −1: not met
-    for i in range(cells.shape[0]):
-        e = np.int64((cells[i] & mask) >> shift)
-        ahead = until[e]
-        if ahead > 0:
-            until[e] = ahead - 1
+    bits, held, at = _U0, np.int64(0), np.int64(0)
+    gaps, rests, turns, runs, sizes, errors, means = start, _OFTEN, _OFTEN, _RUN, _U0, _OFTEN, _LARGE
+    end, count = np.int64(0), indices.shape[0]
+    for c in range(CLASSES):
+        begin, size = edges[c], edges[c + 1] - edges[c]
+        if size == 0:
             continue
-        if j == count:
-            break
-        if ahead < 0:
-            gap, buffer, held, at = _read(buffer, held, data, at, means[e])
-            means[e] = _learned(means[e], gap)
-            if gap > _U0:
-                until[e] = np.int64(gap) - 1
-                continue
-        buffer, held, at = _fill(buffer, held, data, at)
-        down = buffer & _U1
-        buffer, held = buffer >> _U1, held - 1
-        if left[e] < 0:
-            run, buffer, held, at = _read(buffer, held, data, at, run_means[e])
-            run_means[e] = _learned(run_means[e], run)
-            left[e] = np.int64(run)
-        size = np.int64(1)
-        if left[e] == 0:
-            more, buffer, held, at = _read(buffer, held, data, at, sizes[e])
-            sizes[e] = _learned(sizes[e], more)
-            if more > np.uint64(CODES - 2):
+        first = end
+
+        bits, held, at = _fill(bits, held, data, at)
+        most, bits, held = bits & _U1, bits >> _U1, held - 1
+        after = np.int64(0)  # the last one whose gap was read
+        while True:
+            gap, bits, held, at = _read(bits, held, data, at, rests if most else gaps)
+            here = after + np.int64(gap)
+            if here > size:
                 return False
-            size = np.int64(more) + 2
-            run, buffer, held, at = _read(buffer, held, data, at, run_means[e])
-            run_means[e] = _learned(run_means[e], run)
-            left[e] = np.int64(run)
+            if most:
+                if end + here - after > count:
+                    return False
+                for rank in range(after, here):
+                    indices[end] = places[begin + rank]
+                    end += 1
+            if here == size:
+                break
+            if most:
+                rests = _learned(rests, gap)
+            else:
+                if end == count:
+                    return False
+                indices[end] = places[begin + here]
+                end += 1
+                gaps = _learned(gaps, gap)
+            after = here + 1
+        if first == end:
+            continue
+
+        for j in range(first, end):
+            codes[j] = 1
+        after = first
+        while True:
+            gap, bits, held, at = _read(bits, held, data, at, turns)
+            here = after + np.int64(gap)
+            if here > end:
+                return False
+            if here == end:
+                break
+            codes[here] = -1
+            turns, after = _learned(turns, gap), here + 1
+
+        bits, held, at = _fill(bits, held, data, at)
+        most, bits, held = bits & _U1, bits >> _U1, held - 1
+        if most:
+            for j in range(first, end):
+                error, bits, held, at = _read(bits, held, data, at, errors)
+                off = np.int64(error >> _U1)
+                code = _center(means) + (-off - 1 if error & _U1 else off)
+                if code < 1 or code > CODES:
+                    return False
+                codes[j] *= code
+                errors = _learned(errors, error)
+                means += code - (means >> np.int64(4))
         else:
-            left[e] -= 1
-        gap, buffer, held, at = _read(buffer, held, data, at, means[e])
-        means[e] = _learned(means[e], gap)
-        until[e] = np.int64(gap)
-        indices[j] = i
-        codes[j] = np.int8(-size if down else size)
-        j += 1
-    return j == count and at - held // 8 == data.shape[0]
+            after = first
+            while True:
+                gap, bits, held, at = _read(bits, held, data, at, runs)
+                here = after + np.int64(gap)
+                if here > end:
+                    return False
+                if here == end:
+                    break
+                runs, after = _learned(runs, gap), here + 1
+                more, bits, held, at = _read(bits, held, data, at, sizes)
+                if more > np.uint64(CODES - 2):
+                    return False
+                codes[here] *= np.int64(more) + 2
+                sizes = _learned(sizes, more)
+    broken = np.float32(0)
+    for j in range(end):
+        place, code = indices[j], np.int32(codes[j])
+        value = np.float32(magnitude(np.uint32(abs(code))) * units[(place >> EXPONENT) & np.uint32(255)])
+        values[j] = -value if (code < 0) != (place >= DOWN) else value
+        indices[j] = place & PLACE
+        broken += value - value  # NaN once a value is infinite
+    return end == count and at - held // 8 == data.shape[0] and broken == 0
 
 
-def decode(
-    data: NDArray[np.uint8], cells: UIntArray, count: int, field: Field
-) -> tuple[NDArray[np.uint32], NDArray[np.int8]] | None:
-    """The inverse: indices (count,), ascending and in range, and codes; None for a stream that does not hold them."""
-    indices, codes = np.empty(count, np.uint32), np.empty(count, np.int8)
-    mask, shift = cells.dtype.type(field.mask), cells.dtype.type(field.shift)
+def decode(data: NDArray[np.uint8], elements: Sorted, count: int, units: F32) -> tuple[NDArray[np.uint32], F32] | None:
+    """The inverse: indices (count,) in range, each once, by class, and what the codes stand for, float32 (count,).
+
+    units: (256,), the unit of each exponent. Returns None for a stream that does not hold as many, has more bytes, or
+    holds a value that overflows float32.
+    """
+    indices, values = np.empty(count, np.uint32), np.empty(count, np.float32)
     if not count:
-        return (indices, codes) if not len(data) else None
-    sound = _decode(read_only(data), read_only(cells), mask, shift, indices, codes)
-    return (indices, codes) if sound else None
+        return (indices, values) if not len(data) else None
+    codes = np.empty(count, np.int8)
+    edges, places = read_only(elements.edges), read_only(elements.places)
+    start = _start(len(places), count)
+    sound = _decode(read_only(data), edges, places, start, read_only(units), indices, codes, values)
+    return (indices, values) if sound else None

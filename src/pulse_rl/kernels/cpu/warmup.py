@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pulse_rl.dtypes import DTYPES, UINTS, Field, field_of
-from pulse_rl.kernels.cpu import coding, compiled, context, loco, moves, rangecoder, sends, study
+from pulse_rl.dtypes import UINTS, Field, field_of
+from pulse_rl.kernels.cpu import classes, coding, compiled, context, loco, moves, rangecoder, sends, study
 from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
@@ -143,9 +143,10 @@ def _warm_loco() -> None:
         loco.log8(shared, live, residual, loco.FORMATS[form], loco.GRIDS[form], 1.0, 0, 0, np.empty(N, np.int8))
         loco.log8_values(np.ones(4, np.int8), bits[:4], loco.GRIDS[form], 1.0, values)
         loco.log8_codes(values, bits[:4], loco.GRIDS[form], 1.0, np.empty(4, np.int8))
-        field = field_of(DTYPES[form][0])
-        stream = np.frombuffer(sends.encode(bits, indices, np.ones(4, np.int8), field), np.uint8)
-        if sends.decode(stream, bits, 4, field) is None:
+        found = classes.classes_of(bits, shared, loco.GRIDS[form], 1.0)
+        stream = np.frombuffer(sends.encode(found, indices, np.ones(4, np.int8)), np.uint8)
+        elements = classes.sort(found, bits, loco.GRIDS[form])
+        if sends.decode(stream, elements, 4, np.ones(256, np.float32)) is None:
             raise AssertionError("a stream of what is sent that does not decode")
     loco.pick(shared, live, residual, indices, values)
     loco.keep(shared, live, residual, indices, values)

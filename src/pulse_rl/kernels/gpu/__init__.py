@@ -7,7 +7,7 @@ elements; `digests` sums a digest's terms; `casts` casts to bfloat16; `spots` do
 
 Kernels are queued on torch's current stream, and nothing waits for them but what returns host values. The caller proves
 every index in range, as on the CPU; the decoder of the `context` codec checks every position itself. What runs on the
-device is not decided here: `weights.rooms` leads to it, where a tensor lies on one.
+device is not decided here: `weights.devices` leads to it, where a tensor lies on one.
 """
 
 from pulse_rl.kernels.gpu.casts import cast

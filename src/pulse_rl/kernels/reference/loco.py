@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_FIELDS = {"bfloat16": (8, 7), "float16": (5, 10), "float8_e4m3fn": (4, 3)}  # bits of exponent and mantissa
+FIELDS = {"bfloat16": (8, 7), "float16": (5, 10), "float8_e4m3fn": (4, 3)}  # bits of exponent and mantissa
 
 
 def to_float32(exact: Fraction) -> np.float32:
@@ -26,7 +26,7 @@ def fused(a: Any, b: Any, c: Any) -> np.float32:
 @cache
 def codes(name: str) -> list[Fraction]:
     """The values of a format's codes from 0 up; the last is where it ends: infinity's code, or the largest of FP8."""
-    exponents, mantissas = _FIELDS[name]
+    exponents, mantissas = FIELDS[name]
     bias, found = 2 ** (exponents - 1) - 1, []
     last = 2 ** (exponents + mantissas) - (2 if name == "float8_e4m3fn" else 2**mantissas)
     for code in range(last + 1):
@@ -37,7 +37,7 @@ def codes(name: str) -> list[Fraction]:
 
 
 def cast_one(value: Any, name: str) -> int:
-    exponents, mantissas = _FIELDS[name]
+    exponents, mantissas = FIELDS[name]
     sign = int(np.signbit(value)) << exponents + mantissas
     table = codes(name)
     if np.isinf(value):
@@ -66,7 +66,7 @@ def gate(shared: Any, live: Any, residual: Any, name: str, scale: float, before:
 def width(code: int, name: str) -> Fraction:
     """The distance between the magnitude of a format's code and the next one; bfloat16's is at least 2^-64."""
     table = codes(name)
-    at = min(int(code) % (1 << sum(_FIELDS[name])), len(table) - 2)
+    at = min(int(code) % (1 << sum(FIELDS[name])), len(table) - 2)
     found = table[at + 1] - table[at]
     return max(found, Fraction(2) ** -64) if name == "bfloat16" else found
 

@@ -1,10 +1,14 @@
 """The naive twin of `cpu/sends.py`: what is sent of a segment, as a text of bits, first to last."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pulse_rl.dtypes import Field
+import numpy as np
+
+from pulse_rl.kernels.reference.loco import FIELDS, width
 
 LONGEST, NUMBER, CODES = 24, 21, 127
+GROUPS, LEVELS, SIGN = 16, 4, 128
 
 
 class Mean:
@@ -13,9 +17,11 @@ class Mean:
     def __init__(self, first: int) -> None:
         self.mean = first
 
+    def learn(self, value: int) -> None:
+        self.mean += value - self.mean // 16
+
     def write(self, value: int) -> str:
         low = max(self.mean // 16, 1).bit_length() - 1
-        self.mean += value - self.mean // 16
         ones = value >> low
         if ones >= LONGEST:
             return "1" * LONGEST + _low(value, NUMBER)
@@ -26,9 +32,7 @@ class Mean:
         ones = 0
         while ones < LONGEST and bits.take(1):
             ones += 1
-        value = bits.take(NUMBER) if ones == LONGEST else (ones << low) + bits.take(low)
-        self.mean += value - self.mean // 16
-        return value
+        return bits.take(NUMBER) if ones == LONGEST else (ones << low) + bits.take(low)
 
 
 class Bits:
@@ -44,92 +48,151 @@ class Bits:
         return int(taken[::-1], 2) if count else 0
 
 
-class _Class:
-    """The elements of one exponent."""
-
-    def __init__(self, mean_gap: int) -> None:
-        self.gaps, self.runs, self.sizes = Mean(mean_gap), Mean(64), Mean(0)
-        self.ahead = 0  # elements before the next one that is sent
-        self.left: int | None = None  # of a run of codes 1
-
-
 class Sent(NamedTuple):
-    """What is sent: ascending indices, and codes."""
+    """What is sent: indices, each once, and codes."""
 
     indices: list[int]
     codes: list[int]
 
 
-def encode(cells: Any, sent: Sent, field: Field) -> bytes:
+class _Means:
+    """Of each kind of number, through all classes of a stream."""
+
+    def __init__(self, elements: int, sent: int) -> None:
+        self.sent, self.unsent = Mean(16 * elements // sent), Mean(16)
+        self.turned, self.larger, self.sizes = Mean(16), Mean(64), Mean(0)
+        self.errors, self.codes = Mean(16), Mean(64)
+
+    @property
+    def center(self) -> int:
+        return (self.codes.mean + 8) // 16
+
+
+class _Unsound(Exception):
+    """A stream that no encoder wrote."""
+
+
+def classes_of(cells: Any, momentum: Any, name: str, scale: float) -> list[int]:
+    """The class of each element, and SIGN where its momentum is negative. name: of the gate's format."""
+    exponents, mantissas = FIELDS[name]
+    found = [(int(cell) >> mantissas) % (1 << exponents) for cell in cells]
+    classes = []
+    for exponent, cell, value in zip(found, cells, momentum, strict=True):
+        units = np.float32(abs(value)) / np.float32(float(width(cell, name))) * np.float32(scale)
+        level = sum([units > 0, units >= 1, units >= 4])
+        classes.append(LEVELS * min(max(found) - exponent, GROUPS - 1) + level + SIGN * (value < 0))
+    return classes
+
+
+def encode(classes: Any, sent: Sent) -> bytes:
     """The stream of what is sent of a segment."""
-    exponents = [(int(cell) & field.mask) >> field.shift for cell in cells]
     codes = dict(zip(*sent, strict=True))
-    places = {e: [i for i, other in enumerate(exponents) if other == e] for e in set(exponents)}
-    classes: dict[int, _Class] = {}
-    text = ""
-
-    def gap_from(e: int, i: int) -> int:
-        rest = [place for place in places[e] if place >= i]
-        return next((k for k, place in enumerate(rest) if place in codes), len(rest))
-
-    def run_from(e: int, i: int) -> int:
-        sizes = [abs(codes[place]) for place in places[e] if place >= i and place in codes]
-        return next((k for k, size in enumerate(sizes) if size > 1), len(sizes))
-
-    for i in range(max(codes) + 1 if codes else 0):
-        e = exponents[i]
-        if e not in classes:
-            classes[e] = _Class(16 * len(exponents) // len(codes))
-            text += classes[e].gaps.write(gap_from(e, i))
-        if i not in codes:
+    means, text = _Means(len(classes), max(len(codes), 1)), ""
+    for places in _by_class(classes) if codes else []:
+        moves = [codes[i] * (-1 if classes[i] >= SIGN else 1) for i in places if i in codes]
+        most = 2 * len(moves) > len(places)
+        text += "01"[most]
+        text += _gaps([rank for rank, i in enumerate(places) if (i in codes) != most], len(places), _gap(means, most))
+        if not moves:
             continue
-        one, code = classes[e], codes[i]
-        text += "1" if code < 0 else "0"
-        if one.left is None:
-            one.left = run_from(e, i)
-            text += one.runs.write(one.left)
-        if one.left == 0:
-            text += one.sizes.write(abs(code) - 2)
-            one.left = run_from(e, i + 1)
-            text += one.runs.write(one.left)
+        text += _gaps([j for j, move in enumerate(moves) if move < 0], len(moves), means.turned)
+        larger = [j for j, move in enumerate(moves) if abs(move) > 1]
+        most = 2 * len(larger) > len(moves)
+        text += "01"[most]
+        if most:
+            for move in moves:
+                off = abs(move) - means.center
+                error = 2 * off if off >= 0 else -2 * off - 1
+                text += means.errors.write(error)
+                means.errors.learn(error)
+                means.codes.learn(abs(move))
         else:
-            one.left -= 1
-        text += one.gaps.write(gap_from(e, i + 1))
+            before = -1
+            for j in larger:
+                text += means.larger.write(j - before - 1)
+                means.larger.learn(j - before - 1)
+                text += means.sizes.write(abs(moves[j]) - 2)
+                means.sizes.learn(abs(moves[j]) - 2)
+                before = j
+            text += means.larger.write(len(moves) - before - 1)
     text += "0" * (-len(text) % 8)
     return bytes(int(text[at : at + 8][::-1], 2) for at in range(0, len(text), 8))
 
 
-def decode(data: bytes, cells: Any, count: int, field: Field) -> Sent | None:
+def decode(data: bytes, classes: Any, count: int) -> Sent | None:
     """The inverse; None for a stream that does not hold as many sends, or is of another length."""
-    bits, classes, sent = Bits(data), dict[int, _Class](), Sent([], [])
-    for i, cell in enumerate(cells):
-        e = (int(cell) & field.mask) >> field.shift
-        if e in classes and classes[e].ahead:
-            classes[e].ahead -= 1
-            continue
-        if len(sent.indices) == count:
-            break
-        if e not in classes:
-            classes[e] = _Class(16 * len(cells) // count)
-            classes[e].ahead = classes[e].gaps.read(bits)
-            if classes[e].ahead:
-                classes[e].ahead -= 1
-                continue
-        one, down, size = classes[e], bits.take(1), 1
-        if one.left is None:
-            one.left = one.runs.read(bits)
-        if one.left == 0:
-            size = 2 + one.sizes.read(bits)
-            if size > CODES:
-                return None
-            one.left = one.runs.read(bits)
-        else:
-            one.left -= 1
-        one.ahead = one.gaps.read(bits)
-        sent.indices.append(i)
-        sent.codes.append(-size if down else size)
-    return sent if len(sent.indices) == count and -(-bits.at // 8) == len(data) else None
+    bits, means, sent = Bits(data), _Means(len(classes), count), Sent([], [])
+    try:
+        for places in _by_class(classes):
+            most = bool(bits.take(1))
+            coded = set(_read_gaps(bits, len(places), _gap(means, most)))
+            chosen = [i for rank, i in enumerate(places) if (rank in coded) != most]
+            if chosen:
+                moves = _read_moves(bits, len(chosen), means)
+                sent.indices.extend(chosen)
+                sent.codes.extend(
+                    move * (-1 if classes[i] >= SIGN else 1) for i, move in zip(chosen, moves, strict=True)
+                )
+    except _Unsound:
+        return None
+    return sent if len(sent.indices) == count and (bits.at + 7) // 8 == len(data) else None
 
 
-def _low(value: int, count: int) -> str:
-    return f"{value % (1 << count):0{count}b}"[::-1] if count else ""
+def _read_moves(bits: Bits, count: int, means: _Means) -> list[int]:
+    """Codes, negative against the momentum."""
+    turned = set(_read_gaps(bits, count, means.turned))
+    sizes = [1] * count
+    if bits.take(1):
+        for j in range(count):
+            error = means.errors.read(bits)
+            sizes[j] = means.center + (-(error // 2) - 1 if error % 2 else error // 2)
+            _check(1 <= sizes[j] <= CODES)
+            means.errors.learn(error)
+            means.codes.learn(sizes[j])
+    else:
+        for j in _read_gaps(bits, count, means.larger):
+            more = means.sizes.read(bits)
+            _check(more <= CODES - 2)
+            sizes[j] = more + 2
+            means.sizes.learn(more)
+    return [-size if j in turned else size for j, size in enumerate(sizes)]
+
+
+def _gap(means: _Means, most: bool) -> Mean:
+    return means.unsent if most else means.sent
+
+
+def _by_class(classes: Any) -> list[list[int]]:
+    """The elements of each class that has some."""
+    found = sorted({number % SIGN for number in classes})
+    return [[i for i, number in enumerate(classes) if number % SIGN == each] for each in found]
+
+
+def _gaps(ranks: list[int], count: int, mean: Mean) -> str:
+    text, before = "", -1
+    for rank in ranks:
+        text += mean.write(rank - before - 1)
+        mean.learn(rank - before - 1)
+        before = rank
+    return text + mean.write(count - before - 1)
+
+
+def _read_gaps(bits: Bits, count: int, mean: Mean) -> Iterator[int]:
+    after = 0
+    while True:
+        gap = mean.read(bits)
+        _check(after + gap <= count)
+        if after + gap == count:
+            return
+        mean.learn(gap)
+        yield after + gap
+        after += gap + 1
+
+
+def _check(sound: bool) -> None:
+    if not sound:
+        raise _Unsound
+
+
+def _low(value: int, width: int) -> str:
+    return f"{value % (1 << width):0{width}b}"[::-1] if width else ""

@@ -70,9 +70,9 @@ from pulse_rl.sync.publish.successor import (
 from pulse_rl.sync.reports import Clock, PublishReport, publish_report
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights.casts import cast_name
+from pulse_rl.weights.devices import require_kernels
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
-from pulse_rl.weights.rooms import require_kernels
 
 if TYPE_CHECKING:
     import torch

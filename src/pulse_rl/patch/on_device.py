@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.segments import Entry, Group, Segments
-from pulse_rl.patch.targets import room_of, spots_of
+from pulse_rl.patch.targets import device_for, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.pieces import pieces_of
-from pulse_rl.weights.rooms import Device
 
 AT_ONCE = 1 << 28  # elements that are searched in a call; the bits that lead to what changed take 32 MB
 SPARSE = 64  # elements for each change that a first call has room for
@@ -48,14 +48,14 @@ def differing(
 
     entries: the group's tensors. held_nbytes: how much memory the changes of a call should take.
     """
-    room = room_of(new[entry.name] for entry in entries)
-    if not isinstance(room, Device):
+    device = device_for(new[entry.name] for entry in entries)
+    if not isinstance(device, Cuda):
         return None
     stored = {bits.stored_itemsize for bits in _plain(new, entries)}
     segments = Segments(entries, [group._replace(tensors=tuple(range(len(entries))))])
     seeds = [digests.seed(entry.name, entry.dtype, entry.shape) for entry in entries]
     before, after = (
-        spots_of(segments, seeds, {entry.name: [state[entry.name]] for entry in entries}, (), room)
+        spots_of(segments, seeds, {entry.name: [state[entry.name]] for entry in entries}, (), device)
         for state in (old, new)
     )
     for spots, windows in (before, after):
@@ -63,7 +63,7 @@ def differing(
             return None
     itemsize = new[entries[0].name].itemsize
     cast = stored != {itemsize}
-    return _search(room, before[0], after[0], segments.sizes(), itemsize, cast, held_nbytes, digest_old)
+    return _search(device, before[0], after[0], segments.sizes(), itemsize, cast, held_nbytes, digest_old)
 
 
 def _plain(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Iterator[HostBits | TorchBits]:
@@ -74,7 +74,7 @@ def _plain(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Iterator[Ho
 
 
 def _search(
-    room: Device,
+    device: Cuda,
     old: cpu.Spots,
     new: cpu.Spots,
     sizes: NDArray[np.int64],
@@ -93,8 +93,8 @@ def _search(
         clock = time.perf_counter()
         before, after, mine = old.of(here), new.of(here), sizes[at:end]
         most = 1024 + int(mine.sum() * min(1.0, 2 * density))
-        found = room.find(before, after, mine, itemsize, most, cast=cast)
-        base = room.digest(before, mine, itemsize) if digest_old else 0
+        found = device.find(before, after, mine, itemsize, most, cast=cast)
+        base = device.digest(before, mine, itemsize) if digest_old else 0
         seconds = time.perf_counter() - clock
         changes = Changes(found.indices, found.values)
         yield Differing(found.edges, changes, found.replaced, base, found.delta, seconds)

@@ -15,7 +15,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.kernels import cpu
-from pulse_rl.weights import rooms
+from pulse_rl.weights import devices
 
 
 class Stream:
@@ -75,20 +75,20 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
 ) -> None:
     kernels = Kernels(streams)
     monkeypatch.setitem(sys.modules, "pulse_rl.kernels.gpu.spots", kernels)
-    room = rooms.Device(torch.device("cuda", 0))
+    device = devices.Cuda(torch.device("cuda", 0))
     spots = cpu.Spots(*[np.zeros(1, np.int64)] * 7)  # type: ignore[arg-type]
     changes = spots, np.zeros(1, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.uint16)
     training, generation = Stream("training"), Stream("generation")
     with streams.stream(training):
-        room.follow()
-        thread = threading.Thread(target=room.spots_delta, args=changes)  # as of the pool
+        device.follow()
+        thread = threading.Thread(target=device.spots_delta, args=changes)  # as of the pool
         thread.start()
         thread.join()
-        room.write_spots(*changes)
-        write = room.prepare(*changes)
+        device.write_spots(*changes)
+        write = device.prepare(*changes)
     with streams.stream(generation):
         write()
-    with room.own_stream():
+    with device.own_stream():
         own = streams.current_stream()
     assert own.follows == ["training"]
     on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites")]
@@ -99,16 +99,16 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its tensors are read through the host, which is said once; a baseline there is refused."""
     monkeypatch.delitem(sys.modules, "pulse_rl.kernels.gpu.device", raising=False)
-    monkeypatch.setattr(rooms, "find_spec", lambda name: None)
-    monkeypatch.setattr(rooms, "on_cuda", lambda tensor: True)
-    rooms._has_kernels.cache_clear()
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    monkeypatch.setattr(devices, "on_cuda", lambda tensor: True)
+    devices._has_kernels.cache_clear()
     weights = {"w": torch.arange(6.0), "v": torch.arange(3.0)}
     with caplog.at_level(logging.WARNING, "pulse_rl"):
         publisher = pulse.Publisher("memory://")
         for version in range(2):
             digest = publisher.publish(weights, version=version).digest
-    rooms._has_kernels.cache_clear()
-    monkeypatch.setattr(rooms, "on_cuda", lambda tensor: False)
+    devices._has_kernels.cache_clear()
+    monkeypatch.setattr(devices, "on_cuda", lambda tensor: False)
     assert digest == pulse.digest(weights)
     assert [record.message for record in caplog.records if "pulse-rl[gpu]" in record.message] == [
         "tensors on a GPU are read through the host, as kernels for it are missing: pip install 'pulse-rl[gpu]', or "
@@ -133,4 +133,4 @@ def test_only_functions_load_kernels_of_a_device() -> None:
             if isinstance(node, ast.ImportFrom | ast.Import):
                 assert "kernels.gpu" not in ast.unparse(node), file
                 assert "cuda" not in ast.unparse(node), file
-    assert "rooms" in found
+    assert "devices" in found

@@ -1,10 +1,10 @@
-"""Where the elements of tensors lie that kernels reach by address: in host memory, or in a CUDA device's.
+"""The devices whose kernels reach the elements of tensors by address: the host, or a CUDA device.
 
-A *room* has the kernels of one memory. Bits say in which room they lie; what is done to many segments at once, their
-room does where they lie. Nothing of a device is imported before a tensor on one appears.
+Bits say on which device they lie. What is done to many segments at once, the kernels of that device do. Nothing of CUDA
+is imported before a tensor on a CUDA device appears.
 
-Kernels of a device run on a stream of their own. When weights are given to a call (`layout`), this stream is told to
-wait for what the caller has queued by then; what is queued afterwards, as the next forward pass, overlaps. Each call
+Kernels of a CUDA device run on a stream of their own. When weights are given to a call (`layout`), this stream is told
+to wait for what the caller has queued by then; what is queued afterwards, as the next forward pass, overlaps. Each call
 waits until its own kernels are done, so the caller's stream never has to wait for them. The one thing that is done on
 the caller's stream is the write of a staged version, which must not overtake what reads the weights.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logger(__name__)
 
 
-class Room(Protocol):
-    """The kernels of one memory. Arguments and results as of those in `kernels.cpu.spots`."""
+class Device(Protocol):
+    """What the kernels of a device do. Arguments and results as of those in `kernels.cpu.spots`."""
 
     def spots_delta(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -75,7 +75,7 @@ class Host:
 HOST = Host()
 
 
-class Device:
+class Cuda:
     """A CUDA device's memory. device: None where Numba simulates one."""
 
     def __init__(self, device: torch.device | None) -> None:
@@ -172,12 +172,12 @@ def on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def device_of(tensor: torch.Tensor) -> Device | None:
-    """The room of a tensor in a CUDA device's memory; None for any other."""
+def device_of(tensor: torch.Tensor) -> Cuda | None:
+    """The CUDA device that a tensor lies on, if there are kernels for it; None otherwise."""
     return _device(tensor.device if tensor.is_cuda else None) if on_cuda(tensor) and _has_kernels() else None
 
 
-_device = cache(Device)
+_device = cache(Cuda)
 
 
 def require_kernels() -> None:
