@@ -393,8 +393,7 @@ class LocalSteps:
             "rounds done differ": self.round,
             "inner steps since the last round differ": self.inner_steps,
         }
-        when = f"before round {self.round + 1}"
-        agreement.compare(group, state, when, "load one checkpoint on all ranks")
+        agreement.compare(group, state, f"before round {self.round + 1}", "load one checkpoint on all ranks")
 
     def _options(self) -> dict[str, object]:
         """All that must be the same on all ranks, apart from the state."""
