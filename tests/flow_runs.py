@@ -11,7 +11,6 @@ from typing import Any
 
 from runs import COMMAND, children
 
-from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 HERE = Path(__file__).parent
@@ -86,9 +85,14 @@ def run(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> dic
     return finish(start(out, *sets, resume=resume, recipe=recipe))[0]
 
 
+def files(out: Path, name: str) -> Path:
+    """Where the files of a trainer of one of several policies are."""
+    return out / "policies" / name
+
+
 def steps(out: Path) -> int:
     """Steps that all policies have done."""
-    return min(len(metrics.read(directory(out, name))) for name in ROLES)
+    return min(len(metrics.read(files(out, name))) for name in ROLES)
 
 
 def kill(title: str, below: int) -> int | None:
@@ -111,10 +115,11 @@ def check(summary: dict[str, Any], out: Path) -> None:
             assert worker["verified"]
         for worker in held:
             assert (worker["version"], worker["digest"]) == (policy["trainer_version"], policy["trainer_digest"])
-        head = pulse.History(pulse.open_store(out / "store" / name)).head()
+        only = len(summary["policies"]) == 1
+        head = pulse.History(pulse.open_store(out / "store" if only else out / "store" / name)).head()
         assert head is not None
         assert (head.version, head.digest) == (policy["trainer_version"], policy["trainer_digest"])
-        records = metrics.read(directory(out, name))
+        records = metrics.read(out if only else files(out, name))
         each = policy["trainer_sync"]["sync_every"] if policy["trainer_sync"] else 1  # several trainers go in rounds
         assert [record["step"] for record in records] == list(range(each, policy["steps"] + 1, each))
 

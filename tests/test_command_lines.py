@@ -229,7 +229,7 @@ def test_threads_that_are_no_number(place: Path) -> None:
 
 def test_a_missing_module_is_named(place: Path) -> None:
     (place / "run").mkdir()
-    (place / "run" / "config.toml").write_text('model = "tiny"\n')
+    (place / "run" / "recipe.toml").write_text('[policies.solver]\nmodel = "tiny"\n')
     code = "import sys; sys.modules['ray'] = None\nfrom pulse_rl.cli.main import main; main()"
     command = [sys.executable, "-c", code, "train", "--resume", "run"]
     done = subprocess.run(command, capture_output=True, text=True)

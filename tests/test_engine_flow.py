@@ -9,7 +9,6 @@ from flow_runs import check, finish, start
 from runs import children, wait_for
 from vllm_world import tied_model
 
-from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 pytest.importorskip("vllm")
@@ -32,11 +31,11 @@ def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_b
     small: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    pool = ["pools.near.kind=vllm", "pools.near.workers=1"]
+    pool = ["pools.worker.kind=vllm", "pools.worker.workers=1"]
     process = start(out, "steps=100000", f"model={small}", "lr=1e-3", *pool, recipe=Path("math"))
 
     def done() -> int:
-        return len(metrics.read(directory(out, "solver")))
+        return len(metrics.read(out))
 
     try:
         wait_for(lambda: done() >= 3 or process.poll() is not None, PATIENCE_S)
@@ -53,5 +52,5 @@ def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_b
     finally:
         process.kill()
     check(summary, out)
-    assert [(each["id"], each["restarts"]) for each in summary["workers"]] == [("near-0", 1)]
+    assert [(each["id"], each["restarts"]) for each in summary["workers"]] == [("worker-0", 1)]
     assert summary["policies"]["solver"]["workers"][0]["syncs"] > 2  # it followed, not only loaded

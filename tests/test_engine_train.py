@@ -9,8 +9,9 @@ import torch
 from vllm_world import tied_model
 
 import pulse_rl as pulse
+from pulse_rl.cli import recipes
 from pulse_rl.rl import model, policy
-from pulse_rl.rl.config import RunConfig, check
+from pulse_rl.rl.sampler import Settings
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
 
     Both compute in BF16 by other kernels, so they differ a little; from the version before they differ by much.
     """
-    config = RunConfig(out=str(tmp_path), engine="vllm", group_size=3, max_new_tokens=6, temperature=1.2)
+    config = Settings(store_url=(tmp_path / "store").as_uri(), group_size=3, max_new_tokens=6, temperature=1.2)
     publisher = pulse.Publisher(config.store_url)
     publisher.publish(loaded.model, version=0)
     sampler = VllmSampler("worker-0", config, model.assets(loaded))
@@ -56,7 +57,7 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
     assert sampler.verify() == publisher.digest
 
 
-def _distance(module: Any, done: policy.Completions, config: RunConfig) -> float:
+def _distance(module: Any, done: policy.Completions, config: Settings) -> float:
     """The mean difference of the tokens' log-probabilities, as scored and as sampled."""
     with torch.no_grad():
         scored = policy.score(module, done, config.temperature)
@@ -71,7 +72,7 @@ def _step(module: Any) -> None:
 
 
 def test_settings_that_need_the_builtin_sampler() -> None:
-    with pytest.raises(ValueError, match="--engine builtin"):
-        check(RunConfig(engine="vllm", deterministic=True))
-    with pytest.raises(ValueError, match="--engine builtin"):
-        check(RunConfig(engine="vllm", sync="full"))
+    with pytest.raises(ValueError, match="--engine: expected builtin with deterministic"):
+        recipes.new(None, [], {"engine": "vllm", "deterministic": True})
+    with pytest.raises(ValueError, match="--sync: expected patch with"):
+        recipes.new(None, [], {"engine": "vllm", "sync": "full"})

@@ -31,7 +31,7 @@ def test_grpo_is_that_of_the_run_bit_for_bit() -> None:
     logprobs, behaviour, mask, advantage = _rows()
     ours, theirs = (
         _build("grpo")(logprobs, behaviour, mask, advantage),
-        grpo.loss(logprobs, behaviour, mask, advantage, 0.2),
+        grpo.loss(logprobs, behaviour, mask, advantage, 0.2, 0.2),
     )
     assert torch.equal(ours.total, theirs.total)
     assert ours[1:] == theirs[1:]

@@ -1,7 +1,7 @@
 """Recipes: what is refused, and in which words; `--set`; saving and resuming; plug-ins by name and import path."""
 
+import inspect
 import tomllib
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 from pulse_rl.cli import recipes
 from pulse_rl.cli.app import app
+from pulse_rl.cli.train import train as cli_train
 from pulse_rl.flow import recipe_file, registry
 from pulse_rl.flow.data import service
 from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.training import trainer
-from pulse_rl.rl.config import RunConfig
 
 TINY = ("model=tiny",)
 
@@ -103,11 +102,11 @@ BAD = [
     ("curator.problem=1", ["curator: 'all' has no setting 'problem'", "did you mean problems?"]),
     ("curator=drop_solved", ["curator: 'drop_solved' needs its setting 'problems'"]),
     ("pools=3", ["pools: expected tables [[pools]], found 3"]),
-    ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of near, found 'far'"]),
-    ("pools.near.workers=0", ["pools: expected at least one worker"]),
-    ("pools.near.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
-    ('pools.near.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),
-    ("autoscale.pool=far", ["autoscale.pool: expected one of near, found 'far'"]),
+    ("pools.far.workers=1", ["--set pools.far.workers=1: expected one of worker, found 'far'"]),
+    ("pools.worker.workers=0", ["pools: expected at least one worker"]),
+    ("pools.worker.kind=sglang", ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
+    ('pools.worker.policies=["solvers"]', ["pools[0].policies", "'solvers'", "did you mean solver?"]),
+    ("autoscale.pool=far", ["autoscale.pool: expected one of worker, found 'far'"]),
     ("autoscale.grow=0.01", ["autoscale.grow: expected a share above autoscale.shrink"]),
     ('evaluation=[{name = "a@b"}]', ["evaluation[0].name: expected a name of letters", "'a@b'"]),
     ("evaluation=[{every = 0}]", ["evaluation[0].every: expected at least 1, found 0"]),
@@ -129,7 +128,7 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["steps=12"], r"steps: expected whole rounds of policies.solver's .* sync_every \(8\), found 12"),
+        (["steps=12"], r"steps: expected whole rounds .* policies.solver.sync_every \(8\), found 12"),
         (["policies.solver.trained=false"], r"policies.solver.trainers: expected 1 .* not trained, found 2"),
         (["policies.solver.trainer_store=memory://"], r"policies.solver.trainer_store: .* memory://"),
         (
@@ -154,10 +153,7 @@ def test_a_policy_of_several_trainers_goes_in_rounds() -> None:
     given = service.settings(recipe, "solver")
     assert given is not None
     assert (given.ranks, given.round_steps, given.batches) == (4, 5, 20)
-    config = trainer.settings(recipe, "solver")
-    assert (config.trainers, config.round_steps, config.trainer_sync, config.threads) == (4, 5, "pulse", 2)
-    assert config.trainer_store == str(Path("meet").absolute())
-    assert typing.get_type_hints(PolicyRecipe)["trainer_sync"] == typing.get_type_hints(RunConfig)["trainer_sync"]
+    assert recipe.policies["solver"].trainer_store == str(Path("meet").absolute())
 
 
 def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:
@@ -167,14 +163,14 @@ def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:
 
 def test_a_deterministic_run_takes_no_engine_with_a_cache() -> None:
     with pytest.raises(ValueError, match=r"pools\[0\].kind: expected builtin"):
-        _load("math", "deterministic=true", "pools.near.kind=vllm")
+        _load("math", "deterministic=true", "pools.worker.kind=vllm")
 
 
 def test_an_engine_follows_by_patches_and_finishes_what_it_has_begun() -> None:
     with pytest.raises(ValueError, match=r"pools\[0\].interrupt: expected false"):
-        _load("math", "pools.near.kind=vllm", "pools.near.interrupt=true")
+        _load("math", "pools.worker.kind=vllm", "pools.worker.interrupt=true")
     with pytest.raises(ValueError, match=r"policies.solver.sync: expected patch"):
-        _load("math", "pools.near.kind=vllm", "sync=full")
+        _load("math", "pools.worker.kind=vllm", "sync=full")
 
 
 def test_a_recipe_that_is_none(tmp_path: Path) -> None:
@@ -211,7 +207,14 @@ def test_the_path_of_a_run_is_absolute_for_other_processes(monkeypatch: pytest.M
     recipe = _load("math", "out=runs/x", "store=kept").with_absolute_paths()
     monkeypatch.chdir("/")
     assert recipe.directory == tmp_path / "runs/x"
-    assert recipe.store_url("solver") == str(tmp_path / "kept" / "solver")
+    assert recipe.store_url("solver") == str(tmp_path / "kept")
+
+
+def test_one_policy_has_the_run_s_directory_and_several_have_theirs_in_it(tmp_path: Path) -> None:
+    one, two = (_load(name, f"out={tmp_path}") for name in ("math", "solver-verifier"))
+    assert (one.files("solver"), one.store_url("solver")) == (tmp_path, (tmp_path / "store").as_uri())
+    assert two.files("verifier") == tmp_path / "policies" / "verifier"
+    assert two.store_url("verifier") == (tmp_path / "store").as_uri() + "/verifier"
 
 
 def test_a_document_of_nothing_is_no_recipe() -> None:
@@ -269,9 +272,9 @@ def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
         (["--recipe", "mth"], ["did you mean math?"]),
         (["--recipe", "math", "--steps", "0"], ["steps: expected at least 1, found 0"]),
         (["--recipe", "math", "--set", "lr"], ["--set: expected key=value"]),
-        (["--set", "steps=3"], ["--set needs --recipe"]),
         (["--recipe", "math", "--resume", "."], ["--recipe: expected a new run"]),
-        (["--resume", ".", "--set", "steps=3"], ["--set needs a run of a recipe"]),
+        (["--recipe", "solver-verifier", "--workers", "3"], ["--workers is a setting of the recipe"]),
+        (["--set", "lr"], ["--set: expected key=value"]),
     ],
 )
 def test_the_command_refuses_before_anything_starts(
@@ -284,10 +287,64 @@ def test_the_command_refuses_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_runs_without_a_recipe_leave_those_with_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OPTIONS = [
+    ({"steps": 0}, "steps: expected at least 1, found 0"),
+    ({"group_size": 1}, "--group-size: expected at least 2"),
+    ({"prompts": 0}, "--prompts: expected at least 1, found 0"),
+    ({"chunk": 0}, "--chunk: expected at least 1, found 0"),
+    ({"lr": 0.0}, "--lr: expected more than 0"),
+    ({"lr": float("nan")}, "--lr: expected a number, found 'NaN'"),
+    ({"betas": (0.9, 1.0)}, "--betas: expected two numbers from 0 to below 1"),
+    ({"warmup": -1}, "--warmup: expected at least 0, found -1"),
+    ({"weight_decay": -0.1}, "--weight-decay: expected at least 0"),
+    ({"sync": "carrier pigeon"}, "--sync: expected patch or full"),
+    ({"engine": "sglang"}, "--engine: expected builtin or vllm"),
+    ({"clip": 0.0}, "--clip: expected more than 0, found 0.0"),
+    ({"codec": "zip"}, "--codec: expected one of"),
+    ({"dither": 1}, "--dither: expected it only with the model smollm2"),
+    ({"task": "chain_summ"}, "--task: expected one of reasoning-gym's"),
+    ({"trainers": 0}, "--trainers: expected at least 1, found 0"),
+    ({"sync_every": 4}, "--sync-every: expected --trainers of at least 2 with it, found 1"),
+    ({"trainer_sync": "ddp"}, "--trainer-sync: expected --trainers of at least 2 with it, found 1"),
+    ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* --sync-every \(8\), found 10"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), OPTIONS, ids=[message for _, message in OPTIONS])
+def test_a_bad_option_is_named_as_it_was_given(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        recipes.new(None, [], {"model": "tiny", **given})
+
+
+def test_options_are_settings_of_the_recipe_and_their_defaults_are_its_own(tmp_path: Path) -> None:
+    shown = {name: each.default for name, each in inspect.signature(cli_train).parameters.items()}
+    given = {name: shown[name] for name in (*recipes.SHARED, *recipes.SETTINGS) if shown[name] is not None}
+    given["out"] = str(tmp_path)
+    default = recipes.new(None, [], {"out": str(tmp_path)})
+    assert recipes.new(None, ["policies.solver.loss=grpo"], given) == default
+    assert default == recipe_file.load("math", [f"out={tmp_path}"])
+    found = recipes.new(None, [], {"threads": 3, "chunk": 2, "clip": 0.1, "out": "a", "store": "b"})
+    assert [found.policies["solver"].threads, found.pools[0].threads, found.pools[0].slots] == [3, 3, 2]
+    assert (found.policies["solver"].loss, found.out, found.store) == (Plugin("grpo", {"clip": 0.1}), "a", "b")
+
+
+def test_a_run_keeps_its_recipe_and_may_have_other_workers(tmp_path: Path) -> None:
+    recipe = recipes.new(None, [], {"model": "tiny", "out": str(tmp_path / "run"), "lr": 1e-3})
+    recipe_file.save(recipe)
+    sets = recipes.resumed(recipe.directory, [], {"workers": 3, "threads": 2, "steps": 80, "out": "elsewhere"})
+    later = recipe_file.resumed(recipe.directory, sets)
+    assert (later.pools[0].workers, later.pools[0].threads, later.policies["solver"].threads) == (3, 2, 2)
+    assert (later.steps, later.directory, later.policies["solver"].lr) == (80, recipe.directory, 1e-3)
+
+
+def test_a_run_of_an_older_release_is_refused(tmp_path: Path) -> None:
+    recipe_file.save(_load("math", f"out={tmp_path}/math"))
+    (tmp_path / "math" / "policies" / "solver").mkdir(parents=True)
+    with pytest.raises(ValueError, match="found one of an older release"):
+        recipe_file.saved(tmp_path / "math")
+
+
+def test_a_default_directory_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe_file.save(_load("math", f"out={tmp_path}/run"))
-    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--out", str(tmp_path / "run")])
-    assert done.exit_code == 2
-    assert "found the run of a recipe" in done.output
     monkeypatch.chdir(tmp_path)
     assert recipes.numbered("run") == "run-2"

@@ -7,10 +7,9 @@ from typing import Any
 
 import psutil
 import pytest
-from flow_runs import ROLES, check, finish, kill, run, start, steps
+from flow_runs import ROLES, check, files, finish, kill, run, start, steps
 from runs import children, wait_for
 
-from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 PATIENCE_S = 600  # with other work on the machine
@@ -31,7 +30,7 @@ def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
     assert [len(sent) for sent in sync["sent_nbytes"]] == [2] * sync["rounds"]
     assert all(0 < nbytes < sync["dense_nbytes"] for sent in sync["sent_nbytes"] for nbytes in sent)
     # Each turn of two plays of a group of 4 is a row: 2 groups a batch, 2 batches a step, 2 steps a round.
-    assert {record["turns"] for record in metrics.read(directory(out, "digits"))} == {2 * 4 * 2 * 2 * 2}
+    assert {record["turns"] for record in metrics.read(files(out, "digits"))} == {2 * 4 * 2 * 2 * 2}
     assert "What the trainers of digits sent each other" in (out / "report.html").read_text()
     return sync
 
@@ -88,13 +87,13 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
 
 
 def _rounds(out: Path) -> int:
-    return len(metrics.read(directory(out, "digits")))
+    return len(metrics.read(files(out, "digits")))
 
 
 def _kill_second(below: int) -> None:
     """Kill the trainer of rank 1, which is known by the lock that it holds."""
     for pid in children("ray::TrainerProcess", below):
-        if any(Path(file.path).name == "running-1" for file in psutil.Process(pid).open_files()):
+        if any(Path(file.path).name == "trainer-1.lock" for file in psutil.Process(pid).open_files()):
             os.kill(pid, signal.SIGKILL)
             return
     pytest.fail("no trainer holds the lock of rank 1")

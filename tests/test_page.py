@@ -19,11 +19,12 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
+from pulse_rl.flow.driver import report as run_report
+from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.driver.summary import HELD, WORKER, summary
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.html import charts, page
 from pulse_rl.rl import metrics
-from pulse_rl.rl import report as run_report
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.display import Display
 from pulse_rl.study.results import Report
 from pulse_rl.study.show import page as study_page
 from pulse_rl.units import nbytes
@@ -231,9 +232,12 @@ def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
 # --- a run ----------------------------------------------------------------------------------------------------
 
 
-def _run(directory: Path, versions: int, trainers: int = 1) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The summary and the metrics of a run, written as runs write them."""
-    config = RunConfig(out=str(directory), trainers=trainers, workers=1)
+Pages = tuple[Recipe, dict[str, Any], dict[str, Any]]
+
+
+def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
+    """The recipe, summary and metrics of a run, written as runs write them."""
+    recipe = Recipe(out=str(directory), policies={"solver": PolicyRecipe(trainers=trainers)})
     for version in range(1, versions + 1):
         record = {
             "step": version,
@@ -244,6 +248,7 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> tuple[dict[str, A
             "grad_norm": math.inf,
             "clipped": 0.01,
             "tokens": 200,
+            "turns": 64,
             "staleness": 1.0,
             "elements": 1000,
             "density": version / 1000,
@@ -269,26 +274,61 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> tuple[dict[str, A
                 "digests": ["0", "0"],
             }
         metrics.append(directory, record)
-    held = {"version": versions, "digest": "0123456789abcdef"}
-    worker = held | {"id": HOSTILE, "syncs": versions, "fetched_nbytes": 12345, "sync_s": 1.5, "restarts": 0}
-    return metrics.summary(config, held, [worker]), metrics.read(directory)
+    final = {"version": versions, "digest": "0123456789abcdef", "restarts": 0}
+    held = dict.fromkeys(HELD, 0) | final | {"fetched_nbytes": 12345, "sync_s": 1.5}
+    worker = dict.fromkeys(WORKER, 0) | {"id": HOSTILE, "pool": "near", "policies": {"solver": held}}
+    status = {
+        "policies": {},
+        "restarts": 0,
+        "tasks": {"done": 9},
+        "skipped": {},
+        "given_up": [],
+        "windows": {},
+        "balance": {"sentence": "nobody waits"},
+    }
+    found = summary(recipe, {"solver": final}, [worker], status)
+    return recipe, found, {"solver": metrics.read(directory)}
 
 
 def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
-    summary, records = _run(tmp_path, 20)
-    path = run_report.write(tmp_path, summary, records)
+    recipe, found, _ = _run(tmp_path, 20)
+    path = run_report.write(recipe, found)
     assert path == tmp_path / "report.html"
     document = read(path.read_text())
     assert document.values == ["0.030", "0.180", "1.050%", "98.000%", "110 B", "18 ×", "1 of 1"]
     assert len(document.specs) == 7
     lag = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "versions behind")
     assert [(row["x"], row["y"]) for row in lag["data"]["values"]] == [(version, 1) for version in range(2, 21)]
-    assert document.text.count(HOSTILE) == 21  # the codec of each version, and the worker at the end
+    assert document.text.count(HOSTILE) == 22  # the codec of each version; the worker's time, and its weights
     assert "nan" in "".join(document.text)  # a loss of NaN is in the table
 
 
+def test_the_summary_of_one_policy_has_it_at_the_top_too(tmp_path: Path) -> None:
+    """What programs read of a run of `pulse-rl train`."""
+    _, found, _ = _run(tmp_path, 3)
+    totals = {
+        "run",
+        "model",
+        "task",
+        "sync",
+        "steps",
+        "seconds",
+        "elements",
+        "full_nbytes",
+        "reduction",
+        "dropped_chunks",
+    }
+    lists = {"patch_nbytes", "density", "reward", "solved", "loss"}
+    assert totals | lists | {"trainer_sync", "trainer_version", "trainer_digest", "workers", "policies"} <= found.keys()
+    assert (found["steps"], found["seconds"], found["dropped_chunks"]) == (3, 9.0, 3)
+    assert found["patch_nbytes"] == found["policies"]["solver"]["patch_nbytes"] == [101, 102, 103]
+    (worker,) = found["workers"]
+    assert (worker["id"], worker["version"], worker["verified"], worker["restarts"]) == (HOSTILE, 3, True, 0)
+    assert (worker["digest"], worker["fetched_nbytes"]) == (found["trainer_digest"], 12345)
+
+
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:
-    document = read(run_report.html(*_run(tmp_path, 3, trainers=2)))
+    document = read(run_report.html(*_run(tmp_path, 3, trainers=2)[1:]))
     assert document.values[-1] == "26.7 ×"
     spec = next(spec for spec in document.specs if spec["encoding"]["y"]["axis"]["title"] == "a trainer and round")
     assert {row["series"]: row["y"] for row in spec["data"]["values"]} == {"pulse": 150, "DiLoCo": 4000, "DDP": 32000}
@@ -296,7 +336,7 @@ def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) ->
 
 @pytest.mark.parametrize("versions", [0, 1])
 def test_a_run_that_ended_early_has_a_page(tmp_path: Path, versions: int) -> None:
-    assert read(run_report.html(*_run(tmp_path, versions))).specs == []
+    assert read(run_report.html(*_run(tmp_path, versions)[1:])).specs == []
 
 
 def test_without_the_library_the_extra_is_named(

@@ -1,4 +1,4 @@
-"""The reference run: its parts, some against naive twins."""
+"""The pieces of a run, some against naive twins."""
 
 import itertools
 import subprocess
@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.cli.train import _reward_change
-from pulse_rl.rl import config as settings
+from pulse_rl.cli.summary import reward_change
 from pulse_rl.rl import directory, grpo, metrics, model, model_name, policy
-from pulse_rl.rl.buffer import Chunk, DataBuffer
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import ProcessHandle, Remote
-from pulse_rl.rl.rollout import RolloutWorker
-from pulse_rl.rl.sampler import BuiltinSampler
+from pulse_rl.rl.sampler import BuiltinSampler, Settings
 from pulse_rl.rl.tasks import LISTING, Task
 from pulse_rl.store.base import ObjectInfo
 
@@ -103,71 +98,12 @@ def test_loss_equals_the_formula_token_by_token() -> None:
             bounded = min(max(ratio, 0.8), 1.2)
             total -= min(ratio * float(advantage[i]), bounded * float(advantage[i]))
             clipped += ratio != bounded
-    found = grpo.loss(new, old, mask, advantage, 0.2)
+    found = grpo.loss(new, old, mask, advantage, 0.2, 0.2)
     assert float(found.total) == pytest.approx(total, rel=1e-5)
     assert (found.clipped, found.tokens) == (clipped, int(mask.sum()))
 
 
-# --- buffer ---------------------------------------------------------------------------------------------------
-
-
-def _chunk(number: int, worker: str, version: int) -> Chunk:
-    return Chunk(number, worker, None, None, None, None, None, np.full((2, 3), version), None)
-
-
-def test_deterministic_assignments_name_one_version_and_are_pulled_in_order() -> None:
-    buffer = DataBuffer(chunks=2, max_staleness=5, deterministic=True)
-    assert buffer.take("a") is None
-    buffer.begin_step(0, 10)
-    first, second = buffer.take("a"), buffer.take("b")
-    assert (first, second) == ((0, 10), (1, 10))
-    assert buffer.take("a") is None
-    buffer.push(_chunk(1, "b", 10))
-    assert buffer.pull() is None
-    buffer.push(_chunk(0, "a", 10))
-    assert [c.number for c in buffer.pull() or []] == [0, 1]
-    assert buffer.take("a") is None
-    buffer.begin_step(1, 11)
-    assert buffer.take("a") == (2, 11)
-
-
-def test_a_dead_workers_chunks_are_assigned_again_and_late_deliveries_are_ignored() -> None:
-    buffer = DataBuffer(chunks=2, max_staleness=0, deterministic=True)
-    buffer.begin_step(0, 0)
-    assert buffer.take("a") == (0, 0)
-    buffer.release("a")
-    assert buffer.take("b") == (0, 0)
-    buffer.push(_chunk(0, "a", 0))
-    assert buffer.take("b") == (1, 0)
-    for number in range(2):
-        buffer.push(_chunk(number, "b", 0))
-    assert [c.worker for c in buffer.pull() or []] == ["b", "b"]
-
-
-def test_asynchronous_assignments_are_bounded_and_stale_chunks_are_dropped() -> None:
-    buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
-    buffer.begin_step(0, 0)
-    assert [buffer.take("a") for _ in range(3)] == [(0, None), (1, None), None]
-    buffer.push(_chunk(0, "a", 0))
-    assert buffer.pull()
-    buffer.begin_step(1, 1)
-    buffer.begin_step(2, 2)
-    buffer.push(_chunk(1, "a", 0))  # two versions old by now
-    assert buffer.pull() is None
-    assert buffer.dropped_chunks() == 1
-    taken = [buffer.take("b") for _ in range(4)]
-    assert taken == [(2, None), (3, None), (4, None), None]
-
-
-def test_a_stopping_buffer_assigns_nothing() -> None:
-    buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
-    buffer.begin_step(0, 0)
-    buffer.stop()
-    assert buffer.take("a") is None
-    assert buffer.stopping()
-
-
-# --- tasks, settings, models ----------------------------------------------------------------------------------
+# --- tasks, models --------------------------------------------------------------------------------------------
 
 
 def test_rewards() -> None:
@@ -198,25 +134,6 @@ def test_other_tasks_and_bad_ones() -> None:
         Task("chain_sum:min_terms=9", seed=0)
     with pytest.raises(ValueError, match="expected key=value, found 'x'"):
         Task("chain_sum:x", seed=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 0}, "steps: expected at least 1, found 0"),
-        ({"group_size": 1}, "group_size: expected at least 2"),
-        ({"prompts": 6}, "prompts: expected a multiple of chunk"),
-        ({"lr": 0.0}, "lr: expected more than 0"),
-        ({"lr": float("nan")}, "lr: expected more than 0, found nan"),
-        ({"betas": (0.9, 1.0)}, "betas: expected two numbers from 0 to below 1, found 0.9 and 1.0"),
-        ({"warmup": -1}, "warmup: expected at least 0 steps, found -1"),
-        ({"weight_decay": -0.1}, "weight_decay: expected at least 0"),
-        ({"sync": "carrier pigeon"}, "sync: expected patch or full"),
-    ],
-)
-def test_bad_settings_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings.check(RunConfig(**change))
 
 
 def test_assets_build_the_same_model_elsewhere(tiny: model.Loaded) -> None:
@@ -291,7 +208,7 @@ def test_metrics_are_cut_back_to_a_step_and_a_torn_line_is_left_out(tmp_path: Pa
     ],
 )
 def test_rewards_of_few_steps_are_shown_one_by_one(rewards: list[float], text: str) -> None:
-    assert _reward_change(rewards) == text
+    assert reward_change(rewards) == text
 
 
 # --- the run's directory --------------------------------------------------------------------------------------
@@ -313,18 +230,13 @@ def test_a_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         pass
 
 
-# --- rollout worker -------------------------------------------------------------------------------------------
+# --- sampler --------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loaded, tmp_path: Path) -> None:
-    config = RunConfig(out=str(tmp_path), model="tiny")
-    buffer = DataBuffer(chunks=1, max_staleness=1, deterministic=False)
-    buffer.offer_assets(model.assets(tiny))
-    threads = torch.get_num_threads()
-    worker = RolloutWorker("worker-0", config, buffer)
-    torch.set_num_threads(threads)
-    assert isinstance(worker._sampler, BuiltinSampler)
-    store, listings = worker._sampler.subscriber.history.store, []
+def test_a_sampler_lists_the_store_once_a_version(tiny: model.Loaded, tmp_path: Path) -> None:
+    settings = Settings(store_url=tmp_path.as_uri())
+    sampler = BuiltinSampler("worker-0", settings, model.assets(tiny))
+    store, listings = sampler.subscriber.history.store, []
     listed = store.list
 
     def counted(prefix: str, after: str = "") -> list[ObjectInfo]:
@@ -332,14 +244,13 @@ def test_a_worker_lists_the_store_once_a_sync_and_not_while_idle(tiny: model.Loa
         return listed(prefix, after)
 
     store.list = counted  # type: ignore[method-assign]
-    publisher = pulse.Publisher(config.store_url, cast="bfloat16")
+    publisher = pulse.Publisher(settings.store_url, cast="bfloat16")
     for version in range(3):
         publisher.publish(tiny.model, version=version)
-        worker._follow(version)
-        worker._follow(version)
+        sampler.stage(version)
+        reached = sampler.follow(version)
         assert listings == ["manifests"] * (version + 1)
-        facts = buffer.board()["worker-0"]
-        assert (facts["version"], facts["digest"], facts["verified"]) == (version, publisher.digest, True)
+        assert (reached.version, reached.digest, reached.verified) == (version, publisher.digest, True)
 
 
 # --- engine ---------------------------------------------------------------------------------------------------
@@ -365,5 +276,5 @@ def test_a_process_that_ray_has_killed_for_memory_has_died_like_any_other(
     assert found.value.process == "worker-0"
     monkeypatch.setattr(ray, "get_actor", lambda name: MagicMock())
     with pytest.raises(pulse.ProcessDiedError) as found:
-        Remote("buffer").pull(0)
-    assert found.value.process == "buffer"
+        Remote("dataflow").pull(0)
+    assert found.value.process == "dataflow"

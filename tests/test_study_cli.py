@@ -13,7 +13,8 @@ import pulse_rl as pulse
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.rl.config import RunConfig, save
+from pulse_rl.flow import recipe_file
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.study.results import Report
 from pulse_rl.weights.layout import layout
 
@@ -26,7 +27,8 @@ class Run:
     def __init__(self, directory: Path, trainee: Trainee, **settings: Any) -> None:
         self.directory, self.checkpoints = directory / "run", []
         self.directory.mkdir()
-        save(RunConfig(out=str(self.directory), lr=2e-5, betas=(0.9, 0.95), **settings))
+        policy = PolicyRecipe(lr=2e-5, betas=(0.9, 0.95), **settings)
+        recipe_file.save(Recipe(out=str(self.directory), policies={"solver": policy}))
         with pulse.Publisher(pulse.open_store(self.directory / "store"), cast="bfloat16") as publisher:
             for step in range(STEPS + 1):
                 weights = trainee.step() if step else trainee.weights

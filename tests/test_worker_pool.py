@@ -5,8 +5,8 @@ from typing import Any, cast
 import pytest
 
 from pulse_rl.errors import ProcessDiedError
+from pulse_rl.flow.driver.worker_pool import DEATHS, WorkerPool
 from pulse_rl.rl.engine import ProcessHandle
-from pulse_rl.rl.worker_pool import DEATHS, WorkerPool
 
 
 class _Dead:
@@ -42,7 +42,7 @@ class _Crew:
 @pytest.mark.parametrize("working", [False, True])
 def test_one_worker_that_keeps_dying_ends_the_run_only_if_no_other_works(working: bool) -> None:
     said: list[str] = []
-    pool = WorkerPool(_Crew(working=working), said.append)
+    pool = WorkerPool(_Crew(working=working), said.append, "worker")
     pool.add()
     pool.add()
     for _ in range(DEATHS - 1):

@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).parent.parent / "link"))  # for its network
 from network import Network
 from processes import Process
 
-from pulse_rl.flow.training.trainer import directory
 from pulse_rl.rl import metrics
 
 HERE = Path(__file__).parent
@@ -85,8 +84,8 @@ def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[
             "policies.solver.tasks_per_step": 4,
             "workflow.group_size": 4,
             "workflow.reward": "far_reward:vowels",
-            "pools.near.workers": 1,
-            "pools.near.region": "far",
+            "pools.worker.workers": 1,
+            "pools.worker.region": "far",
             "steps": 100_000,
             "address": f'"{address}"',
             "store": f"s3://{BUCKET}/{sync}",
@@ -157,7 +156,7 @@ def _beside(program: str) -> str:
 
 
 def _steps(out: Path) -> list[dict[str, Any]]:
-    return metrics.read(directory(out, "solver"))
+    return metrics.read(Path(out))
 
 
 def _sent(network: Network) -> int:

@@ -7,9 +7,9 @@ digests and all their rewards must be the same.
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.rl import run
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.display import Display
+from pulse_rl.flow import recipe_file
+from pulse_rl.flow.driver import run
+from pulse_rl.flow.driver.display import Display
 
 
 def compare(directory: Path, *, model: str, steps: int, lr: float, seed: int) -> dict[str, Any]:
@@ -19,20 +19,11 @@ def compare(directory: Path, *, model: str, steps: int, lr: float, seed: int) ->
     """
     summaries = {}
     for sync, workers in (("patch", 2), ("full", 1)):
-        config = run.prepare(
-            RunConfig(
-                out=str(directory / sync),
-                model=model,
-                steps=steps,
-                lr=lr,
-                seed=seed,
-                sync=sync,  # type: ignore[arg-type]  # one of its two literals
-                workers=workers,
-                deterministic=True,
-            )
-        )
+        changes = (f"steps={steps}", f"seed={seed}", "deterministic=true", f"lr={lr}", f"sync={sync}")
+        sets = [*changes, f"model={model}", f"pools.worker.workers={workers}", f"out={directory / sync}"]
+        recipe = run.prepare(recipe_file.load("math", sets))
         with Display(f"{model} over {sync}", steps) as display:
-            summaries[sync] = run.train(config, display)
+            summaries[sync] = run.train(recipe, display)
     patch, full = summaries["patch"], summaries["full"]
     return {
         "model": model,

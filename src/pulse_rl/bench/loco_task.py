@@ -133,7 +133,7 @@ def backward(policy: Policy, batch: Batch, group: int) -> None:
     """Add the gradient of GRPO's loss on a batch."""
     advantage = grpo.advantages(batch.rewards.view(-1, group)).view(-1)
     mask = torch.ones_like(batch.logprobs, dtype=torch.bool)
-    part = grpo.loss(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage, CLIP)
+    part = grpo.loss(logprobs(policy, batch.symbols), batch.logprobs, mask, advantage, CLIP, CLIP)
     (part.total / part.tokens).backward()  # type: ignore[no-untyped-call]
 
 

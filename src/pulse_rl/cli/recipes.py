@@ -1,25 +1,88 @@
-"""`pulse-rl train --recipe`: do the run of a recipe, or continue one."""
+"""The options of `pulse-rl train` as changes of a recipe."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import typer
+if TYPE_CHECKING:
+    from pulse_rl.flow.recipe import Recipe
 
-from pulse_rl.cli import output
-from pulse_rl.errors import printable
+DEFAULT = "math"  # the recipe of a run without --recipe
+OUT = "runs/main"  # and its directory
 
-# Options that a recipe has as a setting of the same name, for the whole run.
+# Options that every recipe has as a setting of the same name, for the whole run.
 SHARED = ("out", "store", "steps", "seed", "deterministic", "checkpoint_every", "address")
+# The other options, each with its settings in a recipe of one policy and one pool.
+SETTINGS = {
+    "model": ("{policy}.model",),
+    "dither": ("{policy}.dither",),
+    "task": ("workflow.task",),
+    "prompts": ("{policy}.tasks_per_step",),
+    "group_size": ("workflow.group_size",),
+    "chunk": ("{pool}.slots",),
+    "max_new_tokens": ("workflow.max_new_tokens",),
+    "temperature": ("workflow.temperature",),
+    "lr": ("{policy}.lr",),
+    "warmup": ("{policy}.warmup",),
+    "betas": ("{policy}.betas",),
+    "weight_decay": ("{policy}.weight_decay",),
+    "clip": ("{policy}.loss.clip",),
+    "grad_clip": ("{policy}.grad_clip",),
+    "max_staleness": ("{policy}.max_staleness",),
+    "sync": ("{policy}.sync",),
+    "codec": ("{policy}.codec",),
+    "anchor_every": ("{policy}.anchor_every",),
+    "trainers": ("{policy}.trainers",),
+    "trainer_sync": ("{policy}.trainer_sync",),
+    "trainer_store": ("{policy}.trainer_store",),
+    "sync_every": ("{policy}.sync_every",),
+    "workers": ("{pool}.workers",),
+    "engine": ("{pool}.kind",),
+    "threads": ("{policy}.threads", "{pool}.threads"),
+}
+RESUMED = ("address", "checkpoint_every", "steps", "threads", "workers")  # may be given with --resume
 
 
-def begun(directory: Path) -> bool:
-    """Whether a run of a recipe has begun there."""
+def new(recipe: str | None, sets: list[str], given: Mapping[str, object]) -> "Recipe":
+    """The recipe of a new run. given: options of the command line; sets: those of --set, which come after them.
+
+    Raises ValueError for what is not understood, or not possible.
+    """
     from pulse_rl.flow import recipe_file
 
-    return recipe_file.begun(directory)
+    if recipe is not None:
+        changes = _shared(given) + sets
+        found = recipe_file.load(recipe, changes)
+        if not any(text.partition("=")[0].strip() == "out" for text in changes):
+            found = recipe_file.load(recipe, [*changes, _set("out", numbered(found.out))])
+        return found
+    given = {"out": numbered(OUT), **given}
+    default = recipe_file.read(DEFAULT)
+    (policy,), (pool,) = default["policies"], default["pools"]
+    with _options(policy):
+        return recipe_file.load(DEFAULT, _shared_or_set(given, policy, pool["name"]) + sets)
+
+
+def resumed(directory: Path, sets: list[str], given: Mapping[str, object]) -> list[str]:
+    """The changes with which a run continues.
+
+    Raises FileNotFoundError if there is no run, ValueError for an option that may not be given with --resume.
+    """
+    from pulse_rl.flow import recipe_file
+
+    found = recipe_file.saved(directory)
+    given = {name: value for name, value in given.items() if name != "out"}
+    if fixed := [name for name in given if name not in RESUMED]:
+        raise ValueError(
+            f"--resume keeps the settings of the run in {directory}: only {_names(RESUMED)} may be given with it, "
+            f"found {_names(fixed)}"
+        )
+    if found.only is None or len(found.pools) > 1:
+        return _shared(given) + sets
+    return _shared_or_set(given, found.only, found.pools[0].name) + sets
 
 
 def numbered(name: str) -> str:
@@ -27,90 +90,46 @@ def numbered(name: str) -> str:
     from pulse_rl.rl.directory import free
 
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(out for out in names if free(Path(out)) and not begun(Path(out)))
+    return next(out for out in names if free(Path(out)))
 
 
-def train(
-    recipe: str | None, resume: Path | None, sets: Sequence[str], given: Mapping[str, object], as_json: bool
-) -> None:
-    """Do a run. given: options of the command line beside --recipe and --set."""
-    from pulse_rl.errors import require
-    from pulse_rl.flow import recipe_file
-
-    with output.checking():
-        changes = [*_as_sets(given), *sets]
-        if resume is not None and recipe is not None:
-            raise ValueError("--recipe: expected a new run, found it beside --resume, which keeps the run's recipe")
-        if resume is not None and not begun(resume):
-            raise ValueError(f"--set needs a run of a recipe, and {resume} holds none")
-        if resume is None and recipe is None:
-            raise ValueError("--set needs --recipe, found none")
-        for module in ("torch", "ray", "reasoning_gym"):
-            require(module, "run")
-        if recipe is not None:
-            settings = recipe_file.load(recipe, changes)
-            if not any(text.partition("=")[0].strip() == "out" for text in changes):
-                settings = recipe_file.load(recipe, [*changes, f"out={json.dumps(numbered(settings.out))}"])
-    from pulse_rl.flow.driver import run
-    from pulse_rl.flow.driver.show import Display
-
-    with output.checking():
-        settings = run.prepare(settings) if resume is None else run.resume(resume, changes)
-    with Display(f"{settings.name} · {', '.join(settings.policies)} · {settings.out}", settings.steps) as display:
-        summary = run.train(settings, display, resume=resume is not None)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=2))
-    else:
-        _print_summary(summary)
-
-
-def _as_sets(given: Mapping[str, object]) -> list[str]:
-    """Options as changes of the recipe. Raises ValueError for one that belongs into the recipe."""
+def _shared(given: Mapping[str, object]) -> list[str]:
+    """Options as changes of any recipe. Raises ValueError for one that belongs into the recipe."""
     from pulse_rl.flow import recipe_file
 
     for name, value in given.items():
         if name not in SHARED:
             hint = f": --set {name}={value}" if name in recipe_file.SHORT else ""
-            raise ValueError(
-                f"--{name.replace('_', '-')} is a setting of the recipe: change it there or by --set{hint}"
-            )
-    return [f"{name}={json.dumps(value)}" for name, value in given.items()]
+            raise ValueError(f"{_names([name])} is a setting of the recipe: change it there or by --set{hint}")
+    return [_set(name, value) for name, value in given.items()]
 
 
-def _print_summary(summary: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _shared_or_set(given: Mapping[str, object], policy: str, pool: str) -> list[str]:
+    """Options as changes of a recipe of one policy and one pool."""
+    changes = []
+    for name, value in given.items():
+        keys = (name,) if name in SHARED else SETTINGS[name]
+        changes += [_set(key.format(policy=f"policies.{policy}", pool=f"pools.{pool}"), value) for key in keys]
+    return changes
 
-    from pulse_rl.units import nbytes
 
-    table = Table(title="Summary", show_header=False, title_justify="left")
-    table.add_row("recipe", f"{summary['recipe']}: {summary['steps']} steps, {summary['seconds']:.0f} s")
-    for name, policy in summary["policies"].items():
-        learned = ""
-        if policy["reward"]:
-            learned = f"reward {policy['reward'][0]:.3f} → {policy['reward'][-1]:.3f}, "
-        table.add_row(
-            f"policy {name}", f"{learned}version {policy['trainer_version']}, digest {policy['trainer_digest']}"
-        )
-        if sent := policy["patch_nbytes"]:
-            each = nbytes(sum(sent) / len(sent))
-            table.add_row(
-                "", f"{each} per version instead of {nbytes(policy['full_nbytes'])}: {policy['reduction']:.0f}×"
-            )
-        if (sync := policy["trainer_sync"]) and sync["rounds"]:
-            each = nbytes(sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"]))
-            same = "the same weights after each round" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
-            table.add_row("", f"{sync['trainers']} trainers, {sync['mode']}: {same}")
-            table.add_row("", f"{each} sent by each a round instead of DiLoCo's {nbytes(sync['dense_nbytes'])}")
-        for worker in policy["workers"]:
-            proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
-            table.add_row("", f"{escape(printable(worker['id']))}: version {worker['version']}, {proof}")
-    for window, found in summary["windows"].items():
-        passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
-        table.add_row(f"window {escape(printable(window))}", passed or "nothing was played")
-    table.add_row("time", escape(printable(summary["balance"]["sentence"])))
-    directory = Path(summary["run"])
-    here = directory.is_relative_to(Path.cwd())
-    table.add_row("run", escape(printable(str(directory.relative_to(Path.cwd()) if here else directory))))
-    Console().print(table)
+def _set(key: str, value: object) -> str:
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+@contextmanager
+def _options(policy: str) -> Iterator[None]:
+    """Let a ValueError about a setting of the recipe name the option that gives it."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).replace(f"policies.{policy}.loss: clip", "--clip").replace("workflow: task", "--task")
+        settings = [(key, name) for name, keys in SETTINGS.items() for key in keys]
+        for key, name in sorted(settings, reverse=True):  # sync_every before sync
+            text = text.replace(key.format(policy=f"policies.{policy}", pool="pools[0]"), _names([name]))
+        raise ValueError(text) from None
+
+
+def _names(names: Sequence[str]) -> str:
+    """Settings as options of the command line."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)

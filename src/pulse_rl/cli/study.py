@@ -14,6 +14,7 @@ from pulse_rl.errors import MissingExtraError, one_line, printable, require
 from pulse_rl.units import nbytes
 
 if TYPE_CHECKING:
+    from pulse_rl.flow.recipe import PolicyRecipe
     from pulse_rl.study.results import Report, Settings
     from pulse_rl.study.sources.base import Source
 
@@ -103,19 +104,19 @@ def study(
 
 
 def _is_run(target: str) -> bool:
-    from pulse_rl.rl.config import begun
+    from pulse_rl.rl.directory import RECIPE
 
-    return "://" not in target and begun(Path(target))
+    return "://" not in target and (Path(target) / RECIPE).is_file()
 
 
 def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] | None) -> Settings | None:
     """Adam's settings as given, or of a run. None without a learning rate; then betas raise ValueError."""
-    from pulse_rl.rl.config import RunConfig, load
+    from pulse_rl.flow.recipe import PolicyRecipe
     from pulse_rl.study.results import Settings
 
-    found, warmup = RunConfig(), 0
+    found, warmup = PolicyRecipe(), 0
     if len(targets) == 1 and _is_run(targets[0]):
-        found = load(Path(targets[0]))
+        found = _policy(targets[0])
         if lr is None and found.trainers == 1:
             lr, warmup = found.lr, found.warmup
     if lr is None:
@@ -125,19 +126,30 @@ def _settings(targets: list[str], lr: float | None, betas: tuple[float, float] |
     return Settings(lr=lr, betas=betas or found.betas, warmup=warmup)
 
 
+def _policy(target: str) -> PolicyRecipe:
+    """The policy of a run. Raises ValueError if it has several."""
+    from pulse_rl.flow import recipe_file
+
+    recipe = recipe_file.saved(Path(target))
+    if recipe.only is None:
+        raise ValueError(
+            f"expected a run of one policy, found {', '.join(recipe.policies)} in {target}: name the store of one of "
+            f"them, as in {recipe.store_url(next(iter(recipe.policies)))}"
+        )
+    return recipe.policies[recipe.only]
+
+
 def _run_notes(target: str) -> list[str]:
     """Notes on parts of a run that theory leaves out."""
-    from pulse_rl.rl.config import load
-
-    config = load(Path(target))
+    policy = _policy(target)
     notes = []
-    if config.trainers > 1:
+    if policy.trainers > 1:
         notes.append(
-            f"{config.trainers} trainers by {config.trainer_sync}: a version is a round of {config.sync_every} steps, "
+            f"{policy.trainers} trainers by {policy.trainer_sync}: a version is a round of {policy.sync_every} steps, "
             "and theory knows one trainer's Adam only"
         )
-    if config.weight_decay:
-        notes.append(f"weight decay of {config.weight_decay}: theory leaves it out")
+    if policy.weight_decay:
+        notes.append(f"weight decay of {policy.weight_decay}: theory leaves it out")
     return notes
 
 

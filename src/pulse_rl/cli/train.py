@@ -2,18 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pulse_rl.cli import output, recipes
+from pulse_rl.cli.summary import print_summary
 from pulse_rl.errors import printable
-from pulse_rl.rl.config import RunConfig, check, resumed
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_D = RunConfig()
 _RUN, _RECIPE, _GRPO, _SYNC, _TRAINERS, _ENGINE = "Run", "Recipe", "GRPO", "Weights", "Several trainers", "Engine"
 
 
@@ -29,7 +25,7 @@ def train(
             "Directory of the run and its store. If the default holds a run already, a number is added.",
             _RUN,
         ),
-    ] = _D.out,
+    ] = recipes.OUT,
     resume: Annotated[
         Path | None, _option("Continue the run in this directory, with the settings it has.", _RUN)
     ] = None,
@@ -47,13 +43,13 @@ def train(
             "--set",
             metavar="KEY=VALUE",
             help="Change a setting of the recipe, as in policies.solver.lr=1e-6, pools.near.workers=4 or model=tiny. "
-            "May be given several times.",
+            "Without --recipe, of math. May be given several times.",
             rich_help_panel=_RECIPE,
         ),
     ] = None,
     model: Annotated[
         str, _option("smollm2; tiny (random weights, for trying out); or a directory or hub id for Transformers.", _RUN)
-    ] = _D.model,
+    ] = "smollm2",
     dither: Annotated[
         int | None,
         _option(
@@ -61,7 +57,7 @@ def train(
             "up to half a level spreads them like a trained model's.",
             _RUN,
         ),
-    ] = _D.dither,
+    ] = None,
     task: Annotated[
         str,
         _option(
@@ -69,7 +65,7 @@ def train(
             "chain_sum:max_terms=3,max_digits=2. After a wrong name or setting the command lists the right ones.",
             _RUN,
         ),
-    ] = _D.task,
+    ] = "chain_sum",
     steps: Annotated[
         int,
         _option(
@@ -77,43 +73,43 @@ def train(
             "trainers, a multiple of --sync-every.",
             _RUN,
         ),
-    ] = _D.steps,
-    seed: Annotated[int, _option("Seed of prompts, sampling and random weights.", _RUN)] = _D.seed,
+    ] = 40,
+    seed: Annotated[int, _option("Seed of prompts, sampling and random weights.", _RUN)] = 0,
     deterministic: Annotated[
         bool, _option("Run synchronously: the same seed then gives the same bits.", _RUN, "--deterministic")
-    ] = _D.deterministic,
+    ] = False,
     checkpoint_every: Annotated[
         int, _option("Steps between the trainers' checkpoints. The end of the run always writes one.", _RUN)
-    ] = _D.checkpoint_every,
-    prompts: Annotated[int, _option("Prompts per step and trainer.", _GRPO)] = _D.prompts,
-    group_size: Annotated[int, _option("Completions per prompt.", _GRPO)] = _D.group_size,
+    ] = 100,
+    prompts: Annotated[int, _option("Prompts per step and trainer.", _GRPO)] = 8,
+    group_size: Annotated[int, _option("Completions per prompt.", _GRPO)] = 8,
     chunk: Annotated[
         int,
         _option(
-            "Prompts that a worker samples at a time, each with all its completions; --prompts must be a multiple. A "
-            "smaller chunk spreads a step over more workers.",
+            "Prompts that a worker samples at a time, each with all its completions. A smaller chunk spreads a step "
+            "over more workers. With --deterministic it is 1.",
             _GRPO,
         ),
-    ] = _D.chunk,
-    max_new_tokens: Annotated[int, _option("Longest completion, in tokens.", _GRPO)] = _D.max_new_tokens,
-    temperature: Annotated[float, _option("Sampling temperature.", _GRPO)] = _D.temperature,
-    lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = _D.lr,
-    warmup: Annotated[int, _option("Steps in which the learning rate rises linearly to --lr.", _GRPO)] = _D.warmup,
-    betas: Annotated[tuple[float, float], _option("AdamW's two betas, as in --betas 0.9 0.95.", _GRPO)] = _D.betas,
-    weight_decay: Annotated[float, _option("AdamW's weight decay.", _GRPO)] = _D.weight_decay,
-    clip: Annotated[float, _option("Clip the probability ratio to 1 − this and 1 + this.", _GRPO)] = _D.clip,
-    grad_clip: Annotated[float, _option("Clip the gradient to this norm.", _GRPO)] = _D.grad_clip,
+    ] = 4,
+    max_new_tokens: Annotated[int, _option("Longest completion, in tokens.", _GRPO)] = 8,
+    temperature: Annotated[float, _option("Sampling temperature.", _GRPO)] = 1.0,
+    lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = 3e-6,
+    warmup: Annotated[int, _option("Steps in which the learning rate rises linearly to --lr.", _GRPO)] = 0,
+    betas: Annotated[tuple[float, float], _option("AdamW's two betas, as in --betas 0.9 0.95.", _GRPO)] = (0.9, 0.999),
+    weight_decay: Annotated[float, _option("AdamW's weight decay.", _GRPO)] = 0.0,
+    clip: Annotated[float, _option("Clip the probability ratio to 1 − this and 1 + this.", _GRPO)] = 0.2,
+    grad_clip: Annotated[float, _option("Clip the gradient to this norm.", _GRPO)] = 1.0,
     max_staleness: Annotated[
         int, _option("Drop completions whose weights are more than this many versions old.", _GRPO)
-    ] = _D.max_staleness,
-    sync: Annotated[str, _option("What workers read: patch, or full (a checkpoint per version).", _SYNC)] = _D.sync,
+    ] = 1,
+    sync: Annotated[str, _option("What workers read: patch, or full (a checkpoint per version).", _SYNC)] = "patch",
     codec: Annotated[
         str, _option("Codec of patches: context, gap, or auto, the one that reaches workers first.", _SYNC)
-    ] = _D.codec,
+    ] = "context",
     store: Annotated[
         str | None, _option("URL or path of the history. Without it: the directory store in --out.", _SYNC)
-    ] = _D.store,
-    anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = _D.anchor_every,
+    ] = None,
+    anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = 50,
     trainers: Annotated[
         int,
         _option(
@@ -121,7 +117,7 @@ def train(
             "published as one version.",
             _TRAINERS,
         ),
-    ] = _D.trainers,
+    ] = 1,
     trainer_sync: Annotated[
         str,
         _option(
@@ -130,7 +126,7 @@ def train(
             "ddp: the gradients, every step.",
             _TRAINERS,
         ),
-    ] = _D.trainer_sync,
+    ] = "pulse",
     trainer_store: Annotated[
         str | None,
         _option(
@@ -138,16 +134,14 @@ def train(
             "killed is then started again.",
             _TRAINERS,
         ),
-    ] = _D.trainer_store,
-    sync_every: Annotated[
-        int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)
-    ] = _D.sync_every,
-    workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = _D.workers,
+    ] = None,
+    sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)] = 8,
+    workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = 2,
     engine: Annotated[
         str,
         _option("What workers sample with: builtin, or vllm (on a CPU; make setup-vllm sets it up).", _ENGINE),
-    ] = _D.engine,
-    threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = _D.threads,
+    ] = "builtin",
+    threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = 1,
     address: Annotated[
         str | None,
         _option(
@@ -155,7 +149,7 @@ def train(
             "reach --store, and with several trainers --out too. Without it, Ray is started here for this run alone.",
             _ENGINE,
         ),
-    ] = _D.address,
+    ] = None,
     as_json: Annotated[bool, _option("Print the summary as JSON on stdout.", _RUN, "--json")] = False,
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
@@ -177,39 +171,32 @@ def train(
     given = {
         name: value
         for name, value in context.params.items()
-        if name in RunConfig.__struct_fields__ and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
+        if name in (*recipes.SHARED, *recipes.SETTINGS) and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
     }
-    if recipe is not None or sets or (resume is not None and recipes.begun(resume)):
-        recipes.train(recipe, resume, sets or [], given, as_json)
-        return
+    changes: list[str] = []
     # What can be said at once is said before seconds of imports.
     with output.checking():
         if resume is not None:
-            config = resumed(resume, given)
+            if recipe is not None:
+                raise ValueError("--recipe: expected a new run, found it beside --resume, which keeps the run's recipe")
+            changes = recipes.resumed(resume, sets or [], given)
         else:
-            config = check(RunConfig(**{"out": recipes.numbered(_D.out)} | given))
-            if recipes.begun(config.directory):
-                raise ValueError(f"out: expected a directory without a run, found the run of a recipe in {config.out}")
+            settings = recipes.new(recipe, sets or [], given)
     from pulse_rl.errors import require
 
     for module in ("torch", "ray", "reasoning_gym"):
         require(module, "run")
-    if config.engine == "vllm":
-        require("vllm", "vllm")
-    from pulse_rl.rl import run
-    from pulse_rl.rl.display import Display
+    from pulse_rl.flow.driver import run
+    from pulse_rl.flow.driver.display import Display
 
     with output.checking():
-        if resume is not None:
-            config = run.resume(resume, given)
-        else:
-            config = run.prepare(config)
-    with Display(f"{config.model} · {config.task} · {config.sync} · {config.out}", config.steps) as display:
-        summary = run.train(config, display, resume=resume is not None)
+        settings = run.prepare(settings) if resume is None else run.resume(resume, changes)
+    with Display(f"{settings.name} · {', '.join(settings.policies)} · {settings.out}", settings.steps) as display:
+        summary = run.train(settings, display, resume=resume is not None)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:
-        _print_summary(summary)
+        print_summary(summary)
 
 
 def rollout(
@@ -221,8 +208,7 @@ def rollout(
         int,
         typer.Option(
             min=0,
-            help="Instead: how many are to leave the first pool of a recipe's run. They finish what they play; one "
-            "stays.",
+            help="Instead: how many are to leave the first pool. They finish what they play; one stays.",
         ),
     ] = 0,
 ) -> None:
@@ -240,68 +226,3 @@ def rollout(
         f"the terminal of its `pulse-rl train` shows when they {then}, within about 10 s",
         err=True,
     )
-
-
-def _print_summary(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from pulse_rl.units import nbytes
-
-    table = Table(title="Summary", show_header=False, title_justify="left")
-    steps = summary["steps"]
-    if steps:
-        table.add_row("steps", f"{steps}, {summary['seconds']:.0f} s")
-        table.add_row("reward", _reward_change(summary["reward"]))
-        sent = summary["patch_nbytes"]
-        versions, unit = len(sent), "version" if summary["trainer_sync"] else "step"
-        density = sum(summary["density"]) / versions
-        table.add_row("density", f"{density:.3%} of {summary['elements']:,} weights per {unit}")
-        table.add_row(
-            "bytes per version", f"{nbytes(sum(sent) / versions)} instead of {nbytes(summary['full_nbytes'])}"
-        )
-        table.add_row("reduction", f"{summary['reduction']:.0f}×")
-        if summary["trainer_sync"]:
-            _add_exchange(table, summary["trainer_sync"])
-    table.add_row("trainer", f"version {summary['trainer_version']}, digest {summary['trainer_digest']}")
-    for worker in summary["workers"]:
-        proof = "bit-identical" if worker["verified"] else "NOT IDENTICAL"
-        restarts = f", restarted {worker['restarts']} ×" if worker["restarts"] else ""
-        table.add_row(
-            escape(printable(worker["id"])),
-            f"version {worker['version']}, digest {worker['digest']}: {proof}{restarts}",
-        )
-    directory = Path(summary["run"])
-    here = directory.is_relative_to(Path.cwd())
-    table.add_row("run", escape(printable(str(directory.relative_to(Path.cwd()) if here else directory))))
-    Console().print(table)
-
-
-def _add_exchange(table: "Table", sync: dict[str, Any]) -> None:
-    """What the trainers sent each other, against DiLoCo's bytes and DDP's in the same steps."""
-    from pulse_rl.units import nbytes
-
-    each = sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"])
-    same = "the same weights after each" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
-    table.add_row(
-        "trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} round{'s' * (sync['rounds'] > 1)}, {same}"
-    )
-    table.add_row(
-        "sent by each", f"{nbytes(each)} per round: {sum(sync['density']) / sync['rounds']:.3%} of the weights"
-    )
-    table.add_row("instead of", f"DiLoCo's {nbytes(sync['dense_nbytes'])}: {_times(sync['reduction_vs_diloco'])}")
-    table.add_row("", f"DDP's {nbytes(sync['ddp_nbytes'])}: {_times(sync['reduction_vs_ddp'])}")
-
-
-def _times(factor: float) -> str:
-    return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
-
-
-def _reward_change(rewards: list[float]) -> str:
-    """The mean of the first quarter of the steps and of the last; of fewer than four steps, each reward."""
-    if len(rewards) < 4:
-        return " → ".join(f"{reward:.3f}" for reward in rewards) + " (each step)" * (len(rewards) > 1)
-    quarter = len(rewards) // 4
-    head, tail = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
-    return f"{head:.3f} (first quarter) → {tail:.3f} (last)"

@@ -1,4 +1,4 @@
-"""The run as a dataflow: several policies, workflows of many turns, and workers that come and go.
+"""The run, as a dataflow: one policy or several, workflows of many turns, and workers that come and go.
 
 What a workflow is written with is here, and a policy without a model to try it out:
 

@@ -1,4 +1,4 @@
-"""A recipe: every setting of a run of several policies, in one TOML file.
+"""A recipe: every setting of a run, in one TOML file.
 
     name = "solver-verifier"           the run
     [policies.solver]                  one table for each policy: its model, optimizer, loss, samples and channel
@@ -22,12 +22,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from pulse_rl.codecs import choose
 from pulse_rl.flow import registry
 from pulse_rl.flow.playing import tools, workflow
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.rl import model_name
-from pulse_rl.rl.config import absolute_store
+from pulse_rl.rl.directory import POLICIES
 
 _GRPO = Plugin("grpo")
 _ALL = Plugin("all")
@@ -122,7 +121,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seed: int = 0
     steps: int = 40  # optimizer steps of each trained policy
     out: str = "runs/run"  # the run's directory; a file that does not say it means runs/NAME
-    store: str | None = None  # URL below which each policy has its history; None: `store` in the run's directory
+    store: str | None = None  # URL of the history, of several policies below it; None: `store` in the run's directory
     deterministic: bool = False  # the same seed gives the same bits, whatever the timing and the number of workers
     checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too
     address: str | None = None  # a Ray cluster's address; None: this machine
@@ -149,10 +148,23 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The policies that are trained, in the recipe's order."""
         return [name for name, policy in self.policies.items() if policy.trained]
 
+    @property
+    def only(self) -> str | None:
+        """The run's policy; None if it has several."""
+        return next(iter(self.policies)) if len(self.policies) == 1 else None
+
+    @property
+    def base_url(self) -> str:
+        """Where the histories are: that of the only policy, or those of several below it."""
+        return (self.directory / "store").as_uri() if self.store is None else str(_absolute(self.store))
+
     def store_url(self, policy: str) -> str:
         """Where the history of a policy is."""
-        base = (self.directory / "store").as_uri() if self.store is None else str(absolute_store(self.store))
-        return f"{base.rstrip('/')}/{policy}"
+        return self.base_url if self.only else f"{self.base_url.rstrip('/')}/{policy}"
+
+    def files(self, policy: str) -> Path:
+        """Where the files of a policy's trainers are."""
+        return self.directory if self.only else self.directory / POLICIES / policy
 
     def held_by(self, pool: PoolRecipe) -> list[str]:
         """The policies that a pool's workers hold."""
@@ -161,11 +173,16 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def with_absolute_paths(self) -> "Recipe":
         """The same settings for processes elsewhere, which have other working directories."""
         policies = {
-            name: msgspec.structs.replace(policy, trainer_store=absolute_store(policy.trainer_store))
+            name: msgspec.structs.replace(policy, trainer_store=_absolute(policy.trainer_store))
             for name, policy in self.policies.items()
         }
-        store = absolute_store(self.store)
+        store = _absolute(self.store)
         return msgspec.structs.replace(self, out=str(self.directory), store=store, policies=policies)
+
+
+def _absolute(store: str | None) -> str | None:
+    """A store's URL as it is, a path as an absolute one: processes elsewhere have other working directories."""
+    return store if store is None or "://" in store else str(Path(store).absolute())
 
 
 def check(recipe: Recipe) -> Recipe:
@@ -210,7 +227,6 @@ def _check_policies(recipe: Recipe) -> None:
                 f"{policy.replay_ratio} with {'one' if policy.replay else 'none'}"
             )
         with _under(key):
-            choose.check(policy.codec)
             model_name.check(policy.model, dither=policy.dither)
         _check_trainers(key, policy, recipe.steps)
     stores = [policy.trainer_store for policy in recipe.policies.values() if policy.trainer_store is not None]
@@ -237,7 +253,7 @@ def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
         )
     if steps % policy.sync_every:
         raise ValueError(
-            f"steps: expected whole rounds of {key}'s trainers, a multiple of its sync_every ({policy.sync_every}), "
+            f"steps: expected whole rounds of the trainers, a multiple of {key}.sync_every ({policy.sync_every}), "
             f"found {steps}"
         )
 
@@ -304,7 +320,12 @@ def _check_pools(recipe: Recipe) -> None:
 
 
 def _check_plugins(recipe: Recipe) -> None:
-    """Load every plug-in and check its settings. What can be made without the run is made."""
+    """Load every plug-in and check its settings. What can be made without the run is made.
+
+    It comes last: importing codecs, losses and data sets takes seconds.
+    """
+    from pulse_rl.codecs import choose
+
     built = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=list(recipe.policies))
     if set(built.roles) != recipe.policies.keys():
         raise ValueError(
@@ -315,6 +336,8 @@ def _check_plugins(recipe: Recipe) -> None:
     registry.check("curator", recipe.curator, key="curator", given=("seed",))
     for name, policy in recipe.policies.items():
         key = f"policies.{name}"
+        with _under(key):
+            choose.check(policy.codec)
         registry.build("loss", policy.loss, key=f"{key}.loss")
         for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)

@@ -18,7 +18,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.rl.config import RECIPE
+from pulse_rl.rl.directory import FORMER, POLICIES, RECIPE
 
 FILE = RECIPE  # in the run's directory
 # --set of every policy at once
@@ -45,7 +45,7 @@ def load(name: str | Path, sets: Iterable[str] = ()) -> Recipe:
     name: of a recipe in the package, or a path of a TOML file. sets: "key=value", as `--set` takes them.
     Raises ValueError that names the key, what was expected and what was found; OSError if a file cannot be read.
     """
-    document = _read(str(name))
+    document = read(str(name))
     if isinstance(path := document.get("path", ""), str):
         beside = Path() if str(name) in built_in() else Path(name).expanduser().parent
         document["path"] = str((beside / path).absolute())
@@ -55,7 +55,8 @@ def load(name: str | Path, sets: Iterable[str] = ()) -> Recipe:
     return check_recipe(parse(document))
 
 
-def _read(name: str) -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:
+    """The document of a recipe, by its name in the package or the path of its file. Raises as `load`."""
     if name in built_in():
         data = (resources.files("pulse_rl.flow") / "recipes" / f"{name}.toml").read_bytes()
     else:
@@ -249,16 +250,20 @@ def save(recipe: Recipe) -> None:
     write_stream(recipe.directory / FILE, [tomli_w.dumps(to_document(recipe)).encode()])
 
 
-def begun(directory: Path) -> bool:
-    """Whether a run of a recipe has begun there."""
-    return (directory / FILE).is_file()
-
-
 def saved(directory: Path) -> Recipe:
-    """The recipe of a run. Raises FileNotFoundError if there is none, ValueError if it is broken."""
-    if not begun(directory):
-        raise FileNotFoundError(f"no run of a recipe in {directory}: expected a {FILE} there")
-    return load(directory / FILE)
+    """The recipe of a run, as it was checked when the run began.
+
+    Raises FileNotFoundError if there is none, ValueError if it is broken, or of an older release.
+    """
+    if not (directory / FILE).is_file() and not (directory / FORMER).is_file():
+        raise FileNotFoundError(f"no run in {directory}: expected a {FILE} there")
+    recipe = parse(read(str(directory / FILE))) if (directory / FILE).is_file() else None
+    if recipe is None or (recipe.only and (directory / POLICIES).is_dir()):
+        raise ValueError(
+            f"expected a run of this release of pulse-rl in {directory}, found one of an older release, which kept "
+            "other files: continue it with that release, or begin a new run"
+        )
+    return recipe
 
 
 def resumed(directory: Path, sets: Iterable[str] = ()) -> Recipe:
@@ -270,10 +275,11 @@ def resumed(directory: Path, sets: Iterable[str] = ()) -> Recipe:
     document = to_document(before)
     for text in sets:
         key = text.partition("=")[0].strip()
-        if key not in FREE and not (key.startswith(("pools.", "autoscale"))):
+        threads = key.startswith("policies.") and key.endswith(".threads")
+        if key not in FREE and not threads and not key.startswith(("pools.", "autoscale")):
             raise ValueError(
-                f"--resume keeps the recipe of the run in {directory}: only {', '.join(FREE)}, pools and autoscale may "
-                f"be set with it, found {key}"
+                f"--resume keeps the recipe of the run in {directory}: only {', '.join(FREE)}, pools, autoscale and "
+                f"policies' threads may be set with it, found {key}"
             )
         set_value(document, text)
     document["out"] = str(directory)

@@ -1,15 +1,9 @@
-"""The reference run: GRPO post-training whose rollout workers follow the trainer through a store.
+"""The pieces of a run of RL post-training, each usable without the others: `flow` makes a run of them.
 
-Separate processes around a data buffer; none runs inside another's loop:
-
-    rollout workers ── take assignments, push completions ──▶ buffer ◀── pull batches ── trainer
-           ▲                                                                                │
-           └──────────────────── patches, through the store (PULSESync) ◀───────────────────┘
-
-- the processes: `rollout`, `buffer`, `trainer`; of rank 0 also `lead`, which publishes
-- the algorithm: `grpo` (the loss), `policy` (sampling and scoring text), `tasks` (rewards), `model` (the weights; their
-  names are in `model_name`)
-- several trainers: `trainer_group`
-- the driver: `run`, with `trainer_pool` and `worker_pool`; `engine` (Ray) starts processes
-- on disk and on screen: `config`, `directory`, `checkpoints`, `metrics`, `report`; `display`
+- the algorithm: `grpo` (advantages and the clipped loss), `policy` (sampling and scoring text), `tasks` (problems and
+  rewards)
+- the weights: `model` (their names are in `model_name`); `sampler` and `vllm_sampler` sample from those that follow a
+  history
+- the processes: `engine`, by Ray
+- on disk: `directory`, `checkpoints`, `metrics`
 """

@@ -1,14 +1,18 @@
 """A run's directory: its files, its lock, and how another process asks its driver for workers.
 
-config.toml      the settings; written just before the first version, so a run with this file can be resumed
-metrics.jsonl    one line per version
-trainer.pt       rank 0's checkpoint; its step is the one from which all trainers continue
-trainer-R-S.pt   the checkpoint of trainer R, from 1, at step S
-store/           the history, unless --store names another place
-summary.json     the result of the run
-report.html      the result and the metrics as plots; needs the extra `study`
-ray.log          what Ray reports about its processes
-running          locked by the driver while the run goes on
+recipe.toml         every setting, as a recipe
+store/              the history, unless --store names another place
+metrics.jsonl       one line per version; written just before the first one, so its policy has begun
+trainer.pt          rank 0's checkpoint; its step is the one from which all trainers continue
+trainer-R-S.pt      the checkpoint of trainer R, from 1, at step S
+trainer.lock        locked by the trainer; trainer-R.lock by trainer R
+dataflow.journal    the Dataflow's state; dataflow.lock is locked by the process that writes it
+summary.json        the result of the run
+report.html         the result and the metrics as plots; needs the extra `study`
+ray.log             what Ray reports about its processes
+running             locked by the driver while the run goes on
+
+Where several policies learn, each has its history in store/NAME/, and the files of its trainers in policies/NAME/.
 """
 
 import secrets
@@ -20,9 +24,12 @@ from typing import IO
 
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
-from pulse_rl.rl.config import RECIPE, RunConfig, begun
+from pulse_rl.rl.metrics import METRICS
 from pulse_rl.store.objects import open_store
 
+RECIPE = "recipe.toml"
+FORMER = "config.toml"  # the settings of a run of an older release
+POLICIES = "policies"
 RUNNING = "running"
 LOG = "ray.log"
 REQUEST = "add-workers-"  # prefix of files that ask the driver for more workers
@@ -31,44 +38,53 @@ LOCK_POLL_S = 0.1
 PROBE = "probe-"  # prefix of objects that are written and deleted to check that a store can be written
 
 
-def make(config: RunConfig) -> None:
-    """Make the run's directory and check that it and the store can be written. Leaves none that is new, if they cannot.
+def make(out: str, store_url: str) -> None:
+    """Make a run's directory and check that it and the store can be written. Leaves none that is new, if they cannot.
 
-    Raises OSError or StoreError, naming the option and its value.
+    out: the directory, as a person has given it. Raises OSError or StoreError, naming the option and its value.
     """
-    new = not config.directory.exists()
+    directory = Path(out)
+    new = not directory.exists()
     try:
-        config.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"out: cannot make the run directory {config.out}: {error.strerror}") from None
+        raise OSError(f"out: cannot make the run directory {out}: {error.strerror}") from None
     probe = f"{PROBE}{secrets.token_hex(4)}"
     try:
-        (config.directory / probe).touch()
-        (config.directory / probe).unlink()
+        (directory / probe).touch()
+        (directory / probe).unlink()
     except OSError as error:
-        raise OSError(f"out: cannot write in the run directory {config.out}: {error.strerror}") from None
-    store = open_store(config.store_url)
+        raise OSError(f"out: cannot write in the run directory {out}: {error.strerror}") from None
+    store = open_store(store_url)
     try:
         store.put(probe, b"")
         store.delete(probe)
     except StoreError as error:
         if new:
-            config.directory.rmdir()
+            directory.rmdir()
         # The store's own message names the probe's files, which mean nothing to a user.
         reason = str(error).rsplit(": ", 1)[-1].partition(" (os error")[0]
         if isinstance(error.__cause__, OSError) and error.__cause__.strerror:
             reason = error.__cause__.strerror
-        raise StoreError(f"store: cannot write to {config.store_url}: {reason}", url=config.store_url) from None
+        raise StoreError(f"store: cannot write to {store_url}: {reason}", url=store_url) from None
 
 
-def remove(config: RunConfig) -> None:
-    """Remove what a run has made that has not begun, in the directory and the directory itself; nothing else in it."""
-    requests = (path for prefix in (REQUEST, DISMISSAL) for path in config.directory.glob(f"{prefix}*"))
-    for path in (config.directory / RUNNING, config.directory / LOG, *requests):
-        path.unlink(missing_ok=True)
-    for empty in (config.directory / "store", config.directory):
+def remove(directory: Path, *more: str) -> None:
+    """Remove what a run has made that has not begun, in the directory and the directory itself; nothing else in it.
+
+    more: patterns of further files of it.
+    """
+    patterns = (RECIPE, RUNNING, f"{REQUEST}*", f"{DISMISSAL}*", *more)
+    for path in [path for pattern in patterns for path in directory.glob(pattern)]:
+        path.unlink()
+    for empty in (*directory.glob(f"{POLICIES}/*"), directory / POLICIES, directory / "store", directory):
         with suppress(OSError):  # it holds something
             empty.rmdir()
+
+
+def begun(directory: Path) -> bool:
+    """Whether a directory holds a run."""
+    return any((directory / name).is_file() for name in (RECIPE, FORMER, METRICS))
 
 
 def free(directory: Path) -> bool:
@@ -129,15 +145,12 @@ def _already_running(directory: Path) -> FileExistsError:
 def request_workers(directory: Path, count: int, *, leaving: bool = False) -> None:
     """Ask the run in a directory for more rollout workers; its driver starts them. leaving: for fewer, instead.
 
-    Raises ValueError if count is not positive, or if workers of this run cannot leave, FileNotFoundError if no run is
-    going on there.
+    Raises ValueError if count is not positive, FileNotFoundError if no run is going on there.
     """
     if count < 1:
         raise ValueError(f"{'remove' if leaving else 'add'}: expected at least 1 worker, found {count}")
     if not running(directory):
         raise FileNotFoundError(f"no run is going on in {directory}")
-    if leaving and not (directory / RECIPE).is_file():
-        raise ValueError(f"remove: expected the run of a recipe, whose workers may leave, found none in {directory}")
     name = DISMISSAL if leaving else REQUEST
     write_stream(directory / f"{name}{secrets.token_hex(4)}", [str(count).encode()])
 

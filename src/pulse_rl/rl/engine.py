@@ -9,14 +9,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from pulse_rl.errors import ProcessDiedError, PulseError
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.directory import LOG
 
-BUFFER = "buffer"  # the actor's name in the run's namespace
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
@@ -158,25 +155,6 @@ def engine(config: Settings) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def data_buffer(config: RunConfig) -> Iterator[DataBuffer]:
-    """The data buffer, in a process that every other one reaches."""
-    import ray
-
-    # The actor lives as long as this handle.
-    _handle = (
-        ray.remote(num_cpus=0)(DataBuffer)
-        .options(name=BUFFER)
-        .remote(
-            chunks=config.chunks,
-            max_staleness=config.max_staleness,
-            deterministic=config.deterministic,
-            batches=config.trainers * config.round_steps,
-        )
-    )
-    yield cast(DataBuffer, Remote(BUFFER))
 
 
 @contextmanager

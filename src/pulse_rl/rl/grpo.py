@@ -26,11 +26,12 @@ def loss(
     behaviour: torch.Tensor,  # (B, T) recorded by the rollout worker when it sampled
     mask: torch.Tensor,  # (B, T) bool
     advantage: torch.Tensor,  # (B,)
-    clip: float,
+    clip_low: float,
+    clip_high: float,
 ) -> Loss:
-    """The clipped policy-gradient loss, token by token: −min(r·A, clip(r, 1 − ε, 1 + ε)·A)."""
+    """The clipped policy-gradient loss, token by token: −min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A)."""
     ratio = torch.exp(logprobs - behaviour)
-    bounded = ratio.clamp(1 - clip, 1 + clip)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = torch.minimum(ratio * advantage[:, None], bounded * advantage[:, None])
     clipped = ((ratio != bounded) & mask).sum().item()
     return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))

@@ -1,4 +1,4 @@
-"""What a run records: `metrics.jsonl`, one line per version, and the summary of all lines.
+"""What a run records of a policy: `metrics.jsonl`, one line per version.
 
 One trainer publishes every step, so a line describes a step. Several trainers publish every round, and a line describes
 all steps of all trainers in it: counts as `tokens` are their sum, the seconds are a trainer's mean sum, the rest are
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pulse_rl.disk import read_file, write_stream
-from pulse_rl.rl.config import RunConfig
 
 METRICS = "metrics.jsonl"
 SUMMED_OVER_TRAINERS = ("tokens", "turns", "repeated")
@@ -49,53 +48,11 @@ def cut_back(directory: Path, step: int) -> None:
     write_stream(directory / METRICS, [kept.encode()])
 
 
-def summary(config: RunConfig, final: dict[str, Any], workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The summary of a run, over all its steps, those before a resume included.
-
-    final: the trainer's last version and digest. workers: what each rollout worker holds at the end, and its restarts.
-    """
-    records = read(config.directory)
-    sent = [record["patch_nbytes"] for record in records]
-    full = records[-1]["full_nbytes"] if records else 0
-    return {
-        "run": str(config.directory),
-        "model": config.model,
-        "task": config.task,
-        "sync": config.sync,
-        "steps": records[-1]["step"] if records else 0,
-        "elements": records[-1]["elements"] if records else 0,
-        "full_nbytes": full,
-        "patch_nbytes": sent,
-        "reduction": full * len(sent) / sum(sent) if sum(sent) else 1.0,
-        "density": [record["density"] for record in records],
-        "reward": [record["reward"] for record in records],
-        "solved": [record["solved"] for record in records],
-        "loss": [record["loss"] for record in records],
-        "dropped_chunks": sum(record["dropped_chunks"] for record in records),
-        "seconds": sum(record["total_s"] for record in records),  # of the steps, without starting and stopping
-        "trainer_sync": trainer_sync(config, records),
-        "trainer_version": final["version"],
-        "trainer_digest": final["digest"],
-        "workers": [worker | {"verified": worker["digest"] == final["digest"]} for worker in workers],
-    }
+def remove(directory: Path) -> None:
+    """Remove the file: nothing was published."""
+    (directory / METRICS).unlink()
 
 
-def trainer_sync(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The bytes between trainers, against those of DiLoCo and DDP in the same rounds; None for one trainer."""
-    if config.trainers == 1:
-        return None
-    rounds = [record["trainer_sync"] for record in records]
-    sent = sum(sum(each["sent_nbytes"]) for each in rounds)
-    return {
-        "mode": config.trainer_sync,
-        "trainers": config.trainers,
-        "sync_every": config.sync_every,
-        "rounds": len(rounds),
-        "sent_nbytes": [each["sent_nbytes"] for each in rounds],  # by round, then by trainer
-        "dense_nbytes": rounds[-1]["dense_nbytes"] if rounds else 0,  # DiLoCo's, per round and trainer
-        "ddp_nbytes": rounds[-1]["ddp_nbytes"] if rounds else 0,  # DDP's, likewise
-        "density": [each["density"] for each in rounds],  # by round, the trainers' mean
-        "reduction_vs_diloco": sum(each["dense_nbytes"] for each in rounds) * config.trainers / max(1, sent),
-        "reduction_vs_ddp": sum(each["ddp_nbytes"] for each in rounds) * config.trainers / max(1, sent),
-        "digests_equal": all(len(set(each["digests"])) == 1 for each in rounds),
-    }
+def begun(directory: Path) -> bool:
+    """Whether the policy whose files are there has published a version, or was about to."""
+    return (directory / METRICS).exists()

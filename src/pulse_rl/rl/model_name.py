@@ -25,7 +25,7 @@ def check(name: str, *, dither: int | None) -> None:
     a model that is not quantised.
     """
     if name != "smollm2" and dither is not None:
-        raise ValueError(f"--dither needs --model smollm2, whose file is quantised, found {name}")
+        raise ValueError(f"dither: expected it only with the model smollm2, whose file is quantised, found {name}")
     path = Path(name).expanduser()
     if name in _OWN or (_HUB_ID.fullmatch(name) and not path.exists()):
         return

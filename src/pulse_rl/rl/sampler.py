@@ -8,9 +8,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pulse_rl.rl import model, policy
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.subscriber import Subscriber
+
+
+class Settings(NamedTuple):
+    """What a sampler needs to know of a run."""
+
+    store_url: str  # of the history that it follows
+    group_size: int = 8  # completions of each prompt
+    max_new_tokens: int = 8
+    temperature: float = 1.0
+    threads: int = 1  # of torch
+    sync: str = "patch"  # or "full": a full checkpoint per version
+    seed: int = 0
 
 
 class Reached(NamedTuple):
@@ -60,7 +71,7 @@ class BuiltinSampler:
     assets: from which the model is built. name: of the worker, for heartbeats.
     """
 
-    def __init__(self, name: str, config: RunConfig, assets: dict[str, bytes]) -> None:
+    def __init__(self, name: str, config: Settings, assets: dict[str, bytes]) -> None:
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
         stops = policy.stop_tokens(self.tokenizer)

@@ -24,8 +24,7 @@ from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import require
 from pulse_rl.integrations.vllm import InProcess, plain_gemm
 from pulse_rl.rl import policy
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.sampler import Reached
+from pulse_rl.rl.sampler import Reached, Settings
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 # Read when vLLM is imported, and by the core's process.
@@ -47,7 +46,7 @@ class VllmSampler:
     without vLLM.
     """
 
-    def __init__(self, name: str, config: RunConfig, assets: dict[str, bytes]) -> None:
+    def __init__(self, name: str, config: Settings, assets: dict[str, bytes]) -> None:
         for variable, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(config.threads)}).items():
             os.environ.setdefault(variable, value)
         # Beside the user's own: by it the core ends with this worker, if that is killed.

@@ -1,4 +1,4 @@
-"""What the services of a run show each other: facts by name, and the files of each policy's model.
+"""What the services of a run show each other: facts by name.
 
 It is kept in memory only. After a restart of the dataflow, facts come back with the next reports.
 """
@@ -12,7 +12,6 @@ class Board:
 
     def __init__(self) -> None:
         self._facts: dict[str, dict[str, Any]] = {}
-        self._assets: dict[str, dict[str, bytes]] = {}
 
     def report(self, who: str, facts: Mapping[str, Any]) -> None:
         """Put facts about a service on the board."""
@@ -21,11 +20,3 @@ class Board:
     def board(self) -> dict[str, dict[str, Any]]:
         """All facts, by service."""
         return {who: dict(facts) for who, facts in self._facts.items()}
-
-    def offer_assets(self, policy: str, files: dict[str, bytes]) -> None:
-        """Give workers the files from which they build a policy's model: configuration and tokenizer, not weights."""
-        self._assets[policy] = files
-
-    def assets(self, policy: str) -> dict[str, bytes] | None:
-        """The files of a policy's model; None until they are offered."""
-        return self._assets.get(policy)

@@ -256,14 +256,6 @@ class Dataflow(Board):
         """The trainers have ended: workers may end too."""
         self._state.record(events.Stopped(self._tick(), True))
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Keep the record of one step for the driver."""
-        self._state.record(events.Logged(self._tick(), record))
-
-    def records(self, start: int) -> list[dict[str, Any]]:
-        """All records since the run began or went on, from number `start`."""
-        return self._state.records[start:]
-
     def evaluate(self, window: str, problems: list[int], versions: dict[str, int | None]) -> str:
         """Open an evaluation window: play these problems at these versions, and train on nothing of it.
 

@@ -109,10 +109,6 @@ class Asked(Event, frozen=True):
     tasks: list[Task]
 
 
-class Logged(Event, frozen=True):
-    record: dict[str, Any]
-
-
 class Dismissed(Event, frozen=True):
     worker: str
 
@@ -142,7 +138,6 @@ AnyEvent: TypeAlias = (
     | Finished
     | Opened
     | Asked
-    | Logged
     | Dismissed
     | Stopped
     | Resumed

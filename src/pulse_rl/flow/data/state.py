@@ -31,7 +31,6 @@ class Snapshot(msgspec.Struct):
     stopping: bool = False
     ended: bool = False
     dismissed: list[str] = []
-    records: list[dict[str, Any]] = []
     frozen: dict[str, int | None] = {}
     buffers: dict[str, buffer.State] = {}
     dispatcher: dispatch.State = msgspec.field(default_factory=dispatch.State)
@@ -68,7 +67,6 @@ class FlowState:
         self.stopping = kept.stopping
         self.ended = kept.ended
         self.dismissed = set(kept.dismissed)  # workers that are asked to leave
-        self.records = kept.records  # of steps, for the driver
         self.shared = kept.shared  # values of ranks, by what they are and by rank
         self.frozen = {name: kept.frozen.get(name) for name, each in policies.items() if each is None}
         self.buffers = {
@@ -127,7 +125,6 @@ class FlowState:
             stopping=self.stopping,
             ended=self.ended,
             dismissed=sorted(self.dismissed),
-            records=self.records,
             frozen=self.frozen,
             buffers={name: source.state for name, source in self.buffers.items()},
             dispatcher=self.dispatcher.state,
@@ -175,15 +172,12 @@ class FlowState:
                 self.waves.open(event.tasks)
             case events.Asked():
                 self.windows.open(event.window, event.tasks)
-            case events.Logged():
-                self.records.append(event.record)
             case events.Dismissed():
                 self.dismissed.add(event.worker)
             case events.Stopped():
                 self.stopping, self.ended = True, self.ended or event.ended
             case events.Resumed():
                 self.stopping = self.ended = False
-                self.records = []
         self.at = event.at
 
     def _on_leased(self, event: events.Leased) -> None:

@@ -1,53 +1,58 @@
-"""`report.html` of a run of a recipe: what each policy learned and sent, who waited for whom, where the time went.
+"""`report.html` of a run: what each policy learned and sent, who waited for whom, where the time went.
 
-It is made from the policies' metrics and the summary alone. A policy's plots are those of the reference run.
+It is made from the policies' metrics and the summary alone.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pulse_rl.disk import write_stream
-from pulse_rl.flow.training.trainer import directory
+from pulse_rl.flow.driver import plots
+from pulse_rl.flow.driver.plots import Records, Table
+from pulse_rl.flow.recipe import Recipe
 from pulse_rl.html.page import Page
 from pulse_rl.rl import metrics
-from pulse_rl.rl.report import (
-    REPORT,
-    Table,
-    density,
-    exchange_density,
-    exchange_table,
-    exchanged,
-    lag,
-    reward,
-    seconds,
-    sent,
-    staleness,
-    versions,
-)
 from pulse_rl.units import nbytes
 
-Records = Sequence[dict[str, Any]]
+REPORT = "report.html"
 
 
-def write(run: Path, summary: dict[str, Any]) -> Path:
+def write(recipe: Recipe, summary: dict[str, Any]) -> Path:
     """Write the run's report into its directory, whole or not at all; return its path.
 
     Raises MissingExtraError without the extra `study`, OSError if the file cannot be written.
     """
-    records: dict[str, Records] = {name: metrics.read(directory(run, name)) for name in summary["policies"]}
-    write_stream(run / REPORT, [html(summary, records).encode()])
-    return run / REPORT
+    records: dict[str, Records] = {name: metrics.read(recipe.files(name)) for name in summary["policies"]}
+    path = recipe.directory / REPORT
+    write_stream(path, [html(summary, records).encode()])
+    return path
 
 
 def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
-    """The report as one HTML document that refers to nothing outside it. records: of each policy."""
+    """The report as one HTML document that refers to nothing outside it.
+
+    records: of each policy. Raises MissingExtraError without the extra `study`.
+    """
+    policies = summary["policies"]
+    played = " on ".join(filter(None, [summary["workflow"], summary["task"]]))
+    models = ", ".join(f"{name} ({policy['model']}, {policy['steps']} steps)" for name, policy in policies.items())
     page = Page(
         f"A run of {summary['recipe']}",
-        f"{summary['run']}: workflow {summary['workflow']}, {len(summary['policies'])} policies, "
-        f"{len(summary['workers'])} workers, {summary['seconds']:.0f} s. All numbers are in policies/*/metrics.jsonl.",
+        f"{summary['run']}: workflow {played}; {models}; "
+        f"{len(summary['workers'])} workers; {summary['seconds']:.0f} s. All numbers are in metrics.jsonl.",
     )
-    page.numbers(_headline(summary))
+    for name, policy in policies.items():
+        of = f" of {name}" if len(policies) > 1 else ""
+        page.numbers([(f"{what}{of}", value, remark) for what, value, remark in plots.headline(policy)])
+    for name, found in records.items():
+        if found:
+            page.heading(f"The policy {name}")
+            for plot in plots.plots(found):
+                page.plot(plot)
+            if sync := policies[name]["trainer_sync"]:
+                title = f"What the trainers of {name} sent each other"
+                page.table(title, ("", "of the run"), plots.exchange_table(sync))
+            page.table(f"Every version of {name}", *plots.versions(found), folded=True)
     page.heading("Where the time went")
     page.table("A trainer of each policy, in seconds", *_trainer_seconds(summary))
     page.table("Workers, in seconds since each was started last", *_worker_seconds(summary))
@@ -57,38 +62,9 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page.table("Groups of each policy", *_groups(summary))
     if summary["windows"]:
         page.table("Evaluation windows", *_windows(summary))
-    for name, found in records.items():
-        if found:
-            page.heading(f"The policy {name}")
-            for plot in (reward, density, sent, lag, staleness, seconds):
-                page.plot(plot(found))
-            if sync := summary["policies"][name]["trainer_sync"]:
-                page.plot(exchanged(found))
-                page.plot(exchange_density(found))
-                page.table(f"What the trainers of {name} sent each other", ("", "of the run"), exchange_table(sync))
-            page.table(f"Every version of {name}", *versions(found), folded=True)
     page.heading("Weights at the end")
     page.table("Trainers and workers", *_weights(summary))
     return page.html()
-
-
-def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = []
-    for name, policy in summary["policies"].items():
-        if rewards := policy["reward"]:
-            part = max(1, len(rewards) // 4)
-            first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
-            found.append((f"reward of {name}", f"{first:.3f} → {last:.3f}", f"first and last {part} of its versions"))
-            found.append(
-                (f"bytes a version of {name}", nbytes(sum(policy["patch_nbytes"]) / len(rewards)), "sent to a worker")
-            )
-            if sync := policy["trainer_sync"]:
-                less = f"{sync['reduction_vs_diloco']:,.3g} ×"
-                found.append((f"between the trainers of {name}", less, "fewer bytes than DiLoCo"))
-    held = [worker for policy in summary["policies"].values() for worker in policy["workers"]]
-    proved = sum(worker["verified"] for worker in held)
-    found.append(("weights proved", f"{proved} of {len(held)}", "of workers, one for each policy that they hold"))
-    return found
 
 
 def _trainer_seconds(summary: dict[str, Any]) -> Table:

@@ -1,41 +1,36 @@
-"""A run of a recipe as its driver does it: start the services, watch them, replace what dies, write the summary.
+"""A run as its driver does it: start the services, watch them, replace what dies, write the summary.
 
 The driver only watches. The Dataflow, the trainers and the workers talk to each other without it. The engine makes the
-Dataflow again from its journal; `trainers` and `pools` start processes again. The run's directory:
-
-recipe.toml         the recipe, with every setting
-policies/NAME/      the files of a policy's trainer: metrics.jsonl, trainer.pt, config.toml
-store/NAME/         its history, unless the recipe names another store
-dataflow.journal    the Dataflow's state; dataflow.lock is locked by the process that writes it
-summary.json, report.html, ray.log, running: as in `rl.directory`
+Dataflow again from its journal; `trainers` and `pools` start processes again. `rl.directory` lists the files of a run.
 """
 
-import shutil
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.errors import ProcessDiedError, PulseError, require
+from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
 from pulse_rl.flow import recipe_file
 from pulse_rl.flow.data.journal import FILE as JOURNAL
 from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
 from pulse_rl.flow.driver import report
+from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.pools import Pools
-from pulse_rl.flow.driver.show import Display
+from pulse_rl.flow.driver.signals import stop_requests
 from pulse_rl.flow.driver.summary import summary
 from pulse_rl.flow.driver.trainers import Trainers
 from pulse_rl.flow.driver.windows import Evaluations
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
-from pulse_rl.flow.training.trainer import DIRECTORY, directory
-from pulse_rl.rl import config as settings
 from pulse_rl.rl import directory as run_directory
 from pulse_rl.rl import metrics, model_name
 from pulse_rl.rl.checkpoints import saved_step
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import engine, service, wait
-from pulse_rl.rl.run import POLL_S, stop_requests, wait_for_workers, write_results
+
+POLL_S = 0.25  # between the driver's polls of the board
+FINISH_S = 300  # for workers to catch up with the last versions
+OF_SERVICES = (JOURNAL, LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trainer*.lock")  # their files
 
 
 def prepare(recipe: Recipe) -> Recipe:
@@ -46,11 +41,11 @@ def prepare(recipe: Recipe) -> Recipe:
     """
     _check(recipe)
     run_directory.refuse_running(recipe.directory)
-    if settings.begun(recipe.directory) or recipe_file.begun(recipe.directory):
+    if run_directory.begun(recipe.directory):
         raise FileExistsError(
-            f"{recipe.out} holds a run already: continue it with --resume {recipe.out}, or choose another out"
+            f"{recipe.out} holds a run already: continue it with --resume {recipe.out}, or choose another --out"
         )
-    run_directory.make(_place(recipe))
+    run_directory.make(recipe.out, recipe.base_url)
     return recipe
 
 
@@ -58,38 +53,29 @@ def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
     """The recipe with which a run continues. sets: settings that change.
 
     Raises FileNotFoundError if there is no run, FileExistsError if it is running, ValueError if a setting may not
-    change or no step is left to do.
+    change or no step is left to do, OSError or StoreError if the directory or the store cannot be written.
     """
     run_directory.refuse_running(directory)
     recipe = recipe_file.resumed(directory, sets)
     _check(recipe)
     if (step := min(_steps(recipe).values())) >= recipe.steps:
         raise ValueError(
-            f"steps: the run in {directory} is already at step {step} of {recipe.steps}: give --set steps= more than "
-            f"{step}"
+            f"steps: the run in {directory} is already at step {step} of {recipe.steps}: give --steps more than {step}"
         )
-    run_directory.make(_place(recipe))
+    run_directory.make(recipe.out, recipe.base_url)
     return recipe
 
 
 def _check(recipe: Recipe) -> None:
     for policy in recipe.policies.values():
         model_name.require_config(policy.model)
-
-
-def _kind(policy: PolicyRecipe) -> str:
-    """A policy's model, and its trainers where there are several."""
-    return policy.model + f", {policy.trainers} trainers, {policy.trainer_sync}" * (policy.trainers > 1)
-
-
-def _place(recipe: Recipe) -> RunConfig:
-    """Where a run is, as the reference run's directory takes it."""
-    return RunConfig(out=recipe.out, store=recipe.store)
+    if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):
+        require("vllm", "vllm")
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:
     """The step of each trained policy's checkpoint."""
-    return {name: saved_step(directory(recipe.directory, name)) for name in recipe.trained}
+    return {name: saved_step(recipe.files(name)) for name in recipe.trained}
 
 
 def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str, Any]:
@@ -101,25 +87,31 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
     otherwise what a trainer or a worker raised.
     """
     require("ray", "run")
-    absolute, started = recipe.with_absolute_paths(), time.monotonic()
+    absolute = recipe.with_absolute_paths()
     try:
         with run_directory.lock(recipe.directory), stop_requests() as stop_requested:
+            if resume:
+                display.log(_where_it_continues(recipe))
             workers = sum(pool.workers for pool in recipe.pools)
             names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
-            if resume:
-                display.log("continuing from " + _where(recipe))
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
             with _nothing_left(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
                 driver = _Driver(absolute, dataflow, display, stop_requested)
                 finals = driver.watch()
-                result = driver.finish(finals, started)
+                result = driver.finish(finals)
     except KeyboardInterrupt:
         raise PulseError(f"stopped; {_recovery_hint(recipe)}") from None
     except ProcessDiedError as error:
         raise ProcessDiedError(f"{error}; {_recovery_hint(recipe)}", process=error.process) from None
-    write_results(recipe.directory, result, lambda: report.write(recipe.directory, result), display.log)
+    except ExchangeError as error:
+        raise ExchangeError(f"{error}; {_recovery_hint(recipe)}", ranks=error.ranks, round=error.round) from None
+    (recipe.directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    try:
+        report.write(recipe, result)
+    except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
+        display.log(f"no {report.REPORT}: {error}")
     if result["steps"] < recipe.steps:
         display.log(f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}")
     return result
@@ -135,6 +127,7 @@ class _Driver:
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
         self._records = _Records(recipe)
+        self._notes: dict[str, str] = {}  # of trainers, as shown
         self._pid: int | None = None  # of the Dataflow's process
         self._revived = 0  # times that it was made again
 
@@ -155,7 +148,7 @@ class _Driver:
                     self._display.log("stopping …")
                     raise KeyboardInterrupt  # no step has begun: there is nothing to finish
                 stopping = True
-                self._display.log("stopping after the current steps and their checkpoints (Ctrl-C again: at once)")
+                self._display.log(f"stopping after {_current(self._recipe)} (Ctrl-C again: at once)")
             for _ in range(run_directory.requested_workers(self._recipe.directory)):
                 self._display.log(f"{self._pools.add()} joins")
             for _ in range(run_directory.requested_workers(self._recipe.directory, leaving=True)):
@@ -167,22 +160,36 @@ class _Driver:
             if done and ended:
                 return self._trainers.results()
 
-    def finish(self, finals: dict[str, dict[str, Any]], started: float) -> dict[str, Any]:
+    def finish(self, finals: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Wait until every worker has reached the last versions, proved them and ended; return the summary."""
         self._dataflow.end()
-        wait_for_workers(self._pools, "the last versions", self._update)
-        seconds = time.monotonic() - started
+        deadline = time.monotonic() + FINISH_S
+        while left := self._pools.running():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{len(left)} of the rollout workers have not caught up with the last versions in {FINISH_S} s; "
+                    "the run itself is complete"
+                )
+            wait(left, POLL_S)
+            self._pools.poll()
+            self._update()
         status = self._update() | {"restarts": self._revived}
-        return summary(self._recipe, finals, self._pools.results(), status, seconds)
+        return summary(self._recipe, finals, self._pools.results(), status)
 
     def _update(self) -> dict[str, Any]:
         status: dict[str, Any] = self._dataflow.status()
+        board = self._dataflow.board()
         if self._pid not in (None, status["pid"]):
             self._revived += 1
             self._display.log(f"the dataflow (pid {self._pid}) died; it goes on from its journal")
             self._pools.repeat()
         self._pid = status["pid"]
-        self._display.update(self._records.new(), status, self._dataflow.board())
+        self._display.update(self._records.new(), status, board)
+        notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
+        for who, note in notes.items():
+            if self._notes.get(who) != note:
+                self._display.log(note)
+        self._notes |= notes
         return status
 
 
@@ -190,7 +197,7 @@ class _Records:
     """The metrics of all policies, as they are written."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._files = {name: directory(recipe.directory, name) for name in recipe.trained}
+        self._files = {name: recipe.files(name) for name in recipe.trained}
         self._shown = {name: len(metrics.read(files)) for name, files in self._files.items()}
         self._sizes = dict.fromkeys(self._files, -1)
         self.steps = _steps(recipe)  # of each trained policy
@@ -215,28 +222,54 @@ class _Records:
 
 @contextmanager
 def _nothing_left(recipe: Recipe) -> Iterator[None]:
-    """If a run fails before a policy has begun, remove what it has made; but not `ray.log` of a process that died."""
+    """If a run fails before a policy has begun, remove what it has made; but not `ray.log` if a process died."""
     try:
         yield
-    except ProcessDiedError:
-        raise
-    except BaseException:
+    except BaseException as error:
         if not _begun(recipe):
-            for name in (recipe_file.FILE, JOURNAL, LOCK):
-                (recipe.directory / name).unlink(missing_ok=True)
-            shutil.rmtree(recipe.directory / DIRECTORY, ignore_errors=True)
-            run_directory.remove(_place(recipe))
+            words = () if isinstance(error, ProcessDiedError) else (run_directory.LOG,)
+            run_directory.remove(recipe.directory, *OF_SERVICES, *words)
         raise
 
 
 def _begun(recipe: Recipe) -> bool:
     """Whether a policy was published: then the run can be resumed."""
-    return any(settings.begun(directory(recipe.directory, name)) for name in recipe.policies)
+    return any(metrics.begun(recipe.files(name)) for name in recipe.policies)
+
+
+def _kind(policy: PolicyRecipe) -> str:
+    """A policy's model, and its trainers where there are several."""
+    return policy.model + f", {policy.trainers} trainers, {policy.trainer_sync}" * (policy.trainers > 1)
+
+
+def _current(recipe: Recipe) -> str:
+    """What is finished when a run is stopped."""
+    if not recipe.only:
+        return "the current steps and their checkpoints"
+    unit = "step" if recipe.policies[recipe.only].trainers == 1 else "round"
+    return f"the current {unit} and its checkpoint"
 
 
 def _where(recipe: Recipe) -> str:
-    """From which checkpoints a run continues."""
-    return ", ".join(f"step {step} of {name}" for name, step in _steps(recipe).items())
+    """The steps of a run's checkpoints."""
+    return ", ".join(
+        f"step {step}" if recipe.only else f"step {step} of {name}" for name, step in _steps(recipe).items()
+    )
+
+
+def _where_it_continues(recipe: Recipe) -> str:
+    """For a resumed run: from which steps, and which are repeated."""
+    texts = []
+    for name, step in _steps(recipe).items():
+        of = "" if recipe.only else f" of {name}"
+        text = f"continuing from the checkpoint of step {step}{of}"
+        if not step:
+            text = f"starting over{of and f' with {name}'}: there is no checkpoint yet"
+        records = metrics.read(recipe.files(name))
+        if records and (last := records[-1]["step"]) > step:
+            text += f"; steps {step + 1} to {last} are repeated under new versions"
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def _recovery_hint(recipe: Recipe) -> str:

@@ -1,10 +1,12 @@
-"""The summary of a run of a recipe: what each policy learned, what was sent, what workers hold, where the time went."""
+"""The summary of a run: what each policy learned, what was sent, what workers hold, where the time went.
+
+A run of one policy has what is known of it at the top too, and each worker's weights with the worker.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.training.trainer import directory, settings
+from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.rl import metrics
 
 SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer, the mean of several
@@ -17,19 +19,19 @@ def summary(
     finals: Mapping[str, Mapping[str, Any]],
     workers: Sequence[Mapping[str, Any]],
     status: Mapping[str, Any],
-    seconds: float,
 ) -> dict[str, Any]:
     """The summary of a run, over all its steps, those before a resume included.
 
     finals: each policy's last version and digest. workers: what each holds at its end. status: the Dataflow's.
-    seconds: wall time of this part of the run.
     """
     policies = {name: _policy(recipe, name, finals[name], workers, status) for name in recipe.policies}
-    return {
+    found = {
         "run": str(recipe.directory),
         "recipe": recipe.name,
         "workflow": recipe.workflow.name,
+        "task": recipe.workflow.settings.get("task"),
         "steps": min(policies[name]["steps"] for name in recipe.trained),
+        "seconds": max(policy["total_s"] for policy in policies.values()),  # without starting and stopping
         "policies": policies,
         "workers": [_worker(worker) for worker in workers],
         "dataflow_restarts": status["restarts"],
@@ -38,8 +40,12 @@ def summary(
         "given_up": status["given_up"],
         "windows": status["windows"],
         "balance": status["balance"],
-        "seconds": seconds,
     }
+    if recipe.only is None:
+        return found
+    policy = policies[recipe.only]
+    held = {worker["id"]: worker for worker in policy["workers"]}
+    return policy | found | {"workers": [worker | held.get(worker["id"], {}) for worker in found["workers"]]}
 
 
 def _policy(
@@ -49,26 +55,29 @@ def _policy(
     workers: Sequence[Mapping[str, Any]],
     status: Mapping[str, Any],
 ) -> dict[str, Any]:
-    records = metrics.read(directory(recipe.directory, name))
+    given = recipe.policies[name]
+    records = metrics.read(recipe.files(name))
     sent = [record["patch_nbytes"] for record in records]
     full = records[-1]["full_nbytes"] if records else 0
     counted = status["policies"].get(name, {})
     return {
-        "model": recipe.policies[name].model,
-        "trained": recipe.policies[name].trained,
+        "model": given.model,
+        "trained": given.trained,
+        "sync": given.sync,
         "steps": records[-1]["step"] if records else 0,
         "trainer_version": final["version"],
         "trainer_digest": final["digest"],
-        "trainers": recipe.policies[name].trainers,
+        "trainers": given.trainers,
         "restarts": final["restarts"],  # of all its trainers
         "elements": records[-1]["elements"] if records else 0,
         "full_nbytes": full,
         "patch_nbytes": sent,
         "reduction": full * len(sent) / sum(sent) if sum(sent) else 1.0,
         **{key: [record[key] for record in records] for key in ("density", "reward", "solved", "loss", "staleness")},
-        "trainer_sync": metrics.trainer_sync(settings(recipe, name), records),
+        "trainer_sync": _trainer_sync(given, records),
         "tokens": sum(record["tokens"] for record in records),
         "turns": sum(record["turns"] for record in records),
+        "dropped_chunks": sum(record["dropped_chunks"] for record in records),
         "dropped": counted.get("dropped", {}),
         "repeated": counted.get("repeated", 0),
         "replayed": counted.get("replayed", 0),
@@ -78,6 +87,27 @@ def _policy(
             for worker in workers
             if name in worker["policies"]
         ],
+    }
+
+
+def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The bytes between trainers, against those of DiLoCo and DDP in the same rounds; None for one trainer."""
+    if given.trainers == 1:
+        return None
+    rounds = [record["trainer_sync"] for record in records]
+    sent = sum(sum(each["sent_nbytes"]) for each in rounds)
+    return {
+        "mode": given.trainer_sync,
+        "trainers": given.trainers,
+        "sync_every": given.sync_every,
+        "rounds": len(rounds),
+        "sent_nbytes": [each["sent_nbytes"] for each in rounds],  # by round, then by trainer
+        "dense_nbytes": rounds[-1]["dense_nbytes"] if rounds else 0,  # DiLoCo's, per round and trainer
+        "ddp_nbytes": rounds[-1]["ddp_nbytes"] if rounds else 0,  # DDP's, likewise
+        "density": [each["density"] for each in rounds],  # by round, the trainers' mean
+        "reduction_vs_diloco": sum(each["dense_nbytes"] for each in rounds) * given.trainers / max(1, sent),
+        "reduction_vs_ddp": sum(each["ddp_nbytes"] for each in rounds) * given.trainers / max(1, sent),
+        "digests_equal": all(len(set(each["digests"])) == 1 for each in rounds),
     }
 
 

@@ -2,42 +2,20 @@
 
 One that dies goes on from its checkpoint. Of several that share a policy, all go on from theirs, as what they were to
 exchange is lost with the one; but where they exchange through a store, one that is not rank 0 starts again alone, and
-the others wait for it (`rl.trainer_pool`).
+the others wait for it (`trainer_pool`).
 """
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
 from pulse_rl.errors import ExchangeError, ProcessDiedError
+from pulse_rl.flow.driver.trainer_pool import TrainerPool
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.training.trainer import PolicyTrainer, directory, settings
 from pulse_rl.rl import metrics
 from pulse_rl.rl.checkpoints import saved_step
-from pulse_rl.rl.engine import ProcessHandle, TrainerProcess, start
-from pulse_rl.rl.trainer_pool import TrainerPool, place
+from pulse_rl.rl.engine import ProcessHandle
 
 DEATHS = 5  # of a policy's trainers without a new version between them; then the run ends
-
-
-class _Crew:
-    """The trainers of one policy that are started together."""
-
-    def __init__(self, recipe: Recipe, policy: str, dataflow: Any) -> None:
-        self._recipe, self._policy, self._dataflow = recipe, policy, dataflow
-        self._several = recipe.policies[policy].trainers > 1
-        self._life = secrets.token_hex(4) if self._several else ""
-        directory(recipe.directory, policy).mkdir(parents=True, exist_ok=True)
-
-    def name(self, rank: int) -> str:
-        return f"trainer-{rank} of {self._policy}" if self._several else f"the trainer of {self._policy}"
-
-    def start(self, rank: int, *, again: bool) -> ProcessHandle:
-        arguments = (self._recipe, self._policy, self._dataflow, rank, self._life)
-        return start(self.name(rank), TrainerProcess, PolicyTrainer, arguments, where=place(rank))
-
-    def lost(self, rank: int) -> None:
-        """Nothing: when it starts again, it says so to the Dataflow."""
 
 
 class _Trainers:
@@ -47,15 +25,14 @@ class _Trainers:
         self.name = name
         self.result: dict[str, Any] | None = None  # of rank 0
         self._recipe, self._dataflow, self._log = recipe, dataflow, log
-        self._files = directory(recipe.directory, name)
+        self._files = recipe.files(name)
         self._restarts = 0  # of all together
         self._futile = 0  # deaths since their last version
         self._versions = 0  # when they were started last
         self.pool = self._start()
 
     def _start(self) -> TrainerPool:
-        crew = _Crew(self._recipe, self.name, self._dataflow)
-        return TrainerPool(settings(self._recipe, self.name), crew, self._log)
+        return TrainerPool(self._recipe, self.name, self._dataflow, self._log)
 
     def poll(self) -> None:
         """Collect the result, and start those again that died. Raises as `Trainers.poll`."""
@@ -85,9 +62,8 @@ class _Trainers:
         self.pool.close()
         self._restarts += 1 + self.pool.restarts
         count = self._recipe.policies[self.name].trainers
-        who = f"one of the {count} trainers of {self.name} died; all go"
-        if count == 1:
-            who = f"the trainer of {self.name} died; it goes"
+        of = "" if self._recipe.only else f" of {self.name}"
+        who = f"the trainer{of} died; it goes" if count == 1 else f"one of the {count} trainers{of} died; all go"
         self._log(f"{who} on from step {saved_step(self._files)}")
         self.pool = self._start()
 

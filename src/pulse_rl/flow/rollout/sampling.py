@@ -157,7 +157,7 @@ class PolicySampling:
         temperatures = [request.temperature for request in order]
         stops = [request.stops for request in order]
         ids, mask = policy.padded(list(groups), left=True, token=self.tokenizer.pad_token_id)
-        # Plain numbers where all rows agree: then the call is the same as one of today's sampler.
+        # Plain numbers where all rows agree: they cost less.
         one_temperature = len(set(temperatures)) == 1 and temperatures[0] > 0
         how = policy.How(
             group=sizes.pop() if len(sizes) == 1 else torch.tensor([len(group) for group in groups.values()]),

@@ -33,8 +33,7 @@ from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, Group, Orders, Task
 from pulse_rl.history.assets import load_assets
 from pulse_rl.logs import logger
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.sampler import BuiltinSampler, Sampler
+from pulse_rl.rl.sampler import BuiltinSampler, Sampler, Settings
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
@@ -142,24 +141,19 @@ class RolloutWorker:
             await self._ask_for_orders()
         loaded = {}
         for number, name in enumerate(self._policies):
-            config = self._config(name)
-            sampler = await asyncio.to_thread(self._sampler, config)
+            sampler = await asyncio.to_thread(self._sampler, name)
             first = int.from_bytes(os.urandom(4)) * len(self._policies) + number
-            sampling = PolicySampling(name, sampler, temperature=config.temperature, seed=first << 20)
+            sampling = PolicySampling(name, sampler, temperature=self._recipe.workflow.temperature, seed=first << 20)
             loaded[name] = _Held(sampling)
         self._held = loaded
         for name in self._policies:
             await self._follow(name)
         return True
 
-    def _config(self, policy: str) -> RunConfig:
-        """What a sampler needs to know of the recipe, for one policy."""
+    def _sampler(self, policy: str) -> Sampler:
         recipe = self._recipe
-        return RunConfig(
-            out=recipe.out,
-            store=recipe.store_url(policy),
-            model=recipe.policies[policy].model,
-            engine=self._pool.kind,
+        settings = Settings(
+            store_url=recipe.store_url(policy),
             group_size=recipe.workflow.group_size,
             max_new_tokens=recipe.workflow.max_new_tokens,
             temperature=recipe.workflow.temperature,
@@ -167,15 +161,13 @@ class RolloutWorker:
             sync=recipe.policies[policy].sync,
             seed=recipe.seed,
         )
-
-    def _sampler(self, config: RunConfig) -> Sampler:
         with tempfile.TemporaryDirectory() as scratch:
-            assets = {path.name: path.read_bytes() for path in load_assets(config.store_url, Path(scratch))}
-        if config.engine == "builtin":
-            return BuiltinSampler(self._name, config, assets)
+            assets = {path.name: path.read_bytes() for path in load_assets(settings.store_url, Path(scratch))}
+        if self._pool.kind == "builtin":
+            return BuiltinSampler(self._name, settings, assets)
         from pulse_rl.rl.vllm_sampler import VllmSampler
 
-        return VllmSampler(self._name, config, assets)
+        return VllmSampler(self._name, settings, assets)
 
     # --- orders -------------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class GrpoLoss:
     def __call__(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
     ) -> grpo.Loss:
-        return grpo.loss(logprobs, behaviour, mask, advantage, self._clip)
+        return grpo.loss(logprobs, behaviour, mask, advantage, self._clip, self._clip)
 
 
 class DrGrpoLoss(GrpoLoss):
@@ -114,7 +114,7 @@ class DapoLoss:
 
     def __init__(self, *, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
         _check(clip_low=clip_low, clip_high=clip_high)
-        self._low, self._high = 1 - clip_low, 1 + clip_high
+        self._low, self._high = clip_low, clip_high
 
     def weight(self, mask: torch.Tensor) -> float:
         return float(mask.sum())
@@ -122,11 +122,7 @@ class DapoLoss:
     def __call__(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
     ) -> grpo.Loss:
-        ratio = torch.exp(logprobs - behaviour)
-        bounded = ratio.clamp(self._low, self._high)
-        gain = torch.minimum(ratio * advantage[:, None], bounded * advantage[:, None])
-        clipped = ((ratio != bounded) & mask).sum().item()
-        return grpo.Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+        return grpo.loss(logprobs, behaviour, mask, advantage, self._low, self._high)
 
 
 class GspoLoss:

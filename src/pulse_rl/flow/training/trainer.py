@@ -1,127 +1,160 @@
 """A trainer of one policy: it pulls batches, takes steps on FP32 masters, and publishes to the policy's history.
 
-It is the reference run's trainer (`rl.trainer`) with another source of batches and another loss. Its files are the same
-too: metrics, checkpoint and settings are in the run's directory under policies/NAME. Policies do not wait for each
-other: each goes at the pace at which its batches arrive.
+`Trainer.run` is the loop. Policies do not wait for each other: each goes at the pace at which its batches arrive.
 
-A policy with several trainers goes in rounds, as in the reference run. A trainer of rank r takes in step s the batch of
-number s · trainers + r, so no batch is trained on by two, and none depends on who asks first. Rank 0 alone tells the
-Dataflow of versions and checkpoints; the others have written theirs by then. A batch is forgotten by the Dataflow once
-a checkpoint holds its step.
+A trainer works in rounds: a round is one step where a policy has one trainer, and `sync_every` steps where it has
+several. `group` keeps the trainers' weights together. A round ends in a version, which rank 0 publishes (`lead`).
+Checkpoints are written after whole rounds, when all trainers hold the same weights.
+
+A trainer of rank r takes in step s the batch of number s · trainers + r, so no batch is trained on by two, and none
+depends on who asks first. Rank 0 alone tells the Dataflow of versions and checkpoints; the others have written theirs
+by then. A batch is forgotten by the Dataflow once a checkpoint holds its step.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from pulse_rl.flow import registry
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.samples import Batch, PolicyGroup, Turn
+from pulse_rl.flow.samples import Batch, PolicyGroup
+from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.group import TrainerGroup, join
+from pulse_rl.flow.training.lead import Lead
 from pulse_rl.flow.training.losses import PolicyLoss
+from pulse_rl.flow.training.meeting import StoreExchange
+from pulse_rl.flow.training.rows import parts
 from pulse_rl.rl import directory as run_directory
-from pulse_rl.rl import policy
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig, begun
-from pulse_rl.rl.trainer import Trainer
+from pulse_rl.rl import metrics, model, policy
+from pulse_rl.rl.checkpoints import Checkpoints
 
-ROWS = 32  # of a forward and backward pass, at most
-SCORED = 2048  # tokens of its completions, with padding: logits are the largest part of its memory
-TOKENS = 16_384  # of contexts and completions, with padding
-DIRECTORY = "policies"  # in the run's directory
-MEETING = "meeting"  # the address at which rank 0 waits for the others
+IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
+IDLE_SHARE = 0.02  # of the time waited so far, until the next poll: each costs about a millisecond of two processes
 PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
-def settings(recipe: Recipe, name: str) -> RunConfig:
-    """One policy's part of a recipe, as the reference run's trainer takes it."""
-    given = recipe.policies[name]
-    return RunConfig(
-        out=str(directory(recipe.directory, name)),
-        store=recipe.store_url(name),
-        model=given.model,
-        dither=given.dither,
-        task=recipe.workflow.name,
-        steps=recipe.steps if given.trained else 0,
-        group_size=recipe.workflow.group_size,
-        max_new_tokens=recipe.workflow.max_new_tokens,
-        temperature=recipe.workflow.temperature,
-        lr=given.lr,
-        warmup=given.warmup,
-        betas=given.betas,
-        weight_decay=given.weight_decay,
-        grad_clip=given.grad_clip,
-        max_staleness=given.max_staleness,
-        deterministic=recipe.deterministic,
-        seed=recipe.seed,
-        sync=given.sync,
-        codec=given.codec,
-        anchor_every=given.anchor_every,
-        trainers=given.trainers,
-        trainer_sync=given.trainer_sync,
-        trainer_store=given.trainer_store,
-        sync_every=given.sync_every,
-        threads=given.threads,
-        checkpoint_every=recipe.checkpoint_every,
-    )
+class Trainer:
+    """A trainer's state; `run` is its whole life. dataflow: what calls the run's Dataflow.
 
+    A policy that is not trained is published once, as version 0. One that has begun goes on from its checkpoint.
 
-def directory(run: Path, name: str) -> Path:
-    """Where the files of a policy's trainer are."""
-    return run / DIRECTORY / name
-
-
-class PolicyTrainer(Trainer):
-    """A trainer of a policy; `run` is its whole life. dataflow: what calls the run's Dataflow.
-
-    A policy that is not trained is published once, as version 0.
-
-    rank: among the policy's trainers. life: a name for those that were started together; none for one trainer.
+    rank: among the policy's trainers, from 0; rank 0 also publishes. life: a name for those that were started together.
     """
 
     def __init__(self, recipe: Recipe, name: str, dataflow: Any, rank: int = 0, life: str = "") -> None:
-        config = settings(recipe, name)
-        self._name, self._recipe, self._dataflow = name, recipe, dataflow
         given = recipe.policies[name]
+        torch.set_num_threads(given.threads)
+        self._policy, self._rank = given, rank
+        self._steps = recipe.steps if given.trained else 0
+        self._checkpoint_every = recipe.checkpoint_every
+        self._temperature = recipe.workflow.temperature
         self._loss: PolicyLoss = registry.build("loss", given.loss, key=f"policies.{name}.loss")
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
+        self._calls = PolicyCalls(dataflow, name, life)
+        files = recipe.files(name)
+        self._checkpoints = Checkpoints(files, rank)
         # The trainer of a driver that was killed may live a little longer than it; a checkpoint has one writer.
         self._lock = ExitStack()
-        if config.directory.is_dir():  # else `Checkpoints` says what is missing on this node
-            file = f"{run_directory.RUNNING}-{rank}" if rank else run_directory.RUNNING
-            self._lock.enter_context(run_directory.lock(config.directory, name=file, patience=PATIENCE_S))
-        board = PolicyBoard(name, dataflow, lambda: self._step, trained=given.trained, life=life)
-        self._begun = False
-        super().__init__(config, cast(DataBuffer, board), resume=begun(config.directory), rank=rank)
+        lock = f"trainer-{rank}.lock" if rank else "trainer.lock"
+        self._lock.enter_context(run_directory.lock(files, name=lock, patience=PATIENCE_S))
+        begun = metrics.begun(files)
+        loaded = model.load(given.model, seed=recipe.seed, dither=given.dither)
+        self._model = loaded.model.eval()  # no dropout: trainer and workers must compute the same probabilities
+        self._lead = Lead(recipe, name, self._calls, loaded, resumed=begun) if rank == 0 else None
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=given.lr, betas=given.betas, weight_decay=given.weight_decay, fused=True
+        )
+        meet = join if given.trainer_store is None else StoreExchange
+        self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
+        self._step = 0
+        self._saved: int | None = None  # step of the last checkpoint
+        self._version = 0  # with which the round starts
+        if begun:
+            self._load()
 
-    def _find_batch(self, batch: int) -> Batch | None:
-        if not self._begun:
-            self._begun = True
-            if self._rank and self._config.trainer_store:  # it may have been started again while the others went on
-                self._dataflow.begin_rank(self._name, self._rank, self._step)
-        found = self._dataflow.pull(self._name, self._step * self._config.trainers + batch)
-        return found and Batch(*found)
+    def run(self) -> dict[str, Any]:
+        """Train until the last step, or until the run is stopped. Rank 0 returns the final version and digest."""
+        given, lead = self._policy, self._lead
+        with self._group:
+            if self._group.rounds is not None:  # the others may have gone on since the checkpoint
+                self._step = self._group.rounds * given.round_steps
+            if lead:
+                lead.begin(self._step)
+            elif given.trainer_store:  # it may have been started again while the others went on
+                self._calls.begin_rank(self._rank, self._step)
+            while self._step < self._steps:
+                started = time.perf_counter()
+                # No trainer pulls a batch before the Dataflow knows the version of the round.
+                self._version = self._group.agree(lead.version if lead else 0)
+                steps = self._train_round()
+                if steps is None:
+                    break
+                self._step += given.round_steps
+                records, exchange = self._group.end_round(metrics.merge(steps, metrics.SUMMED_OVER_STEPS))
+                if lead:
+                    record = metrics.merge(records, metrics.SUMMED_OVER_TRAINERS) | exchange
+                    lead.end_round(self._step, record, started)
+                if self._step % self._checkpoint_every < given.round_steps:  # the first round that reaches it
+                    self._save()
+            if self._saved != self._step and given.trained:
+                self._save()
+        return lead.end(self._step) if lead else {}
+
+    def _train_round(self) -> list[dict[str, Any]] | None:
+        """The records of a round's steps; None if the run is stopped before the round's first batch."""
+        records = []
+        for step in range(self._step, self._step + self._policy.round_steps):
+            started = time.perf_counter()
+            batch = self._pull(step * self._policy.trainers + self._rank)
+            if batch is None:
+                return None
+            pulled = time.perf_counter()
+            record = self._train_step(batch, step)
+            seconds = {"wait_s": pulled - started, "train_s": time.perf_counter() - pulled}
+            records.append(record | seconds)
+        return records
+
+    def _pull(self, number: int) -> Batch | None:
+        """Wait for a batch; None if the run is stopped before the round's first one."""
+        started = time.monotonic()
+        while not self._calls.stopping():
+            if (found := self._calls.pull(number)) is not None:
+                return found
+            time.sleep(min(max(IDLE_S[0], IDLE_SHARE * (time.monotonic() - started)), IDLE_S[1]))
+        return None
+
+    def _train_step(self, batch: Batch, done: int) -> dict[str, Any]:
+        """Take one optimizer step on a batch. done: steps before this one."""
+        given = self._policy
+        record = self._add_gradients(batch)
+        self._group.average_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), given.grad_clip)
+        lr = given.lr * min(1.0, (done + 1) / max(1, given.warmup))
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return record | {"grad_norm": float(norm), "lr": lr}
 
     def _add_gradients(self, batch: Batch) -> dict[str, Any]:
         """Add a batch's gradients, by the policy's loss. Returns what is recorded of it."""
         groups = [PolicyGroup(*group) for group in batch.groups]
-        parts = [_part(rows) for rows in _split(list(self._rows(groups)))]
-        weight = sum(self._loss.weight(part.completions.mask) for part in parts)
+        batch_parts = parts(groups, self._advantages)
+        weight = sum(self._loss.weight(part.completions.mask) for part in batch_parts)
         loss_sum = clipped = 0.0
-        for part in parts:
+        for part in batch_parts:
             done = part.completions
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs = policy.score(self._model, done, self._config.temperature, part.group)
+                logprobs = policy.score(self._model, done, self._temperature, part.group)
             loss = self._loss(logprobs, done.logprobs, done.mask, part.advantage)
             (loss.total / weight).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.total.item()
             clipped += loss.clipped
         rewards = [group.rewards for group in groups]
-        tokens = sum(int(part.completions.mask.sum()) for part in parts)
+        tokens = sum(int(part.completions.mask.sum()) for part in batch_parts)
         return {
             "reward": float(np.concatenate(rewards).mean()),
             "solved": float((np.concatenate(rewards) == 1).mean()),
@@ -134,127 +167,37 @@ class PolicyTrainer(Trainer):
             "staleness": float(np.mean([self._version - group.version for group in groups])),
         }
 
-    def _rows(self, groups: Sequence[PolicyGroup]) -> Iterator["_Row"]:
-        """Each turn with its advantage; in a group, turns of equal contexts are neighbours."""
-        for group in groups:
-            advantage = self._advantages(torch.from_numpy(np.array(group.rewards))[None])[0]
-            by_context: dict[bytes, list[_Row]] = {}
-            for turn, episode in zip(group.turns, group.episodes, strict=True):
-                row = _Row(Turn(*turn), float(advantage[int(episode)]))
-                by_context.setdefault(row.turn.prompt.tobytes(), []).append(row)
-            for rows in by_context.values():
-                yield from rows
-
     def _save(self) -> None:
-        if self._recipe.policies[self._name].trained:
-            super()._save()
-            if self._rank == 0:
-                self._dataflow.commit(self._name, self._step)
+        """Write this trainer's checkpoint, after those of the other ranks where this is rank 0."""
+        state = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self._step,
+            "peers": self._group.state_dict(),
+        }
+        if self._rank == 0:
+            self._group.barrier()  # all others have written their files
+            self._checkpoints.write(self._step, state)
+        else:
+            self._checkpoints.write(self._step, state)
+            self._group.barrier()
+        self._group.barrier()  # trainer.pt names this step: older files are no longer needed
+        self._checkpoints.remove_older(self._step)
+        self._saved = self._step
+        if self._rank == 0:
+            self._calls.commit(self._step)
 
-
-class _Row(NamedTuple):
-    turn: Turn
-    advantage: float
-
-
-class _Part(NamedTuple):
-    """The rows of one forward and backward pass."""
-
-    completions: policy.Completions
-    group: torch.Tensor  # (P,) int64: completions of each context
-    advantage: torch.Tensor  # (B,) float32
-
-
-def _split(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Rows in parts that fit in memory."""
-    part: list[_Row] = []
-    for row in rows:
-        longest = max(len(each.turn.tokens) for each in (*part, row))
-        context = max(len(each.turn.prompt) for each in (*part, row))
-        size = len(part) + 1
-        if part and (size > ROWS or size * longest > SCORED or size * (context + longest) > TOKENS):
-            yield part
-            part = []
-        part.append(row)
-    if part:
-        yield part
-
-
-def _part(rows: Sequence[_Row]) -> _Part:
-    contexts: list[Any] = []
-    sizes: list[int] = []
-    for row in rows:
-        if not contexts or not np.array_equal(contexts[-1], row.turn.prompt):
-            contexts.append(row.turn.prompt)
-            sizes.append(0)
-        sizes[-1] += 1
-    prompt_ids, prompt_mask = policy.padded(contexts, left=True)  # what pads is masked out
-    tokens, mask = policy.padded([row.turn.tokens for row in rows], left=False)
-    logprobs = torch.zeros(tokens.shape)
-    for number, row in enumerate(rows):
-        logprobs[number, : len(row.turn.logprobs)] = torch.from_numpy(np.array(row.turn.logprobs))
-    return _Part(
-        policy.Completions(prompt_ids, prompt_mask, tokens, mask.bool(), logprobs),
-        torch.tensor(sizes),
-        torch.tensor([row.advantage for row in rows]),
-    )
-
-
-class PolicyBoard:
-    """What the reference run's trainers call a data buffer, for one policy of a Dataflow.
-
-    step: returns the trainer's steps so far. trained: whether the policy is. life: a name for the trainers that were
-    started together, so that what they share is not mistaken for what an earlier life has shared; none for one trainer.
-    """
-
-    def __init__(self, name: str, dataflow: Any, step: Callable[[], int], *, trained: bool, life: str = "") -> None:
-        self._name, self._dataflow, self._step, self._trained = name, dataflow, step, trained
-        self._life = life
-        self._begun = False
-
-    def begin_step(self, step: int, version: int) -> None:
-        """Nothing: the Dataflow knows the version since it was published."""
-
-    def report(self, who: str, facts: Mapping[str, Any]) -> None:
-        """Pass a version on that was published, where the trainers meet, and what else is to be shown."""
-        if MEETING in facts:
-            self.share(MEETING, 0, facts[MEETING])
-        if "digest" in facts:
-            if not self._begun:
-                self._dataflow.begin(self._name, self._step(), facts["version"])
-                self._begun = True
-            if self._trained:
-                self._dataflow.publish(self._name, facts["version"], facts["digest"], self._step())
-        self._dataflow.report(f"{self._name}/{who}", dict(facts) | {"pid": os.getpid()})
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Nothing: the driver reads the metrics."""
-
-    def stopping(self) -> bool:
-        return bool(self._dataflow.stopping(self._name))
-
-    def board(self) -> dict[str, dict[str, Any]]:
-        """What each worker holds of this policy, and where the trainers meet."""
-        board = self._dataflow.board()
-        held = {who: facts["policies"].get(self._name, {}) for who, facts in board.items() if "policies" in facts}
-        met = self.shared(MEETING) if self._life else {}
-        return held | {"trainer": {MEETING: met[0]}} if met else held
-
-    def share(self, what: str, rank: int, value: Any) -> dict[int, Any]:
-        """As the Dataflow's, for the trainers that were started together."""
-        return dict(self._dataflow.share(f"{self._name} {self._life} {what}", rank, value))
-
-    def shared(self, what: str) -> dict[int, Any]:
-        return dict(self._dataflow.shared(f"{self._name} {self._life} {what}"))
-
-    def dropped_chunks(self) -> int:
-        """Groups that were dropped, for whatever reason."""
-        return sum(self._dataflow.status()["policies"][self._name]["dropped"].values())
-
-    def offer_assets(self, files: dict[str, bytes]) -> None:
-        """Nothing: workers read them from the history's anchors."""
-
-    def end(self) -> None:
-        """The trainer needs no batch any more."""
-        if self._trained:
-            self._dataflow.finish(self._name)
+    def _load(self) -> None:
+        """Take up the policy's checkpoint. Where there is none yet, it starts over, as new versions."""
+        try:
+            state = self._checkpoints.read()
+        except FileNotFoundError:
+            if self._policy.trainer_store is None:
+                raise
+            state = None  # it was being started again when the others wrote theirs: a newcomer
+        if state is None:
+            return
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._group.load_state_dict(state.get("peers", {}))  # older checkpoints have none: they are of one trainer
+        self._step = self._saved = state["step"]

@@ -1,4 +1,4 @@
-"""One policy answers problems of a reasoning-gym dataset in one line: the task of `rl/`, as a workflow."""
+"""One policy answers problems of a reasoning-gym dataset in one line: the smallest workflow."""
 
 from collections.abc import Mapping
 from random import Random

@@ -1,14 +1,14 @@
-"""What a person sees of a run of a recipe, on stderr: live tables on a terminal, elsewhere one line per step."""
+"""What a person sees of a run, on stderr: one line per step, and on a terminal live tables below them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pulse_rl.errors import printable
-from pulse_rl.rl.display import Screen, exchange
 from pulse_rl.units import nbytes
 
 # Columns of the table of policies; those about several trainers are between them.
@@ -16,36 +16,60 @@ _HEAD = ("policy", "step", "version", "reward", "loss", "patch", "of")
 _TAIL = ("ready", "coming", "dropped", "waits")
 
 
-class Display(Screen):
-    """The policies and workers of a run, as they change."""
+class Display:
+    """The policies and workers of a run, as they change. A context manager.
+
+    title: of the run. steps: of each policy.
+    """
 
     def __init__(self, title: str, steps: int) -> None:
-        super().__init__(title, steps)
+        self._console = Console(stderr=True)
+        self._title = title
+        self._steps = steps
+        self._live: Live | None = None
         self._last: dict[str, Mapping[str, Any]] = {}  # the newest record of each policy
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=False)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*exception)
+
+    def log(self, message: str) -> None:
+        """Show one line."""
+        self._console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, records: list[dict[str, Any]], status: Mapping[str, Any], board: Mapping[str, Any]) -> None:
         """records: of steps since the last call, each with its `policy`. status, board: the Dataflow's."""
+        only = len(status["policies"]) == 1 and not status["frozen"]
         for record in records:
             self._last[record["policy"]] = record
-            if self._live is None:
-                self.log(self._line(record))
+            self.log("  ".join([*self._parts(record, only=only), *(_held(board, record["policy"]) if only else [])]))
         if self._live is not None:
             self._live.update(
                 Group(self._policies(status), self._workers(status, board), Text(status["balance"]["sentence"]))
             )
 
-    def _line(self, record: Mapping[str, Any]) -> str:
-        seconds = f"{record['total_s']:.1f} s ({record['wait_s']:.1f} waiting)"
-        return (
-            f"{record['policy']} {record['step']}/{self._steps}  reward {record['reward']:.3f}  "
-            f"loss {record['loss']:+.4f}  staleness {record['staleness']:.2f}  density {record['density']:.3%}  "
-            f"patch {nbytes(record['patch_nbytes'])} of {nbytes(record['full_nbytes'])}  "
-            + "".join(f"{name} {text}  " for name, text in exchange(record).items())
-            + seconds
-        )
+    def _parts(self, record: Mapping[str, Any], *, only: bool) -> list[str]:
+        """What is said of a step. only: whether there is no other policy."""
+        return [
+            f"{'step' if only else record['policy']} {record['step']}/{self._steps}",
+            f"reward {record['reward']:.3f}",
+            f"loss {record['loss']:+.4f}",
+            f"staleness {record['staleness']:.2f}",
+            f"density {record['density']:.3%}",
+            f"patch {nbytes(record['patch_nbytes'])} of {nbytes(record['full_nbytes'])}",
+            f"{record['reduction']:.0f}×",
+            *(f"{name} {text}" for name, text in _exchange(record).items()),
+            f"{record['total_s']:.1f} s ({record['wait_s']:.1f} waiting)",
+        ]
 
     def _policies(self, status: Mapping[str, Any]) -> Table:
-        exchanged = {name: found for name, last in self._last.items() if (found := exchange(last))}
+        exchanged = {name: found for name, last in self._last.items() if (found := _exchange(last))}
         between = tuple(next(iter(exchanged.values()), ()))  # columns about several trainers, where a policy has them
         columns = (*_HEAD, *between, *_TAIL)
         table = _table(columns, self._title)
@@ -98,3 +122,27 @@ def _table(columns: tuple[str, ...], title: str | None = None) -> Table:
 
 def _text(value: Any) -> str:
     return "" if value is None else str(value)
+
+
+def _exchange(record: Mapping[str, Any]) -> dict[str, str]:
+    """Columns about several trainers: the bytes that one sends in a round, and those of DiLoCo."""
+    if (sync := record.get("trainer_sync")) is None:
+        return {}
+    sent = sum(sync["sent_nbytes"]) / len(sync["sent_nbytes"])
+    return {
+        "each trainer": nbytes(sent),
+        "of dense": nbytes(sync["dense_nbytes"]),
+        "saved": f"{sync['dense_nbytes'] / sent:.3g}×",
+    }
+
+
+def _held(board: Mapping[str, Any], policy: str) -> list[str]:
+    """What each worker holds of a policy."""
+    workers = sorted((name, facts) for name, facts in board.items() if "policies" in facts)
+    held = [(name, facts, facts["policies"].get(policy, {})) for name, facts in workers]
+    return [
+        f"{name} at {found['version']} proved"
+        if found.get("verified")
+        else f"{name} {'restarting' if facts.get('restarting') else 'starting'}"
+        for name, facts, found in held
+    ]

@@ -1,79 +1,57 @@
-"""The trainers that share one model, as the driver sees them.
+"""The trainers that share one policy, as the driver sees them.
 
 Where they exchange through a store, one that was killed is started again, but for rank 0, which also publishes.
 Otherwise none is: what it would exchange is lost with it.
 """
 
+import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pulse_rl.errors import ExchangeError, ProcessDiedError
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
+from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.training.trainer import Trainer
 from pulse_rl.rl.engine import ProcessHandle, TrainerProcess, start, wait
-from pulse_rl.rl.trainer import Trainer
 
 RESTARTS = 100  # of all trainers, so that a fault that returns at once ends the run
 GRACE_S = 10  # time to learn the cause, after a trainer reports that it has lost another
 
 
-class Crew(Protocol):
-    """What a pool knows of its run: how a trainer is started, and who makes up for what one has lost."""
-
-    def name(self, rank: int) -> str:
-        """What a person calls a trainer."""
-
-    def start(self, rank: int, *, again: bool) -> ProcessHandle:
-        """Start a trainer's process. again: in the place of one that was killed."""
-
-    def lost(self, rank: int) -> None:
-        """A trainer was killed and is about to be started again."""
-
-
-class ReferenceCrew:
-    """The trainers of the reference run. resume: whether the run goes on from its checkpoint."""
-
-    def __init__(self, config: RunConfig, buffer: DataBuffer, resume: bool) -> None:
-        self._config, self._buffer, self._resume = config, buffer, resume
-
-    def name(self, rank: int) -> str:
-        return "the trainer" if self._config.trainers == 1 else f"trainer-{rank}"
-
-    def start(self, rank: int, *, again: bool) -> ProcessHandle:
-        arguments = (self._config, self._buffer, self._resume or again, rank)
-        return start(self.name(rank), TrainerProcess, Trainer, arguments, where=place(rank))
-
-    def lost(self, rank: int) -> None:
-        self._buffer.repeat(self._config.round_steps)
-
-
-def place(rank: int) -> Literal["here", "anywhere"]:
-    """Where a trainer runs: rank 0 writes the run's files, so it is on the driver's node."""
-    return "anywhere" if rank else "here"
-
-
 class TrainerPool:
-    """All trainers of one model; they start at once. log: shows a person one line."""
+    """All trainers of one policy that are started together. log: shows a person one line."""
 
-    def __init__(self, config: RunConfig, crew: Crew, log: Callable[[str], None]) -> None:
-        self._config, self._crew, self._log = config, crew, log
+    def __init__(self, recipe: Recipe, policy: str, dataflow: Any, log: Callable[[str], None]) -> None:
+        self._recipe, self._policy, self._dataflow, self._log = recipe, policy, dataflow, log
+        self._several = recipe.policies[policy].trainers > 1
+        self._life = secrets.token_hex(4)
         self.restarts = 0
-        self._handles = [crew.start(rank, again=False) for rank in range(config.trainers)]
+        recipe.files(policy).mkdir(parents=True, exist_ok=True)
+        self._handles = [self._start(rank) for rank in range(recipe.policies[policy].trainers)]
+
+    def _name(self, rank: int) -> str:
+        """What a person calls a trainer."""
+        name = f"trainer-{rank}" if self._several else "the trainer"
+        return name if self._recipe.only else f"{name} of {self._policy}"
+
+    def _start(self, rank: int) -> ProcessHandle:
+        """Start a trainer's process. Rank 0 writes the run's files, so it is on the driver's node."""
+        arguments = (self._recipe, self._policy, self._dataflow, rank, self._life)
+        where: Literal["here", "anywhere"] = "anywhere" if rank else "here"
+        return start(self._name(rank), TrainerProcess, Trainer, arguments, where=where)
 
     def restart(self) -> None:
         """Start trainers again that were killed, where they exchange through a store."""
         for rank, handle in enumerate(self._handles):
             if self._starts_again(rank, handle):
                 self.restarts += 1
-                self._crew.lost(rank)
-                who = self._crew.name(rank)
+                who = self._name(rank)
                 self._log(f"{who} was killed: starting it again; it goes on from the last committed round")
-                self._handles[rank] = self._crew.start(rank, again=True)
+                self._handles[rank] = self._start(rank)
 
     def _starts_again(self, rank: int, handle: ProcessHandle) -> bool:
-        config = self._config
-        allowed = config.trainer_store is not None and not config.deterministic and self.restarts < RESTARTS
+        meet = self._recipe.policies[self._policy].trainer_store is not None
+        allowed = meet and not self._recipe.deterministic and self.restarts < RESTARTS
         return rank > 0 and allowed and handle.ended() and _died(handle)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""How the trainers of a run keep the same weights: one alone, in rounds (PULSELoCo, DiLoCo), or by averaged gradients.
+"""How a policy's trainers keep the same weights: one alone, in rounds (PULSELoCo, DiLoCo), or by averaged gradients.
 
-A round is `config.round_steps` steps of every trainer, each on its own batches, and ends in a version:
+A round is `round_steps` steps of every trainer, each on its own batches, and ends in a version:
 
     pulse, published, diloco
                     each trainer steps alone; the round's last step exchanges and takes the outer step
@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import IntegrityError
+from pulse_rl.flow.recipe import PolicyRecipe
+from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.loco.wording import TRAINERS
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.rl.engine import node_address
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
@@ -40,6 +40,7 @@ from pulse_rl.weights.layout import layout
 # its batches while the others wait for it at the exchange.
 TIMEOUT_S = 1800
 IDLE_S = 0.02  # between polls for the rendezvous
+MEETING = "meeting"  # what rank 0 shares: the address at which it waits for the others
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
 METHODS: dict[str, Callable[..., PulseLoCo | DiLoCo]] = {
     "pulse": PulseLoCo,
@@ -49,7 +50,7 @@ METHODS: dict[str, Callable[..., PulseLoCo | DiLoCo]] = {
 
 
 class TrainerGroup(Protocol):
-    """All trainers of a run, as one of them sees them. Every method but the two of the state is collective."""
+    """All trainers of a policy, as one of them sees them. Every method but the two of the state is collective."""
 
     @property
     def rounds(self) -> int | None:
@@ -116,8 +117,8 @@ class SoloTrainer:
 class _SeveralTrainers(SoloTrainer):
     """Trainers in a process group; what they exchange is up to the subclasses."""
 
-    def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
-        self._config = config
+    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
+        self._recipe = recipe
         self._group = Group.of(wording=TRAINERS)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._elements = sum(parameter.numel() for parameter in self._parameters.values())
@@ -130,7 +131,7 @@ class _SeveralTrainers(SoloTrainer):
         mine = json.dumps({"record": record, "exchange": self._exchanged()}).encode()
         received = [json.loads(bytes(data)) for data in self._group.gather(mine, RECORD_LIMIT)]
         exchanges = [each["exchange"] for each in received]
-        return [each["record"] for each in received], merge_exchanges(self._config, self._elements, exchanges)
+        return [each["record"] for each in received], merge_exchanges(self._recipe, self._elements, exchanges)
 
     def agree(self, number: int) -> int:
         return int(self._group.gather_numbers([number])[0, 0])
@@ -146,9 +147,9 @@ class _SeveralTrainers(SoloTrainer):
 class RoundExchange(_SeveralTrainers):
     """PULSELoCo or DiLoCo: the inner optimizer's last step of a round exchanges pseudo-gradients."""
 
-    def __init__(self, config: RunConfig, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(config, model)
-        self._loco = METHODS[config.trainer_sync](model, optimizer, sync_every=config.round_steps)
+    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(recipe, model)
+        self._loco = METHODS[recipe.trainer_sync](model, optimizer, sync_every=recipe.round_steps)
 
     def __enter__(self) -> Self:
         self._loco.__enter__()
@@ -178,8 +179,8 @@ class RoundExchange(_SeveralTrainers):
 class GradientAverage(_SeveralTrainers):
     """DDP: every step averages the gradients of all trainers, added in rank order as the other methods add."""
 
-    def __init__(self, config: RunConfig, model: torch.nn.Module) -> None:
-        super().__init__(config, model)
+    def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
+        super().__init__(recipe, model)
         self._sent_nbytes, self._seconds = 0, 0.0
 
     def average_gradients(self) -> None:
@@ -198,7 +199,7 @@ class GradientAverage(_SeveralTrainers):
         return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "digest": digest(layout(self._parameters))}
 
 
-def merge_exchanges(config: RunConfig, elements: int, exchanges: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[str, Any]]) -> dict[str, Any]:
     """Facts about a round's exchange from those of each trainer.
 
     Raises IntegrityError if the trainers do not hold the same weights.
@@ -212,10 +213,10 @@ def merge_exchanges(config: RunConfig, elements: int, exchanges: list[dict[str, 
             found=next(digest for digest in digests if digest != digests[0]),
         )
     sync = {
-        "mode": config.trainer_sync,
+        "mode": recipe.trainer_sync,
         "sent_nbytes": [each["sent_nbytes"] for each in exchanges],  # of each trainer
         "dense_nbytes": 4 * elements,  # what one trainer would send by DiLoCo
-        "ddp_nbytes": 4 * elements * config.round_steps,  # likewise by DDP
+        "ddp_nbytes": 4 * elements * recipe.round_steps,  # likewise by DDP
         "density": sum(each["density"] for each in exchanges) / len(exchanges),
         "exchange_s": max(each["seconds"] for each in exchanges),
         "digests": digests,  # of each trainer's float32 weights
@@ -224,34 +225,34 @@ def merge_exchanges(config: RunConfig, elements: int, exchanges: list[dict[str, 
 
 
 def join(
-    config: RunConfig, rank: int, buffer: DataBuffer, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    recipe: PolicyRecipe, rank: int, calls: PolicyCalls, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> TrainerGroup:
-    """The group for this run's settings; returns when all trainers have joined its process group."""
-    if config.trainers == 1:
+    """The group for a policy's settings; returns when all trainers have joined its process group."""
+    if recipe.trainers == 1:
         return SoloTrainer()
-    _form_process_group(config.trainers, rank, buffer)
-    if config.trainer_sync == "ddp":
-        return GradientAverage(config, model)
-    return RoundExchange(config, model, optimizer)
+    _form_process_group(recipe.trainers, rank, calls)
+    if recipe.trainer_sync == "ddp":
+        return GradientAverage(recipe, model)
+    return RoundExchange(recipe, model, optimizer)
 
 
-def _form_process_group(trainers: int, rank: int, buffer: DataBuffer) -> None:
-    """Rank 0 opens a rendezvous on a free port; the others find its address on the buffer's board."""
+def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:
+    """Rank 0 opens a rendezvous on a free port; it shares its address with the others."""
     timeout = timedelta(seconds=TIMEOUT_S)
     host = node_address()
     if interface := _interface(host):  # otherwise Gloo resolves the host name, often to the loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     port = 0
     while rank and not port:
-        if meeting := buffer.board().get("trainer", {}).get("meeting"):
-            host, port = meeting
+        if meeting := calls.shared(MEETING):
+            host, port = meeting[0]
         else:
             time.sleep(IDLE_S)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=not rank, wait_for_workers=False, timeout=timeout
     )
     if rank == 0:
-        buffer.report("trainer", {"meeting": [host, store.port]})
+        calls.share(MEETING, 0, [host, store.port])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trainers, timeout=timeout)
 
 

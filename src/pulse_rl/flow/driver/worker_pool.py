@@ -36,12 +36,12 @@ class _Worker:
 
 
 class WorkerPool:
-    """Any number of rollout workers, named worker-0, worker-1, …
+    """Any number of rollout workers, named after the pool: near-0, near-1, …
 
     log: shows a person one line. prefix: of the workers' names.
     """
 
-    def __init__(self, crew: Crew, log: Callable[[str], None], prefix: str = "worker") -> None:
+    def __init__(self, crew: Crew, log: Callable[[str], None], prefix: str) -> None:
         self._crew = crew
         self._log = log
         self._prefix = prefix

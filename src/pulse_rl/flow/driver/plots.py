@@ -1,72 +1,25 @@
-"""`report.html` of a run: what it learned, what it sent, how far behind its workers were and where the time went.
-
-It is made from the run's metrics and summary alone.
-"""
+"""The plots and tables of one policy's metrics: what it learned, what was sent, how far behind its workers were."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from pulse_rl.disk import write_stream
 from pulse_rl.html import charts
 from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
-from pulse_rl.html.page import Page, Plot
+from pulse_rl.html.page import Plot
 from pulse_rl.units import nbytes
 
-REPORT = "report.html"
 SMOOTH = 8  # versions over which rewards are averaged
 
 Records = Sequence[dict[str, Any]]
+Table = tuple[Sequence[str], list[list[str]]]
 STEP = Axis("optimizer step", whole=True)
 
 
-def write(directory: Path, summary: dict[str, Any], records: Records) -> Path:
-    """Write the run's report into its directory, whole or not at all; return its path.
-
-    Raises MissingExtraError without the extra `study`, OSError if the file cannot be written.
-    """
-    write_stream(directory / REPORT, [html(summary, records).encode()])
-    return directory / REPORT
-
-
-def html(summary: dict[str, Any], records: Records) -> str:
-    """The report as one HTML document that refers to nothing outside it.
-
-    summary, records: as `metrics.summary` and `metrics.read` give them. Raises MissingExtraError without the extra
-    `study`.
-    """
-    page = Page(
-        f"A run of {summary['model']} on {summary['task']}",
-        f"{summary['run']}: {summary['steps']} steps, {len(records)} versions of {summary['elements']:,} elements "
-        f"({nbytes(summary['full_nbytes'])}), {summary['seconds']:.0f} s. All numbers are in metrics.jsonl.",
-    )
-    if records:
-        page.numbers(headline(summary, records))
-        page.heading("What it learned")
-        page.plot(reward(records))
-        page.heading("What it sent to the rollout workers")
-        page.plot(density(records))
-        page.plot(sent(records))
-        page.plot(reduction(records))
-        page.heading("How far behind the workers were")
-        page.plot(lag(records))
-        page.plot(staleness(records))
-    page.table("Rollout workers at the end", *_workers(summary))
-    if summary["trainer_sync"] and records:
-        page.heading("What the trainers sent each other")
-        page.plot(exchanged(records))
-        page.plot(exchange_density(records))
-        page.table("All rounds together", ("", "of the run"), exchange_table(summary["trainer_sync"]))
-    if records:
-        page.heading("Where the time went")
-        page.plot(seconds(records))
-        page.table("Every version", *versions(records), folded=True)
-    return page.html()
-
-
-def headline(summary: dict[str, Any], records: Records) -> list[tuple[str, str, str]]:
-    """Name, value and remark of the most important numbers. records: at least one."""
+def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and remark of the most important numbers. summary: of the policy."""
     rewards, sent = summary["reward"], summary["patch_nbytes"]
+    if not rewards:
+        return []
     part = max(1, len(rewards) // 4)
     proved = sum(worker["verified"] for worker in summary["workers"])
     found = [
@@ -80,6 +33,14 @@ def headline(summary: dict[str, Any], records: Records) -> list[tuple[str, str, 
     ]
     if sync := summary["trainer_sync"]:
         found.append(("between trainers", f"{sync['reduction_vs_diloco']:,.3g} ×", "fewer bytes than DiLoCo"))
+    return found
+
+
+def plots(records: Records) -> list[Plot]:
+    """All plots of a policy's metrics."""
+    found = [each(records) for each in (reward, density, sent, reduction, lag, staleness, seconds)]
+    if "trainer_sync" in records[-1]:
+        found += [exchanged(records), exchange_density(records)]
     return found
 
 
@@ -142,8 +103,8 @@ def staleness(records: Records) -> Plot:
     return Plot(
         "Staleness",
         "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
-        "probabilities corrects for it. The buffer drops completions that are too old: "
-        f"{_count(sum(record['dropped_chunks'] for record in records), 'chunk')} in this run.",
+        "probabilities corrects for it. What is too old is dropped: "
+        f"{_count(sum(record['dropped_chunks'] for record in records), 'group')} in this run, for whatever reason.",
         charts.lines({"staleness": _series(records, "staleness")}, STEP, Axis("versions, mean", zero=True)),
     )
 
@@ -188,19 +149,6 @@ def seconds(records: Records) -> Plot:
         "rollout workers are slower than the trainer. Publishing is what the weight channel costs the trainer.",
         charts.stacks(series, STEP, Axis("seconds", zero=True)),
     )
-
-
-Table = tuple[Sequence[str], list[list[str]]]
-
-
-def _workers(summary: dict[str, Any]) -> Table:
-    columns = ("worker", "version", "digest", "bits", "syncs", "fetched", "syncing", "restarts")
-    rows = [["trainer", str(summary["trainer_version"]), summary["trainer_digest"], "", "", "", "", ""]]
-    for worker in summary["workers"]:
-        bits = "identical" if worker["verified"] else "NOT IDENTICAL"
-        counted = str(worker["syncs"]), nbytes(worker["fetched_nbytes"]), f"{worker['sync_s']:.1f} s"
-        rows.append([worker["id"], str(worker["version"]), worker["digest"], bits, *counted, str(worker["restarts"])])
-    return columns, rows
 
 
 def exchange_table(sync: dict[str, Any]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.curators import All
 from pulse_rl.flow.data.dataflow import Dataflow
-from pulse_rl.flow.driver.show import Display
+from pulse_rl.flow.driver.display import Display
 
 RECORD = {
     "policy": "solver",
@@ -20,6 +20,7 @@ RECORD = {
     "density": 0.01,
     "patch_nbytes": 2_000_000,
     "full_nbytes": 270_000_000,
+    "reduction": 135.0,
     "total_s": 12.0,
     "wait_s": 4.0,
 }
@@ -78,7 +79,7 @@ def test_what_trainers_send_each_other_is_shown_beside_what_workers_fetch(capsys
     with Display("solver and judge", 40) as display:
         display.update([record], dataflow.status(), dataflow.board())
     (line,) = capsys.readouterr().err.splitlines()
-    assert "patch 2 MB of 270 MB each trainer 2 MB of dense 540 MB saved 270× 12.0 s" in line
+    assert "patch 2 MB of 270 MB 135× each trainer 2 MB of dense 540 MB saved 270× 12.0 s" in line
     display._live = terminal  # type: ignore[assignment]
     display.update([], dataflow.status(), dataflow.board())
     lines = [line.replace("│", "").split() for line in terminal.text.splitlines()]

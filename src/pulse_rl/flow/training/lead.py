@@ -1,4 +1,4 @@
-"""What rank 0 does for the whole run: it publishes versions and writes the metrics.
+"""What rank 0 does for all trainers of a policy: it publishes versions and writes the metrics.
 
 Rollout workers learn about new weights only by the patches published here. Versions only increase: steps between the
 last checkpoint and a crash are repeated under new versions. A round's line of metrics is written before the checkpoint
@@ -9,10 +9,9 @@ import time
 from typing import Any
 
 from pulse_rl.errors import PulseError
-from pulse_rl.rl import config as settings
+from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.rl import metrics, model
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.reports import PublishReport
 from pulse_rl.weights.digests import digest
@@ -22,35 +21,34 @@ CAST = "bfloat16"  # the dtype that rollout workers hold
 
 
 class Lead:
-    """The publishing and bookkeeping of a run. `begin`, then `begin_round` and `end_round` in turn, then `end`.
+    """The publishing and bookkeeping of a policy. `begin`, then `end_round` after each round, then `end`.
 
-    loaded: the model whose weights are published. resumed: whether the run has begun before.
+    loaded: the model whose weights are published. resumed: whether the policy has begun before.
     """
 
-    def __init__(self, config: RunConfig, buffer: DataBuffer, loaded: model.Loaded, *, resumed: bool) -> None:
+    def __init__(self, recipe: Recipe, name: str, calls: PolicyCalls, loaded: model.Loaded, *, resumed: bool) -> None:
         self.version = 0  # the newest one published
-        self._config = config
-        self._buffer = buffer
+        self._policy = recipe.policies[name]
+        self._files = recipe.files(name)
+        self._calls = calls
         self._model = loaded.model
         self._resumed = resumed
         self._publisher = Publisher(
-            config.store_url,
-            anchor_every=1 if config.sync == "full" else config.anchor_every,
-            codec=config.codec,  # type: ignore[arg-type]  # Publisher checks it
+            recipe.store_url(name),
+            anchor_every=1 if self._policy.sync == "full" else self._policy.anchor_every,
+            codec=self._policy.codec,  # type: ignore[arg-type]  # Publisher checks it
             cast=CAST,
         )
         self._assets = model.assets(loaded)
-        self._buffer.offer_assets(self._assets)
-        self._dropped = 0  # chunks, until the last round
+        self._dropped = 0  # groups, until the last round
 
     def begin(self, step: int) -> None:
-        """Publish the version with which the run starts, unless the history already ends with these weights.
+        """Publish the version with which the policy starts, unless the history already ends with these weights.
 
-        From here on the run can be resumed: its settings are written, and the metrics end at `step`.
+        From here on the policy has begun: its metrics are written, and end at `step`.
         """
         newest, damage = self._newest_version()
-        metrics.cut_back(self._config.directory, step)
-        settings.save(self._config)
+        metrics.cut_back(self._files, step)
         if newest is not None and damage is None and self._digest() == self._publisher.digest:
             self.version = newest
         else:
@@ -59,16 +57,13 @@ class Lead:
                 self._publish(anchor=damage is not None)
             except BaseException:
                 if not self._resumed:
-                    settings.remove(self._config)  # nothing was published: another run may use the directory
+                    metrics.remove(self._files)  # nothing was published: another run may use the directory
                 raise
         if damage is not None:
             note = f"the history is damaged: {damage}; version {self.version} is a full checkpoint that gets past it"
-            self._buffer.report("trainer", {"note": note})
-        self._report_version()
-
-    def begin_round(self, step: int) -> None:
-        """Let the buffer hand out work for the round that follows a step."""
-        self._buffer.begin_step(step // self._config.round_steps, self.version)
+            self._calls.report({"note": note})
+        self._calls.begin(step, self.version)
+        self._announce(step)
 
     def end_round(self, step: int, record: dict[str, Any], started: float) -> None:
         """Publish the weights after a round and write its line of metrics.
@@ -77,19 +72,18 @@ class Lead:
         """
         self.version = self._version_after(self.version, step)
         report = self._publish()
-        self._report_version()
+        self._announce(step)
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
         head = {"step": step, "version": self.version}
         line = head | record | self._published(report) | seconds | self._workers()
-        metrics.append(self._config.directory, line)
-        self._buffer.log(line)
+        metrics.append(self._files, line)
 
     def end(self, step: int) -> dict[str, Any]:
-        """Let the workers finish; return the final version, digest and step."""
+        """No batch is needed any more; return the final version, digest and step."""
         final = {"version": self.version, "digest": self._digest(), "step": step}
-        self._buffer.report("trainer", {"final_version": self.version})
-        self._buffer.end()
+        if self._policy.trained:
+            self._calls.finish()
         return final
 
     def _newest_version(self) -> tuple[int | None, str | None]:
@@ -107,17 +101,17 @@ class Lead:
 
     def _version_after(self, version: int, step: int) -> int:
         """The next version: the number of rounds done, or one more than the last version where that is higher."""
-        return max(version + 1, step // self._config.round_steps)
+        return max(version + 1, step // self._policy.round_steps)
 
     def _publish(self, *, anchor: bool = False) -> PublishReport:
-        if self._config.codec == "auto":  # for the slowest link that rollout workers have measured so far
-            links = [facts["bandwidth"] for facts in self._buffer.board().values() if facts.get("bandwidth")]
+        if self._policy.codec == "auto":  # for the slowest link that rollout workers have measured so far
+            links = [held["bandwidth"] for held in self._calls.workers().values() if held.get("bandwidth")]
             self._publisher.bandwidth = min(links, default=None)
         return self._publisher.publish(self._model, version=self.version, anchor=anchor, assets=self._assets)
 
     def _published(self, report: PublishReport) -> dict[str, Any]:
-        # In a run of full weights, workers read the anchor.
-        nbytes = report.anchor_nbytes if self._config.sync == "full" else report.patch_nbytes
+        # With full weights, workers read the anchor.
+        nbytes = report.anchor_nbytes if self._policy.sync == "full" else report.patch_nbytes
         return {
             "elements": report.elements,
             "changes": report.changes,
@@ -131,13 +125,17 @@ class Lead:
         }
 
     def _workers(self) -> dict[str, Any]:
-        """The version of each rollout worker, and the chunks dropped as stale since the last round."""
-        before, self._dropped = self._dropped, self._buffer.dropped_chunks()
-        workers = {name: facts.get("version") for name, facts in self._buffer.board().items() if name != "trainer"}
+        """The version of each rollout worker, and the groups dropped since the last round."""
+        before, self._dropped = self._dropped, self._calls.dropped()
+        workers = {name: held.get("version") for name, held in self._calls.workers().items()}
         return {"dropped_chunks": self._dropped - before, "workers": workers}
 
-    def _report_version(self) -> None:
-        self._buffer.report("trainer", {"version": self.version, "digest": self._publisher.digest})
+    def _announce(self, step: int) -> None:
+        """Tell of the version that was published, with so many steps."""
+        digest = str(self._publisher.digest)
+        if self._policy.trained:
+            self._calls.publish(self.version, digest, step)
+        self._calls.report({"version": self.version, "digest": digest})
 
     def _digest(self) -> str:
         """The digest of the live masters' BF16 cast, computed in full."""

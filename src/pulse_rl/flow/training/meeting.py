@@ -1,7 +1,7 @@
-"""Trainers of a run that exchange their rounds through an object store (`--trainer-store`), and may be started again.
+"""Trainers of a policy that exchange their rounds through an object store (`trainer_store`), and may be started again.
 
 What a round sends goes through the store (`pulse.StoreGroup`). What is left to agree on within a run (the version of a
-round, the metrics, who has written its checkpoint) goes through the data buffer, which every process of a run reaches.
+round, the metrics, who has written its checkpoint) goes through the Dataflow, which every process of a run reaches.
 A trainer that was killed is started again, and takes part from the round that is open then: so the others wait, in a
 round, only for what those do who were there when it began.
 """
@@ -11,29 +11,34 @@ from typing import Any, Self
 
 import torch
 
+from pulse_rl.flow.recipe import PolicyRecipe
+from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.group import IDLE_S, METHODS, TIMEOUT_S, merge_exchanges
 from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.rl.buffer import DataBuffer
-from pulse_rl.rl.config import RunConfig
-from pulse_rl.rl.trainer_group import IDLE_S, METHODS, TIMEOUT_S, merge_exchanges
 
 
 class StoreExchange:
     """A TrainerGroup whose rounds go through a store."""
 
     def __init__(
-        self, config: RunConfig, rank: int, buffer: DataBuffer, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        recipe: PolicyRecipe,
+        rank: int,
+        calls: PolicyCalls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        assert config.trainer_store is not None
-        self._config, self._rank, self._buffer = config, rank, buffer
+        assert recipe.trainer_store is not None
+        self._recipe, self._rank, self._calls = recipe, rank, calls
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        group = StoreGroup(config.trainer_store, rank=rank, world_size=config.trainers, timeout=TIMEOUT_S)
-        rounds = METHODS[config.trainer_sync]
-        self._loco = rounds(model, optimizer, sync_every=config.round_steps, process_group=group)
+        group = StoreGroup(recipe.trainer_store, rank=rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
+        rounds = METHODS[recipe.trainer_sync]
+        self._loco = rounds(model, optimizer, sync_every=recipe.round_steps, process_group=group)
         self._barriers = 0  # in this round
 
     def __enter__(self) -> Self:
         self._loco.__enter__()
-        self._buffer.share("joined", self._rank, self._loco.round)
+        self._calls.share("joined", self._rank, self._loco.round)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -59,15 +64,15 @@ class StoreExchange:
         }
         self._barriers = 0
         found = self._gather("record", {"record": record, "exchange": exchanged})
-        merged = merge_exchanges(self._config, report.elements, [each["exchange"] for each in found.values()])
+        merged = merge_exchanges(self._recipe, report.elements, [each["exchange"] for each in found.values()])
         return [each["record"] for each in found.values()], merged
 
     def agree(self, number: int) -> int:
         what = f"version {self.rounds}"
-        found = self._buffer.share(what, self._rank, number)
+        found = self._calls.share(what, self._rank, number)
         while 0 not in found:
             time.sleep(IDLE_S)
-            found = self._buffer.shared(what)
+            found = self._calls.shared(what)
         return int(found[0])
 
     def barrier(self) -> None:
@@ -84,10 +89,10 @@ class StoreExchange:
     def _gather(self, what: str, value: Any) -> dict[int, Any]:
         """The values, by rank, of all trainers that were there when the last round began."""
         what = f"{what} {self.rounds}"
-        found = self._buffer.share(what, self._rank, value)
-        while not _there(self._buffer.shared("joined"), self.rounds) <= found.keys():
+        found = self._calls.share(what, self._rank, value)
+        while not _there(self._calls.shared("joined"), self.rounds) <= found.keys():
             time.sleep(IDLE_S)
-            found = self._buffer.shared(what)
+            found = self._calls.shared(what)
         return dict(sorted(found.items()))
 
 
