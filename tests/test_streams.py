@@ -63,7 +63,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_what_the_caller_queued_is_published(device: Device) -> None:
     """A trainer that steps on a side stream: each version has the bits of its step. All reads are casts, in a pool."""
     model = torch.nn.Linear(1500, 1500)
-    publisher = pulse.Publisher("memory://", cast="bfloat16")
+    publisher = pulse.Publisher("memory://", cast="float16")
     side = Stream()
 
     def step() -> None:
@@ -75,7 +75,7 @@ def test_what_the_caller_queued_is_published(device: Device) -> None:
             side.queue.append(step)
             found = publisher.publish(model, version=version).digest
         assert not side.queue
-        assert found == pulse.digest({n: p.detach().bfloat16() for n, p in model.named_parameters()})
+        assert found == pulse.digest({n: p.detach().half() for n, p in model.named_parameters()})
     assert {stream for _, stream in device.used} == {side}
     assert any(name.startswith("pulse") for name, _ in device.used)
 
