@@ -1,4 +1,4 @@
-"""Where kernels run: on which stream of a device, a made-up one, and what is said where a device has no kernels."""
+"""On which stream of a simulated device kernels run, and the warning where there are no kernels for a device."""
 
 import ast
 import logging
@@ -97,7 +97,7 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
 
 
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its tensors are read through the host, which is said once; a baseline there is refused."""
+    """Its tensors are read through the host, with one warning; a baseline on the device is refused."""
     monkeypatch.delitem(sys.modules, "pulse_rl.kernels.gpu.device", raising=False)
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     monkeypatch.setattr(devices, "on_cuda", lambda tensor: True)

@@ -1,6 +1,6 @@
 """Versions of weights on a CUDA device, or on one that Numba simulates: published from it, and received on it.
 
-In the simulator, some tensors in host memory are said to be on the device. It cannot show streams that overlap, nor
+In the simulator, some tensors in host memory count as tensors on the device. It cannot show streams that overlap, nor
 compiled kernels.
 """
 
@@ -22,7 +22,7 @@ from pulse_rl.weights import devices
 
 if TYPE_CHECKING:
     from pulse_rl.codecs.choose import CodecName
-    from pulse_rl.sync.publish.baseline import Lies
+    from pulse_rl.sync.publish.baseline import KeptOn
 
 MISSING = [name for name in ("blake3", "msgspec", "obstore", "zstandard") if find_spec(name) is None]
 
@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 WHERE = "cuda" if gpu_device.CUDA else "cpu"
-PLACES: tuple[Lies, Lies] = ("host", "device")
+PLACES: tuple[KeptOn, KeptOn] = ("host", "device")
 Weights = dict[str, torch.Tensor]
 
 
@@ -135,7 +135,7 @@ def test_a_device_and_a_host_publish_the_same_bytes(
 ) -> None:
     here = make()
     there = the_device.put(here)
-    publishers = [pulse.Publisher("memory://", codec=codec, baseline=lies) for lies in PLACES]
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES]
     for version in range(2):
         for publisher, weights in zip(publishers, (here, there), strict=True):
             step(weights, version)
@@ -178,7 +178,7 @@ def test_masters_are_cast_where_they_are_compared(the_device: TheDevice, searche
     torch.manual_seed(3)
     here = {"up": torch.randn(5, 9), "norm": torch.randn(7)}
     there = the_device.put(here)
-    publishers = [pulse.Publisher("memory://", codec="gap", baseline=lies, cast="bfloat16") for lies in PLACES]
+    publishers = [pulse.Publisher("memory://", codec="gap", baseline=kept_on, cast="bfloat16") for kept_on in PLACES]
     for version in range(2):
         for publisher, weights in zip(publishers, (here, there), strict=True):
             for tensor in weights.values():
@@ -198,7 +198,7 @@ def test_shards_are_published_and_received_where_they_are(the_device: TheDevice,
     torch.manual_seed(2)
     here = {"left": torch.randn(4, 5).bfloat16(), "right": torch.randn(4, 7).bfloat16()}
     there, live = the_device.put(here), the_device.put({name: torch.zeros_like(each) for name, each in here.items()})
-    publishers = [pulse.Publisher("memory://", codec="gap", baseline=lies) for lies in PLACES]
+    publishers = [pulse.Publisher("memory://", codec="gap", baseline=kept_on) for kept_on in PLACES]
     subscriber = pulse.Subscriber(publishers[1].history.store)
     for version in range(2):
         for publisher, weights in zip(publishers, (here, there), strict=True):

@@ -30,26 +30,8 @@ START_S = 300
 
 def tiny_model() -> tuple[Any, Any]:
     """A random Llama with fused layers, and a tokenizer of characters."""
-    import transformers
-
-    from pulse_rl.rl.model import load
-
-    tokenizer = load("tiny", seed=0).tokenizer
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16), tokenizer
+    tokenizer = _tokenizer()
+    return _llama(vocab_size=128, key_value_heads=2, tied=False, positions=1024).to(torch.bfloat16), tokenizer
 
 
 def tied_model() -> tuple[Any, Any]:
@@ -57,26 +39,34 @@ def tied_model() -> tuple[Any, Any]:
 
     vLLM has kernels on a CPU for its attention heads; it has none for the tiny model's.
     """
-    import transformers
+    tokenizer = _tokenizer()
+    return _llama(vocab_size=len(tokenizer), key_value_heads=1, tied=True, positions=256), tokenizer
 
+
+def _tokenizer() -> Any:
     from pulse_rl.rl.model import load
 
-    tokenizer = load("tiny", seed=0).tokenizer
+    return load("tiny", seed=0).tokenizer
+
+
+def _llama(*, vocab_size: int, key_value_heads: int, tied: bool, positions: int) -> Any:
+    import transformers
+
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config), tokenizer
+    return transformers.LlamaForCausalLM(config)
 
 
 def step(model: Any, seed: int) -> None:

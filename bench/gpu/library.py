@@ -18,7 +18,7 @@ from synthetic import State, changed, fill, shapes_of, state_like
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import device
-from pulse_rl.sync.publish.baseline import Lies
+from pulse_rl.sync.publish.baseline import KeptOn
 from pulse_rl.weights import devices
 
 SHARES = (0.0015, 0.01)
@@ -35,8 +35,8 @@ def measure_library(elements: int) -> dict[str, object]:
     fill(states[0], 7)
     found: dict[str, object] = {"elements": sum(tensor.numel() for tensor in states[0].tensors)}
     live = named(state_like(shapes, where))
-    for lies in ("device", "host"):
-        found[lies] = _measure(lies, states, live if lies == "device" else None, where)
+    for kept_on in ("device", "host"):
+        found[kept_on] = _measure(kept_on, states, live if kept_on == "device" else None, where)
     return found
 
 
@@ -44,9 +44,11 @@ def named(state: State) -> dict[str, torch.Tensor]:
     return {f"layers.{number}": tensor.view(torch.bfloat16) for number, tensor in enumerate(state.tensors)}
 
 
-def _measure(lies: Lies, states: list[State], live: dict[str, torch.Tensor] | None, where: str) -> dict[str, object]:
+def _measure(
+    kept_on: KeptOn, states: list[State], live: dict[str, torch.Tensor] | None, where: str
+) -> dict[str, object]:
     before, after = states
-    publisher = pulse.Publisher("memory://", codec="gap", baseline=lies, anchor_every=1000)
+    publisher = pulse.Publisher("memory://", codec="gap", baseline=kept_on, anchor_every=1000)
     subscriber = pulse.Subscriber(publisher.history.store)
     first = timed(lambda: publisher.publish(named(before), version=0))
     if live is not None:

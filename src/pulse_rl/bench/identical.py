@@ -19,8 +19,8 @@ def compare(directory: Path, *, model: str, steps: int, lr: float, seed: int) ->
     """
     summaries = {}
     for sync, workers in (("patch", 2), ("full", 1)):
-        changes = (f"steps={steps}", f"seed={seed}", "deterministic=true", f"lr={lr}", f"sync={sync}")
-        sets = [*changes, f"model={model}", f"pools.worker.workers={workers}", f"out={directory / sync}"]
+        sets = [f"model={model}", f"steps={steps}", f"lr={lr}", f"seed={seed}", f"sync={sync}", "deterministic=true"]
+        sets += [f"pools.worker.workers={workers}", f"out={directory / sync}"]
         recipe = run.prepare(recipe_file.load("math", sets))
         with Display(f"{model} over {sync}", steps) as display:
             summaries[sync] = run.train(recipe, display)

@@ -18,7 +18,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.bench.report import Stopwatch
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.sync.publish.freed import return_freed
+from pulse_rl.sync.freed import return_freed
 
 LEARNING_RATE = 1e-6
 WEIGHT_STD = 0.16  # of the synthetic weights: with it, about 0.15 % of the BF16 bits change a step

@@ -31,9 +31,9 @@ from pulse_rl.history.log import History
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
 from pulse_rl.store.objects import open_store
+from pulse_rl.sync.freed import return_freed
 from pulse_rl.sync.group.peers import WORDING
 from pulse_rl.sync.group.ranks import Ranks, ranks_of
-from pulse_rl.sync.publish.freed import return_freed
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 from pulse_rl.weights.layout import TensorSpec

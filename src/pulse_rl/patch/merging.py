@@ -152,7 +152,7 @@ def _spots(writes: Sequence[Write]) -> cpu.Spots:
 def batches(writes: Iterable[Write]) -> Iterator[Batch]:
     """Writes in batches: in host memory of about BATCH changes, on a device all of one width.
 
-    Those to other than plain memory are batches of their own.
+    Each part of a write to memory that is not plain is one batch.
     """
     collected: dict[tuple[Device, int], list[Write]] = {}  # by device, and the width of elements
     counts: dict[tuple[Device, int], int] = {}  # of the changes collected

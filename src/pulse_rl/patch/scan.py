@@ -169,18 +169,17 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     clock = time.perf_counter()
     before, after = _rows(old), _rows(new)
     read_s = 0.0
+    floats = new.floats(start, stop) if isinstance(new, ArrayCastBits) else None
     if before is not None and after is not None and comparable_rows(before, after):
         changes = find_changes(before, after)
-    else:
+    elif floats is not None:
         before = old.read(start, stop)
-        floats = new.floats(start, stop) if isinstance(new, ArrayCastBits) else None
-        if floats is not None:
-            changes = find_cast_changes(before, floats)
-        else:
-            clock_read = time.perf_counter()
-            after = _read(new, start, stop)
-            read_s = time.perf_counter() - clock_read
-            changes = find_changes(before, after)
+        changes = find_cast_changes(before, floats)
+    else:
+        after = _read(new, start, stop)
+        read_s = time.perf_counter() - clock
+        before = old.read(start, stop)
+        changes = find_changes(before, after)
     replaced = np.empty_like(changes.values)
     (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)

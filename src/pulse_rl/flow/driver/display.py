@@ -55,7 +55,7 @@ class Display:
             )
 
     def _parts(self, record: Mapping[str, Any], *, only: bool) -> list[str]:
-        """What is said of a step. only: whether there is no other policy."""
+        """The columns of a step's line. only: whether there is no other policy."""
         return [
             f"{'step' if only else record['policy']} {record['step']}/{self._steps}",
             f"reward {record['reward']:.3f}",

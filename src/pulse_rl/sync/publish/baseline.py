@@ -18,8 +18,8 @@ from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.weights.layout import Layout, device_at
 from pulse_rl.weights.pieces import place_view
 
-# Where a baseline's memory is: in host memory, or, of each tensor that lies on a device, there.
-Lies: TypeAlias = Literal["host", "device"]
+# Where a baseline is kept: in host memory, or, of each tensor that lies on a device, there.
+KeptOn: TypeAlias = Literal["host", "device"]
 
 
 @dataclass(frozen=True)

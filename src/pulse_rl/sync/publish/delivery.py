@@ -41,11 +41,11 @@ from pulse_rl.logs import logger
 from pulse_rl.parallel import submit
 from pulse_rl.patch.encode import Coded, EncodedPatch
 from pulse_rl.patch.overlay import Overlay
+from pulse_rl.sync.freed import return_freed
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.sync.publish.anchors import put_anchor_together
 from pulse_rl.sync.publish.baseline import Move
-from pulse_rl.sync.publish.freed import return_freed
 from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
 from pulse_rl.weights.layout import Layout
 

@@ -18,7 +18,7 @@ from pulse_rl.patch.encode import Coded, EncodedPatch, find
 from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, compare_replicas
-from pulse_rl.sync.publish.baseline import Baseline, Lies
+from pulse_rl.sync.publish.baseline import Baseline, KeptOn
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
@@ -144,16 +144,16 @@ def _together(trials: tuple[Trial, ...]) -> Trial:
     return Trial(trials[0].codec, nbytes, encode_s, decode_s)
 
 
-def copy_whole(share: Share, ranks: Ranks, lies: Lies) -> tuple[Layout, Encoded]:
+def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Encoded]:
     """A copy of what this rank owns, and the digest of the whole, for a version that has an anchor only. A collective.
 
-    lies: where the copy is to lie. Raises ExchangeError if replicas differ.
+    kept_on: where the copy is kept. Raises ExchangeError if replicas differ.
     """
     start = time.perf_counter()
     copies: list[Layout] = []
 
     def copy_mine() -> _Found:
-        copies.append(share.own.clone(share.own if lies == "device" else None))
+        copies.append(share.own.clone(share.own if kept_on == "device" else None))
         return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
 
     found = ranks.share("copy the weights", copy_mine, _Found)

@@ -21,10 +21,11 @@ from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, plan_of, taken
-from pulse_rl.sync.publish.baseline import Baseline, Lies, Move
+from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
 from pulse_rl.sync.subscribe.landings import InFiles
+from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
 
@@ -33,14 +34,14 @@ class Position:
     """One publisher's place in a history.
 
     committed: the version that it has committed last, or resumed from; None for none. baseline: what holds it; None
-    where that is not known. token: 16 random hex digits that name the publisher. lies: where a baseline is to lie.
+    where that is not known. token: 16 random hex digits that name the publisher. kept_on: where a baseline is kept.
     """
 
-    def __init__(self, history: History, ranks: Ranks, lies: Lies) -> None:
+    def __init__(self, history: History, ranks: Ranks, kept_on: KeptOn) -> None:
         self.committed: Manifest | None = None
         self.baseline: Baseline | None = None
         self.token = new_token()
-        self._history, self._ranks, self._lies = history, ranks, lies
+        self._history, self._ranks, self._kept_on = history, ranks, kept_on
         self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
 
     def after(self, head: Manifest, bandwidth: float | None) -> Beginning:
@@ -62,8 +63,9 @@ class Position:
         """
         if self.baseline is not None and share is not None and not self.baseline.fits(share.plan):
             self.baseline = None  # the weights are sharded otherwise than before
-        if self.baseline is not None and share is not None and self._lies == "device" and self._ranks.size == 1:
-            self.baseline = self.baseline.beside(share.own)  # after `resume`, which knows no weights
+        weights = self._beside(share)
+        if self.baseline is not None and weights is not None and self._ranks.size == 1:
+            self.baseline = self.baseline.beside(weights)  # after `resume`, which knows no weights
         found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
         first = found[0]
         if first.before is None:
@@ -78,6 +80,10 @@ class Position:
             elif share is not None:
                 self._rebuild_share(share, resumed)
         return first, self._head, None if blind else self.baseline
+
+    def _beside(self, share: Share | None) -> Layout | None:
+        """The weights on whose device a baseline is kept; None for host memory. share: what this rank holds."""
+        return share.own if share is not None and self._kept_on == "device" else None
 
     def _look(self, anchor: bool, bandwidth: float | None) -> Beginning:
         """Where this rank stands; on the first one also where the history ends."""
@@ -117,7 +123,7 @@ class Position:
         with add_recovery_hint(), scratch() as directory:
             nbytes = share.plan.nbytes if share else None
             files = restore(self._history, head, directory, Effort(), faults, nbytes)
-            own = files.clone(share.own if share is not None and self._lies == "device" else None)
+            own = files.clone(self._beside(share))
             own.tied = dict(head.tied)
             self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
         return head.sequence
@@ -148,8 +154,7 @@ class Position:
             found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
 
             def take_up() -> int:
-                beside = share.own if self._lies == "device" else None
-                own = taken(found, share.own).clone(beside)
+                own = taken(found, share.own).clone(self._beside(share))
                 self._take_up(Baseline(own, head, share.plan), faults, resumed)
                 return head.sequence
 

@@ -54,7 +54,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.group.ranks import collective, ranks_of
 from pulse_rl.sync.group.shares import Share, SharePlan, print_of, share_of
-from pulse_rl.sync.publish.baseline import Baseline, Lies, Move
+from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
@@ -141,7 +141,7 @@ class Publisher:
         codec: CodecName = "auto",
         bandwidth: float | str | None = None,
         cast: str | torch.dtype | None = None,
-        baseline: Lies = "host",
+        baseline: KeptOn = "host",
         sign_with: PrivateKey | None = None,
         retain: int | None = None,
         keep_every: int | None = None,
@@ -173,7 +173,7 @@ class Publisher:
             self._ranks.share("make a publisher", make, bool)
         history, self._encoder, self._delivery, self._cast = made[0]
         self.history = history
-        self._anchor_every, self._codec, self._lies = anchor_every, codec, baseline
+        self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
         self._plan: SharePlan | None = None  # who owns what, as it was agreed last
         self._turn = Turn("Publisher", nested=True)
         # The state: see the module's docstring.
@@ -325,7 +325,7 @@ class Publisher:
             new_manifest, sequence, number, tensors=plan, head=head, publisher=self._position.token, metadata=noted
         )
         if head is None or base is None:
-            own, encoded = copy_whole(share, self._ranks, self._lies)
+            own, encoded = copy_whole(share, self._ranks, self._kept_on)
             manifest = make_manifest(digest=encoded.digest, anchor=True)
             move = Move(Baseline(own, manifest, plan), None, None)
         else:
