@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # a first optimizer step imports it; two threads of trainers would do so at once
 from loco_ranks import Model, adam, bits, inner_step, seen, trainable
 
 import pulse_rl as pulse
