@@ -188,6 +188,33 @@ def test_masters_are_cast_where_they_are_compared(the_device: TheDevice, searche
     assert 0 < report.changes < sum(searched) == sum(tensor.numel() for tensor in here.values())
 
 
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_nans_of_masters_have_the_same_bits_wherever_they_are_read(the_device: TheDevice, codec: CodecName) -> None:
+    """Quiet and signalling ones of both signs, with payloads: in an anchor, as few changes, and in dense segments."""
+    nans = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F812345, 0xFFEABCDE]
+    patterns = torch.from_numpy(np.array(nans, np.uint32).view(np.int32))
+    here = {"dense": torch.randn(6, 7), "apart": torch.randn(8, 9)[:, :5], "norm": torch.randn(40)}
+    weights = [here, the_device.put(here), the_device.put(here)]
+    publishers = [pulse.Publisher("memory://", codec=codec, cast="bfloat16", baseline=b) for b in ("host", *PLACES)]
+    live = the_device.put({name: tensor.bfloat16() for name, tensor in here.items()})
+    subscriber = pulse.Subscriber(publishers[2].history.store)
+    for version in range(3):
+        found = []
+        for publisher, masters in zip(publishers, weights, strict=True):
+            there = {name: tensor.view(torch.int32) for name, tensor in masters.items()}
+            some = patterns.roll(version).to(there["norm"].device)
+            there["norm"][version : version + 8] = some
+            there["apart"][:, version] = some
+            there["dense"].view(-1)[version:] = some.repeat(6)[: 42 - version]
+            found.append(publisher.publish(masters, version=version).digest)
+        assert found[1:] == found[:1] * 2
+        subscriber.sync(live)
+        bits = live["norm"].view(torch.int16)[version : version + 8].tolist()
+        assert [value & 0xFFFF for value in bits] == [0xFFC0 if n >> 31 else 0x7FC0 for n in np.roll(nans, version)]
+    assert patches(publishers[0]) == patches(publishers[1]) == patches(publishers[2])
+    assert len(patches(publishers[0])) == 2
+
+
 def test_shards_are_published_and_received_where_they_are(the_device: TheDevice, searched: list[int]) -> None:
     """Columns of a tensor in two pieces of memory, one of them with rows that lie apart."""
 

@@ -21,7 +21,7 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.patch.on_device import differing
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, TorchBits
+from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits
 from pulse_rl.weights.boxes import Box, Positions, runs
 from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
 from pulse_rl.weights.pieces import Place, place_view
@@ -193,7 +193,7 @@ def _read(bits: Bits, start: int, stop: int) -> UIntArray:
     What is cast goes to the same memory each time. New memory for each run would be taken from between the changes that
     are kept, and the process would hold many times what it uses.
     """
-    if isinstance(bits, TorchBits | ArrayCastBits):
+    if isinstance(bits, ArrayCastBits):
         return bits.read_into(cpu.buffer("read", stop - start, np.uint64), start, stop)
     return bits.read(start, stop)
 

@@ -156,9 +156,9 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
         target = getattr(torch, cast, None)
         if not isinstance(target, torch.dtype):
             raise ValueError(f"cast: expected the name of a torch dtype, as 'bfloat16', found {cast!r}")
-        if here and (tensor.dtype, target) == (torch.float32, torch.bfloat16):
-            return ArrayCastBits(tensor.detach().numpy(), cast)  # compared without a copy of the cast elements
         if target != tensor.dtype:
+            if here and cast in ARRAY_CASTS and tensor.dtype in (torch.float16, torch.float32, torch.float64):
+                return ArrayCastBits(tensor.detach().numpy(), cast)  # as an array: in no second memory, and NaN alike
             return TorchBits(tensor, target)
     if not here:
         return TorchBits(tensor)

@@ -150,6 +150,17 @@ class Cuda:
 
         return write
 
+    def cast(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 as the bits of bfloat16 that `find` compares: new memory of int16. Queued on the current stream."""
+        import torch
+
+        from pulse_rl.kernels.gpu.casts import cast_at
+
+        values = values.contiguous()
+        bits = torch.empty(values.shape, dtype=torch.int16, device=values.device)
+        cast_at(values.data_ptr(), bits.data_ptr(), values.numel())
+        return bits
+
     def find(
         self, old: Spots, new: Spots, sizes: NDArray[np.int64], itemsize: int, most: int, *, cast: bool
     ) -> Differences:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, ITEMSIZES, UINTS, UIntArray
+from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
+from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
 from pulse_rl.weights.host_bits import expanded
 
@@ -30,7 +31,8 @@ class TorchBits:
     """Bits over a torch tensor that is not in host memory, or that is cast as it is read.
 
     tensor: on any device, of any strides. cast: a torch dtype to read the elements as; then nothing can be written.
-    Each read casts only what it returns, so no second copy of the tensor exists.
+    Each read casts only what it returns, so no second copy of the tensor exists. However an element is read, it has the
+    same bits, those with which changes are found: also a NaN.
 
     device: the CUDA device, if its kernels reach the elements, also where these are cast; None otherwise.
     stored_itemsize: bytes of an element in memory.
@@ -82,8 +84,7 @@ class TorchBits:
         """Take the bits that another tensor of this device is read as. They are there when this returns."""
         assert self.device is not None
         with self.device.own_stream():
-            source = other._tensor if other._cast is None else other._tensor.to(other._cast)
-            self._tensor.copy_(source.view(self._tensor.dtype))
+            self._tensor.copy_(other._read_as(other._tensor))
         self.device.wait()
 
     def _place(self, tensor: torch.Tensor) -> None:
@@ -95,10 +96,14 @@ class TorchBits:
         # second tensor, and writing it back would race with other threads' segments.
         self._flat: torch.Tensor | None = self._tensor.view(-1) if self._tensor.is_contiguous() else None
 
+    def _read_as(self, piece: torch.Tensor) -> torch.Tensor:
+        """Elements as they are read, as integers on their device."""
+        if self._cast is None:
+            return piece
+        return _cast(piece, self._cast) if self.device is None else self.device.cast(piece)
+
     def _bits(self, piece: torch.Tensor) -> UIntArray:
-        if self._cast is not None:
-            piece = piece.to(self._cast)
-        array: UIntArray = piece.contiguous().view(self._uint).cpu().numpy()
+        array: UIntArray = self._read_as(piece).contiguous().view(self._uint).cpu().numpy()
         return array
 
     def _at(self, index: torch.Tensor) -> torch.Tensor:
@@ -123,17 +128,6 @@ class TorchBits:
             if start == 0 and stop == self.size:  # as a tile is read: 20 times as fast as by coordinates
                 return self._bits(self._tensor).reshape(-1)
             return self._bits(self._at(torch.arange(start, stop, device=self._tensor.device)))
-
-    def read_into(self, memory: UIntArray, start: int, stop: int) -> UIntArray:
-        """As `read`, into this memory where elements of a host tensor are cast, 8 bytes for each: its first bytes."""
-        import torch
-
-        if self._cast is None or self._flat is None or self._tensor.device.type != "cpu":
-            return self.read(start, stop)
-        values: UIntArray = memory.view(UINTS[self.itemsize])[: stop - start]
-        with self._on_stream():
-            torch.from_numpy(values).view(self._cast).copy_(self._flat[start:stop])
-        return values
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         with self._on_stream():
@@ -227,6 +221,23 @@ def _integers(itemsize: int) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, "uint8" if itemsize == 1 else f"int{8 * itemsize}")
     return found
+
+
+def _cast(values: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
+    """The bits of floats in another dtype, as integers on their device: those of `cast_array`.
+
+    torch casts, but a NaN gets other bits from each processor, and some, even its sign, depend on how many elements are
+    cast at once.
+    """
+    import torch
+
+    name, itemsize = str(cast).removeprefix("torch."), cast.itemsize
+    bits = values.to(cast).view(_integers(itemsize))
+    if name not in FORMATS:
+        return bits
+    asked = values if values.itemsize > 1 else values.float()  # torch knows no signs of FP8
+    signs = asked.signbit().to(bits.dtype) << (8 * itemsize - 1)
+    return torch.where(asked.isnan(), signs | int(FORMATS[name].nan), bits)
 
 
 def torch_dtype(dtype: torch.dtype) -> tuple[str, int]:

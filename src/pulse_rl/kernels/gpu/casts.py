@@ -60,9 +60,15 @@ def _cast(floats, words, halves, source, target, size):
         store(halves, target + np.uint64(2 * j), np.uint16(bits))
 
 
-def cast(values: DeviceArray, bits: DeviceArray) -> None:
-    """Queue that bits (n,) become those of float32 values (n,) in bfloat16: memory-bound, 6 bytes an element."""
-    size = len(values)
+def cast_at(source: int, target: int, size: int) -> None:
+    """Queue that the elements from the address `target` on become the bfloat16 bits of float32 from `source` on.
+
+    Memory-bound, 6 bytes an element.
+    """
     likes = map(example, (4, 8, 2))
-    source, target = np.uint64(address_of(values)), np.uint64(address_of(bits))
-    launch(_cast, -(-size // (4 * THREADS)), THREADS, *likes, source, target, size)
+    launch(_cast, -(-size // (4 * THREADS)), THREADS, *likes, np.uint64(source), np.uint64(target), size)
+
+
+def cast(values: DeviceArray, bits: DeviceArray) -> None:
+    """Queue that bits (n,) become those of float32 values (n,) in bfloat16."""
+    cast_at(address_of(values), address_of(bits), len(values))
