@@ -6,6 +6,7 @@ channel's, in `test_sync.py` and `test_damaged.py`.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -669,6 +670,33 @@ def test_no_deterministic_round_opens_after_the_last_step(tmp_path: Path) -> Non
         assert flow.take("w0") is None
         flow.finish("a")
         flow.finish("b")
+
+
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_a_deterministic_round_after_a_resume_waits_for_no_trainer_to_start(tmp_path: Path, slow: str) -> None:
+    """A worker may ask for work between the starts of two trainers: the round is one of both policies all the same."""
+    policies = {"a": PolicySettings(groups=1, steps=1), "b": PolicySettings(groups=2, steps=1)}
+    flow = Dataflow(policies, All(), deterministic=True, directory=tmp_path, clock=Clock())
+    versions = dict.fromkeys(policies, 0)
+    for name in policies:
+        flow.begin(name, 0, 0)
+    flow.register("w0", "builtin", 8, list(policies))
+    assert _round(flow, versions, {"a": 1, "b": 1}) == {"a": [[0]], "b": [[0, 1]]}
+    for name in policies:
+        flow.finish(name)
+    flow.end()
+    more = {name: replace(settings, steps=2) for name, settings in policies.items()}
+    flow = Dataflow(more, All(), deterministic=True, directory=tmp_path, clock=Clock())
+    flow.resume()
+    fast = "b" if slow == "a" else "a"
+    flow.begin(fast, 1, 1)
+    flow.register("w0", "builtin", 8, list(policies))
+    tasks = take_all(flow)
+    flow.begin(slow, 1, 1)
+    for task in tasks:
+        flow.push(group(task, "w0"))
+    batches = [flow.pull(name) for name in policies]
+    assert [[each.number for each in batch.groups] for batch in batches if batch is not None] == [[2], [2, 3]]
 
 
 # --- several trainers of a policy -----------------------------------------------------------------------------------

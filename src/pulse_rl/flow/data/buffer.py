@@ -227,7 +227,7 @@ class PolicyBuffer:
         Raises ValueError if a deterministic run's checkpoint is older than what was committed.
         """
         state = self.state
-        state.finished = False  # a resumed run can have more steps
+        state.finished = False
         first = min(state.batches, default=state.made)
         if self._deterministic and state.made and batches < first:
             raise ValueError(
@@ -287,6 +287,10 @@ class PolicyBuffer:
         if not self._deterministic:
             self.drop("surplus", len(self.state.ready))
             self.state.ready = {}
+
+    def resume(self) -> None:
+        """The run goes on, perhaps with more steps. All policies take part at once, whichever trainer starts first."""
+        self.state.finished = self.complete
 
     @property
     def complete(self) -> bool:

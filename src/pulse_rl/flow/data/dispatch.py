@@ -47,6 +47,7 @@ class Worker(msgspec.Struct):
     state: Literal["live", "suspect", "dead"] = "live"
     leases: list[int] = []  # numbers of tasks
     failures: int = 0  # in a row
+    error: str = ""  # of its last failure
     paused_until: float = 0.0
     done: int = 0
     failed: int = 0
@@ -216,6 +217,7 @@ class Dispatcher:
         if error:
             worker.failed += 1
             worker.failures += 1
+            worker.error = error
             self._count("failed")
             over = worker.failures - self.settings.breaker
             if over >= 0:
@@ -274,6 +276,8 @@ class Dispatcher:
                     "tasks": len(worker.leases),
                     "done": worker.done,
                     "failed": worker.failed,
+                    "error": worker.error,
+                    "breaker": worker.failures >= self.settings.breaker,
                     "paused_s": max(0.0, worker.paused_until - now),
                     "versions": worker.versions,
                 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pulse_rl.flow.samples import Episode, Group, Task
+from pulse_rl.flow.samples import Group, Task, solved
 
 FIRST = 1 << 40  # number of the first task of a window
 
@@ -126,13 +126,6 @@ class Windows:
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         return {opening: self.summary(opening) for opening in self.state.windows}
-
-
-def solved(episode: Episode) -> bool:
-    """Whether an episode solved its problem: its fact `solved`, or else whether every policy has the full reward, 1."""
-    if "solved" in episode.facts:
-        return episode.facts["solved"] >= 1
-    return all(reward >= 1 for reward in episode.rewards.values())
 
 
 def pass_at(k: int, plays: int, solved: int) -> float:

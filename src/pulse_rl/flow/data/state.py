@@ -16,7 +16,7 @@ from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Lease
 from pulse_rl.flow.data.evaluation import Windows
 from pulse_rl.flow.data.journal import FILE, Journal
 from pulse_rl.flow.data.waves import Waves
-from pulse_rl.flow.samples import Group, split
+from pulse_rl.flow.samples import Group, solved, split
 
 KEPT = 256  # things of which ranks share values
 JOINED = "joined"  # how the name of one ends that is always kept
@@ -178,6 +178,8 @@ class FlowState:
                 self.stopping, self.ended = True, self.ended or event.ended
             case events.Resumed():
                 self.stopping = self.ended = False
+                for source in self.buffers.values():
+                    source.resume()
         self.at = event.at
 
     def _on_leased(self, event: events.Leased) -> None:
@@ -227,8 +229,8 @@ class FlowState:
         for group in groups:
             parts = {name: split(group, name) for name in self.buffers}
             rewards = {name: part.rewards for name, part in parts.items() if part is not None}
-            solved = [evaluation.solved(episode) for episode in group.episodes]
-            share = sum(solved) / max(1, len(solved))
+            outcomes = [solved(episode) for episode in group.episodes]
+            share = sum(outcomes) / max(1, len(outcomes))
             self.curator.observe(Outcome(group.task.number, group.task.problem, rewards, share))
             for name, part in parts.items():
                 source = self.buffers[name]
