@@ -8,6 +8,7 @@ import pytest
 from flow_runs import GAME, ROLES, Nodes, check, files, finish, kill, run, start, steps
 from runs import COMMAND, children, wait_for
 
+from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.rl import metrics
 from pulse_rl.rl.engine import engine
@@ -64,6 +65,18 @@ def test_a_run_without_an_address_joins_no_cluster_that_runs_already(
             pass
     assert [options["address"] for options in given] == ["local", "head:6379"]
     assert ["object_store_memory" in options for options in given] == [True, False]
+
+
+def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def slow(**options: object) -> None:
+        raise Exception("The current node timed out during startup.\nThe raylet failed.")
+
+    monkeypatch.setattr(ray, "init", slow)
+    said = r"^Ray did not start: The current node timed out during startup\. .*raylet"
+    with pytest.raises(PulseError, match=said), engine(Recipe(out=str(tmp_path))):
+        pass
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pulse_rl.errors import ProcessDiedError, PulseError
+from pulse_rl.errors import ProcessDiedError, PulseError, one_line
 from pulse_rl.rl.directory import LOG
 
 OBJECT_STORE_NBYTES = 256 << 20  # Ray's shared memory: trajectories are small
@@ -150,6 +150,8 @@ def engine(config: Settings) -> Iterator[None]:
                 f"{error}: is a Ray cluster running there? If it asks for tokens, as newer releases of Ray do by "
                 "default, set RAY_AUTH_MODE=token in this environment"
             ) from None
+        except Exception as error:  # Ray has no type of its own for a node that takes too long to start
+            raise PulseError(f"Ray did not start: {one_line(error)}") from error
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has replaced it
         try:
             yield
