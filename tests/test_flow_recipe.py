@@ -256,6 +256,13 @@ def test_plugins_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert registry.load("workflow", "dice") is dice
 
 
+def test_a_plugin_that_cannot_be_parsed_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torn_plugin.py").write_text("FINE = 1\ndef torn(\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"torn_plugin cannot be imported: .*torn_plugin\.py, line 2"):
+        registry.load("workflow", "torn_plugin:torn")
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind, found in registry.BUILTIN.items() for name in found],
@@ -273,7 +280,7 @@ def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
         (["--recipe", "math", "--steps", "0"], ["steps: expected at least 1, found 0"]),
         (["--recipe", "math", "--set", "lr"], ["--set: expected key=value"]),
         (["--recipe", "math", "--resume", "."], ["--recipe: expected a new run"]),
-        (["--recipe", "solver-verifier", "--workers", "3"], ["--workers is a setting of the recipe"]),
+        (["--recipe", "solver-verifier", "--workers", "3"], ["--set pools.NAME.workers=3"]),
         (["--set", "lr"], ["--set: expected key=value"]),
     ],
 )

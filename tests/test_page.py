@@ -255,6 +255,7 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
             "full_nbytes": 2000,
             "patch_nbytes": 100 + version,
             "reduction": 2000 / (100 + version),
+            "facts": {"tool_errors": float(version % 2)},
             "codec": HOSTILE,
             "wait_s": 0.5,
             "train_s": 2.0,
@@ -276,7 +277,8 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
         metrics.append(directory, record)
     final = {"version": versions, "digest": "0123456789abcdef", "restarts": 0}
     held = dict.fromkeys(HELD, 0) | final | {"fetched_nbytes": 12345, "sync_s": 1.5}
-    worker = dict.fromkeys(WORKER, 0) | {"id": HOSTILE, "pool": "near", "policies": {"solver": held}}
+    seconds = {"start_s": 2.0, "idle_s": 3.0, "seconds": 8.0}
+    worker = dict.fromkeys(WORKER, 0) | seconds | {"id": HOSTILE, "pool": "near", "policies": {"solver": held}}
     status = {
         "policies": {},
         "restarts": 0,
@@ -284,7 +286,6 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
         "skipped": {},
         "given_up": [],
         "windows": {},
-        "balance": {"sentence": "nobody waits"},
     }
     found = summary(recipe, {"solver": final}, [worker], status)
     return recipe, found, {"solver": metrics.read(directory)}
@@ -325,6 +326,19 @@ def test_the_summary_of_one_policy_has_it_at_the_top_too(tmp_path: Path) -> None
     (worker,) = found["workers"]
     assert (worker["id"], worker["version"], worker["verified"], worker["restarts"]) == (HOSTILE, 3, True, 0)
     assert (worker["digest"], worker["fetched_nbytes"]) == (found["trainer_digest"], 12345)
+
+
+def test_the_summary_says_who_waited_in_the_whole_run_and_what_was_counted(tmp_path: Path) -> None:
+    recipe, found, _ = _run(tmp_path, 4)
+    assert found["balance"] == {
+        "waits": {"solver": 0.5 / 3.0},
+        "idle": {"near": 0.5},
+        "sentence": "trainers waited for batches: solver 17%; workers waited for tasks: near 50%",
+    }
+    assert found["policies"]["solver"]["facts"] == {"tool_errors": 0.5}
+    page = run_report.write(recipe, found).read_text()
+    assert found["balance"]["sentence"] in page
+    assert "tool_errors" in page
 
 
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:

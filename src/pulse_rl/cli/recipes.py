@@ -99,8 +99,9 @@ def _shared(given: Mapping[str, object]) -> list[str]:
 
     for name, value in given.items():
         if name not in SHARED:
-            hint = f": --set {name}={value}" if name in recipe_file.SHORT else ""
-            raise ValueError(f"{_names([name])} is a setting of the recipe: change it there or by --set{hint}")
+            key = name if name in recipe_file.SHORT else SETTINGS[name][0]
+            change = _set(key.format(policy="policies.NAME", pool="pools.NAME"), value)
+            raise ValueError(f"{_names([name])} is a setting of the recipe: change it there or by --set {change}")
     return [_set(name, value) for name, value in given.items()]
 
 

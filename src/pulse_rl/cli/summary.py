@@ -26,6 +26,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             table.add_row("policy", escape(printable(name)))
         _add_policy(table, policy, workers)
     table.add_section()
+    if failed := summary["tasks"].get("failed"):
+        given_up = summary["tasks"].get("given_up", 0)
+        table.add_row("tasks", f"{failed:,} failures, each tried again; {given_up:,} tasks given up")
     for window, found in summary["windows"].items():
         passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
         table.add_row(f"window {escape(printable(window))}", passed or "nothing was played")
@@ -44,6 +47,9 @@ def _add_policy(table: "Table", policy: Mapping[str, Any], workers: Mapping[str,
 
     if sent := policy["patch_nbytes"]:
         table.add_row("reward", reward_change(policy["reward"]))
+        if policy["facts"]:
+            counted = ", ".join(f"{name} {mean:.3g}" for name, mean in policy["facts"].items())
+            table.add_row("counted in a play", escape(printable(counted)))
         unit = "version" if policy["trainer_sync"] else "step"
         density = sum(policy["density"]) / len(sent)
         table.add_row("density", f"{density:.3%} of {policy['elements']:,} weights per {unit}")

@@ -113,6 +113,9 @@ def load(kind: str, name: str) -> Any:
         raise
     except ImportError as error:
         raise ValueError(f"{name!r}: {module_name} cannot be imported: {one_line(error, 200)}") from error
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}"
+        raise ValueError(f"{name!r}: {module_name} cannot be imported: {error.msg} ({where})") from error
     except AttributeError as error:
         raise ValueError(f"{name!r}: module {module_name} has no {attribute}") from error
 

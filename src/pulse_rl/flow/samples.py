@@ -7,10 +7,13 @@ policies of its workflow; a batch holds those of one. Each token carries the ver
 worker's receiver has proved it: a worker never reports the version that it asked for.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pulse_rl.rl.metrics import mean_facts
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
@@ -85,6 +88,7 @@ class PolicyGroup(NamedTuple):
     version: int  # the oldest that made any of its tokens
     newest: int  # the newest that made any of its tokens
     repeated: bool = False  # this policy has pulled it before: replayed, or again as a trainer was lost
+    facts: Mapping[str, float] = {}  # the mean of each over the episodes, `solved` always
 
 
 class Batch(NamedTuple):
@@ -92,6 +96,13 @@ class Batch(NamedTuple):
 
     number: int  # of this policy's batches, from 0
     groups: list[PolicyGroup]
+
+
+def solved(episode: Episode) -> bool:
+    """Whether an episode solved its problem: its fact `solved`, or else whether every policy has the full reward, 1."""
+    if "solved" in episode.facts:
+        return episode.facts["solved"] >= 1
+    return all(reward >= 1 for reward in episode.rewards.values())
 
 
 def split(group: Group, policy: str) -> PolicyGroup | None:
@@ -129,4 +140,5 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
         rewards=np.array(rewards, np.float32),
         version=int(made.min()),
         newest=int(made.max()),
+        facts=mean_facts([episode.facts | {"solved": float(solved(episode))} for episode in group.episodes]),
     )

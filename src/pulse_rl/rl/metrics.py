@@ -2,7 +2,7 @@
 
 One trainer publishes every step, so a line describes a step. Several trainers publish every round, and a line describes
 all steps of all trainers in it: counts as `tokens` are their sum, the seconds are a trainer's mean sum, the rest are
-means; `trainer_sync` is what they exchanged.
+means; `trainer_sync` is what they exchanged. `facts` is what the workflow counts, as the mean of a play.
 `step` is the (last) optimizer step; no two lines have the same. `version` is the version published after it. They are
 equal, until a run continues from a checkpoint that is older than its newest version: the steps after that checkpoint
 are repeated under new versions, and from there `version` is ahead of `step`.
@@ -10,7 +10,7 @@ Seconds are wall time: `wait_s` for batches, `train_s`, `publish_s`, and `total_
 """
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,17 @@ def append(directory: Path, record: dict[str, Any]) -> None:
 
 
 def merge(records: Sequence[dict[str, Any]], summed: Container[str]) -> dict[str, Any]:
-    """One record from several: the sum of each field in `summed`, the mean of every other."""
-    totals = {name: sum(record[name] for record in records) for name in records[0]}
-    return {name: total if name in summed else total / len(records) for name, total in totals.items()}
+    """One record from several: the sum of each field in `summed`, the mean of every other, and of each fact."""
+    facts = [record["facts"] for record in records if "facts" in record]
+    totals = {name: sum(record[name] for record in records) for name in records[0] if name != "facts"}
+    means = {name: total if name in summed else total / len(records) for name, total in totals.items()}
+    return means | ({"facts": mean_facts(facts)} if facts else {})
+
+
+def mean_facts(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each fact; one that is missing somewhere is 0 there."""
+    names = {name: None for each in facts for name in each}
+    return {name: sum(each.get(name, 0.0) for each in facts) / len(facts) for name in names}
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

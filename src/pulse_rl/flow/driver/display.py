@@ -50,9 +50,9 @@ class Display:
             self._last[record["policy"]] = record
             self.log("  ".join([*self._parts(record, only=only), *(_held(board, record["policy"]) if only else [])]))
         if self._live is not None:
-            self._live.update(
-                Group(self._policies(status), self._workers(status, board), Text(status["balance"]["sentence"]))
-            )
+            # At the end all workers have left.
+            workers = [self._workers(status, board), Text(status["balance"]["sentence"])] if status["workers"] else []
+            self._live.update(Group(self._policies(status), *workers))
 
     def _parts(self, record: Mapping[str, Any], *, only: bool) -> list[str]:
         """The columns of a step's line. only: whether there is no other policy."""

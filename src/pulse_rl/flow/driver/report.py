@@ -56,10 +56,15 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page.heading("Where the time went")
     page.table("A trainer of each policy, in seconds", *_trainer_seconds(summary))
     page.table("Workers, in seconds since each was started last", *_worker_seconds(summary))
-    page.table("At the end", ("", ""), [["who waits for whom", summary["balance"]["sentence"]]])
+    page.table("In all", ("", ""), [["who waited for whom", summary["balance"]["sentence"]]])
     page.heading("What was played")
     page.table("Tasks", ("", "tasks"), [[name.replace("_", " "), str(n)] for name, n in summary["tasks"].items()])
     page.table("Groups of each policy", *_groups(summary))
+    if counted := _facts(summary):
+        page.table("What the workflow counted in a play, as means over what each policy trained on", *counted)
+    if given_up := summary["given_up"]:
+        rows = [[str(task["problem"]), "; ".join(task["errors"])] for task in given_up]
+        page.table("Tasks that were given up", ("problem", "errors"), rows)
     if summary["windows"]:
         page.table("Evaluation windows", *_windows(summary))
     page.heading("Weights at the end")
@@ -111,6 +116,15 @@ def _groups(summary: dict[str, Any]) -> Table:
         dropped = ", ".join(f"{reason} {count}" for reason, count in policy["dropped"].items())
         rows.append([name, str(policy["turns"]), dropped or "none", str(policy["repeated"]), str(policy["replayed"])])
     return ("policy", "turns trained on", "groups dropped", "groups repeated", "groups replayed"), rows
+
+
+def _facts(summary: dict[str, Any]) -> Table | None:
+    rows = [
+        [name, fact, f"{mean:.3f}"]
+        for name, policy in summary["policies"].items()
+        for fact, mean in policy["facts"].items()
+    ]
+    return (("policy", "what", "in a play"), rows) if rows else None
 
 
 def _windows(summary: dict[str, Any]) -> Table:

@@ -17,6 +17,7 @@ from pulse_rl.flow.data.journal import FILE as JOURNAL
 from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
 from pulse_rl.flow.driver import report
 from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.driver.failures import Failures
 from pulse_rl.flow.driver.pools import Pools
 from pulse_rl.flow.driver.signals import stop_requests
 from pulse_rl.flow.driver.summary import summary
@@ -126,6 +127,7 @@ class _Driver:
         self._trainers = Trainers(recipe, dataflow, display.log)
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
+        self._failures = Failures(display.log)
         self._records = _Records(recipe)
         self._notes: dict[str, str] = {}  # of trainers, as shown
         self._pid: int | None = None  # of the Dataflow's process
@@ -143,22 +145,33 @@ class _Driver:
                 self._dataflow.stop()
             # Steps that ended before the stop are shown before the stop is announced.
             status = self._update()
+            if why := self._failures.look(status):
+                raise PulseError(f"{why}; {_recovery_hint(self._recipe)}")
             if stop:
                 if any(policy["version"] is None for policy in status["policies"].values()):
                     self._display.log("stopping …")
                     raise KeyboardInterrupt  # no step has begun: there is nothing to finish
                 stopping = True
                 self._display.log(f"stopping after {_current(self._recipe)} (Ctrl-C again: at once)")
-            for _ in range(run_directory.requested_workers(self._recipe.directory)):
-                self._display.log(f"{self._pools.add()} joins")
-            for _ in range(run_directory.requested_workers(self._recipe.directory, leaving=True)):
-                if name := self._pools.dismiss():
-                    self._display.log(f"{name} leaves")
+            self._follow_requests(ending=stopping or ended)
             self._pools.poll()
-            self._pools.scale()
+            if not (stopping or ended):  # a worker that joins now would only be waited for
+                self._pools.scale()
             done = stopping or self._windows.open(status, self._records.steps, ended=ended)
             if done and ended:
                 return self._trainers.results()
+
+    def _follow_requests(self, *, ending: bool) -> None:
+        """Let workers join or leave, as `pulse-rl rollout` asks. ending: none joins any more."""
+        directory = self._recipe.directory
+        joining = run_directory.requested_workers(directory)
+        if joining and ending:
+            self._display.log(f"the run is ending: it starts no more workers, though {joining} more were asked for")
+        for _ in range(0 if ending else joining):
+            self._display.log(f"{self._pools.add()} joins")
+        for _ in range(run_directory.requested_workers(directory, leaving=True)):
+            if name := self._pools.dismiss():
+                self._display.log(f"{name} leaves")
 
     def finish(self, finals: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Wait until every worker has reached the last versions, proved them and ended; return the summary."""
@@ -171,6 +184,7 @@ class _Driver:
                     "the run itself is complete"
                 )
             wait(left, POLL_S)
+            self._follow_requests(ending=True)
             self._pools.poll()
             self._update()
         status = self._update() | {"restarts": self._revived}

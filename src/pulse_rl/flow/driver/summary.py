@@ -3,6 +3,7 @@
 A run of one policy has what is known of it at the top too, and each worker's weights with the worker.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def summary(
         "skipped": status["skipped"],
         "given_up": status["given_up"],
         "windows": status["windows"],
-        "balance": status["balance"],
+        "balance": _balance(policies, workers),
     }
     if recipe.only is None:
         return found
@@ -74,6 +75,7 @@ def _policy(
         "patch_nbytes": sent,
         "reduction": full * len(sent) / sum(sent) if sum(sent) else 1.0,
         **{key: [record[key] for record in records] for key in ("density", "reward", "solved", "loss", "staleness")},
+        "facts": metrics.mean_facts([record.get("facts", {}) for record in records]),  # in a play
         "trainer_sync": _trainer_sync(given, records),
         "tokens": sum(record["tokens"] for record in records),
         "turns": sum(record["turns"] for record in records),
@@ -114,6 +116,25 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
 def _held(held: Mapping[str, Any], final: str, *, left: bool) -> dict[str, Any]:
     """What a worker holds of a policy. One that left before the end has proved the version that it held then."""
     return {key: held[key] for key in HELD} | {"verified": held["verified"] if left else held["digest"] == final}
+
+
+def _balance(policies: Mapping[str, Mapping[str, Any]], workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Who waited for whom: the share of its time for which each trainer had no batch, and each pool's workers no task.
+
+    Of the trainers' steps it is over the whole run; of workers, since each was started last.
+    """
+    waits = {name: policy["wait_s"] / policy["total_s"] for name, policy in policies.items() if policy["total_s"]}
+    spent, without = Counter[str](), Counter[str]()
+    for worker in workers:
+        spent[worker["pool"]] += worker["seconds"] - worker["start_s"]
+        without[worker["pool"]] += worker["idle_s"]
+    idle = {pool: without[pool] / seconds for pool, seconds in spent.items() if seconds}
+    sentence = f"trainers waited for batches: {_shares(waits)}; workers waited for tasks: {_shares(idle)}"
+    return {"waits": waits, "idle": idle, "sentence": sentence}
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items()) or "none"
 
 
 def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ proves what it holds, and leaves.
 
 import asyncio
 import os
+import sysconfig
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 
+import pulse_rl
 from pulse_rl.errors import one_line
 from pulse_rl.flow.driver.windows import window_of
 from pulse_rl.flow.playing import workflow
@@ -41,6 +44,7 @@ PUSH_S = 0.5  # for which new tasks wait for groups that are on their way, which
 THREADS = 16  # that wait: for other processes, for stores, for sampling
 MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
+NOT_USERS = (str(Path(pulse_rl.__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code
 CALLS = 4096  # of sampling in a task, each with a seed
 
 log = logger(__name__)
@@ -293,7 +297,7 @@ class RolloutWorker:
             episodes = await self._episodes(task)
         except Exception as error:  # noqa: BLE001  # of the workflow: the dispatcher decides what becomes of the task
             self._failed += 1
-            reason = one_line(_first(error), MAX_ERROR)
+            reason = _reason(_first(error))
             log.warning("task %d: %s", task.number, reason)
             await self._call("give_back", self._name, task.number, reason)
             self._tasks.discard(task.number)
@@ -353,3 +357,10 @@ class _Client:
 def _first(error: BaseException) -> BaseException:
     """What went wrong first, without the groups in which asyncio puts it."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _reason(error: BaseException) -> str:
+    """An error of a workflow in a line, with the last line of the user's code that it went through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(NOT_USERS)]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error, MAX_ERROR)}{where}"

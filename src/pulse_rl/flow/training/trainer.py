@@ -154,10 +154,12 @@ class Trainer:
             loss_sum += loss.total.item()
             clipped += loss.clipped
         rewards = [group.rewards for group in groups]
+        facts = metrics.mean_facts([group.facts for group in groups])
         tokens = sum(int(part.completions.mask.sum()) for part in batch_parts)
         return {
             "reward": float(np.concatenate(rewards).mean()),
-            "solved": float((np.concatenate(rewards) == 1).mean()),
+            "solved": facts.pop("solved", 0.0),
+            "facts": facts,
             "groups_with_variance": float(np.mean([each.std() > 0 for each in rewards])),
             "loss": loss_sum / weight,
             "clipped": clipped / tokens,

@@ -1,0 +1,118 @@
+"""What the driver of a run decides, without processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flow_world import group, started
+
+from pulse_rl.errors import PulseError
+from pulse_rl.flow.driver import run
+from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.driver.failures import SHOWN, Failures
+from pulse_rl.flow.recipe import Recipe
+from pulse_rl.rl import directory as run_directory
+
+
+def _fail(flow: Any, worker: str, error: str) -> None:
+    task = flow.take(worker)
+    assert task is not None
+    flow.give_back(worker, task.number, error)
+
+
+def test_a_run_of_which_no_task_succeeds_cannot_go_on() -> None:
+    flow, shown = started("p", workers=2, slots=4), list[str]()
+    failures = Failures(shown.append)
+    for worker in ("w0", "w1"):
+        for _ in range(3):
+            assert failures.look(flow.status()) is None
+            _fail(flow, worker, "KeyError: 'sum' (game.py, line 7)")
+    why = failures.look(flow.status())
+    assert why is not None
+    assert "no task has succeeded" in why
+    assert "(game.py, line 7)" in why
+    assert shown == ["a task failed on w0, and is tried again: KeyError: 'sum' (game.py, line 7)"]  # once
+
+
+def test_failures_after_a_success_end_no_run_and_are_shown_up_to_a_number() -> None:
+    flow, shown = started("p", workers=1, slots=8), list[str]()
+    failures = Failures(shown.append)
+    failures.look(flow.status())
+    task = flow.take("w0")
+    assert task is not None
+    flow.push(group(task, "w0", {"p": 0}))
+    for number in range(3):
+        _fail(flow, "w0", f"error {number}")
+        assert failures.look(flow.status()) is None
+    status = flow.status()
+    for number in range(SHOWN + 5):
+        status["workers"]["w0"]["error"] = f"another {number}"
+        failures.look(status)
+    assert len(shown) == SHOWN
+
+
+class _Services:
+    """Trainers, pools and windows without processes: trainers end at the fifth poll; who joins is counted."""
+
+    def __init__(self, *_: Any) -> None:
+        self.polls = self.joined = self.scaled = 0
+
+    def running(self) -> list[Any]:
+        return []
+
+    def poll(self) -> None:
+        self.polls += 1
+
+    def ended(self) -> bool:
+        return self.polls >= 5
+
+    def open(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def results(self) -> dict[str, Any]:
+        return {}
+
+    def add(self) -> str:
+        self.joined += 1
+        return "w9"
+
+    def scale(self) -> None:
+        self.scaled += 1
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run._Driver:
+    """Of a run with one policy and one worker, neither of which has a process."""
+    flow = started("p", slots=4)
+    status = flow.status
+    monkeypatch.setattr(flow, "status", lambda: status() | {"pid": 1})
+    for name in ("Trainers", "Pools", "Evaluations"):
+        monkeypatch.setattr(run, name, _Services)
+    return run._Driver(Recipe(out=str(tmp_path)), flow, Display("p", 1), lambda: False)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_no_worker_joins_a_run_that_is_ending(
+    driver: run._Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """By the rule that scales a pool, or by a request: whether it was stopped, or its last step is done."""
+    polls, shown = list[int](), list[str]()
+    monkeypatch.setattr(driver._display, "log", shown.append)
+    monkeypatch.setattr(driver, "_stop_requested", lambda: stopped)
+
+    def wait(*_: Any) -> None:
+        polls.append(len(polls))
+        if len(polls) in (1, 5):  # the second one as the trainers end
+            (tmp_path / f"{run_directory.REQUEST}{len(polls)}").write_text("1")
+
+    monkeypatch.setattr(run, "wait", wait)
+    driver.watch()
+    pools: Any = driver._pools
+    assert (pools.scaled, pools.joined) == ((0, 0) if stopped else (4, 1))
+    assert sum("starts no more workers" in line for line in shown) == (2 if stopped else 1)
+
+
+def test_a_run_whose_tasks_all_fail_ends_with_their_error(driver: run._Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "wait", lambda *_: _fail(driver._dataflow, "w0", "no such tool"))
+    with pytest.raises(PulseError, match=r"no such tool; .*start again"):
+        driver.watch()
