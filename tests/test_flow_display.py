@@ -29,12 +29,13 @@ RECORD = {
 class Terminal:
     """Takes what would be shown live."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 200) -> None:
         self.text = ""
+        self._columns = columns
 
     def update(self, shown: Any) -> None:
         file = StringIO()
-        Console(file=file, width=200).print(shown)
+        Console(file=file, width=self._columns).print(shown)
         self.text = file.getvalue()
 
 
@@ -70,6 +71,14 @@ def test_tables_show_policies_pools_queues_and_who_waits() -> None:
     assert status["balance"]["sentence"] in terminal.text
 
 
+def test_tables_fit_a_terminal_of_80_columns() -> None:
+    dataflow, terminal = _dataflow(), Terminal(columns=80)
+    display = Display("solver and judge", 100_000)
+    display._live = terminal  # type: ignore[assignment]
+    display.update([RECORD], dataflow.status(), dataflow.board())
+    assert "…" not in terminal.text
+
+
 BETWEEN = {"sent_nbytes": [1_000_000, 3_000_000], "dense_nbytes": 540_000_000}
 
 
@@ -84,7 +93,7 @@ def test_what_trainers_send_each_other_is_shown_beside_what_workers_fetch(capsys
     display.update([], dataflow.status(), dataflow.board())
     lines = [line.replace("│", "").split() for line in terminal.text.splitlines()]
     row = {line[0]: line for line in lines if line}
-    assert " ".join(row["solver"]).startswith("solver 3/40 3 0.250 -0.5000 2 MB 270 MB 2 MB 540 MB 270×")
+    assert " ".join(row["solver"]).startswith("solver 3/40 3 0.250 -0.5000 2 MB 2 MB 540 MB 270×")
     assert row["judge"][:3] == ["judge", "frozen", "0"]
 
 

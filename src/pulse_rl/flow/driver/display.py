@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +12,7 @@ from pulse_rl.errors import printable
 from pulse_rl.units import nbytes
 
 # Columns of the table of policies; those about several trainers are between them.
-_HEAD = ("policy", "step", "version", "reward", "loss", "patch", "of")
+_HEAD = ("policy", "step", "version", "reward", "loss", "patch")
 _TAIL = ("ready", "coming", "dropped", "waits")
 
 
@@ -50,9 +50,10 @@ class Display:
             self._last[record["policy"]] = record
             self.log("  ".join([*self._parts(record, only=only), *(_held(board, record["policy"]) if only else [])]))
         if self._live is not None:
-            # At the end all workers have left.
-            workers = [self._workers(status, board), Text(status["balance"]["sentence"])] if status["workers"] else []
-            self._live.update(Group(self._policies(status), *workers))
+            shown: list[RenderableType] = [self._policies(status)]
+            if status["workers"]:  # at the end all have left
+                shown += [Text(), self._workers(status, board), Text(status["balance"]["sentence"])]
+            self._live.update(Group(*shown))
 
     def _parts(self, record: Mapping[str, Any], *, only: bool) -> list[str]:
         """The columns of a step's line. only: whether there is no other policy."""
@@ -80,7 +81,7 @@ class Display:
                 f"{policy['step']}/{self._steps}",
                 _text(policy["version"]),
                 *([f"{last['reward']:.3f}", f"{last['loss']:+.4f}"] if last else ["", ""]),
-                *([nbytes(last["patch_nbytes"]), nbytes(last["full_nbytes"])] if last else ["", ""]),
+                nbytes(last["patch_nbytes"]) if last else "",
                 *(exchanged.get(name, {}).get(column, "") for column in between),
                 str(policy["ready"]),
                 str(policy["coming"]),
@@ -114,7 +115,9 @@ class Display:
 
 
 def _table(columns: tuple[str, ...], title: str | None = None) -> Table:
-    table = Table(title=Text(printable(title)) if title else None, title_justify="left", expand=False)
+    # Without lines between columns both tables fit a terminal of 80.
+    shown = Text(printable(title)) if title else None
+    table = Table(title=shown, title_justify="left", box=None, padding=(0, 1, 0, 0), expand=False)
     for column in columns:
         table.add_column(column, justify="right")
     return table
