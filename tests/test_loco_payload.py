@@ -16,9 +16,8 @@ from pulse_rl.kernels.cpu.classes import classes_of
 from pulse_rl.kernels.cpu.loco import GRIDS
 from pulse_rl.loco import exchange, payload
 from pulse_rl.loco.gate import GATES, Sends, cast, find_sends
-from pulse_rl.loco.payload import Coding, SharedSegment, rounded
+from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, SharedSegment, rounded
 
-NO_CLASSES = np.empty(0, np.uint8)  # as of values that are no logarithms
 DOCUMENT = Path(__file__).parents[1] / "docs" / "loco.md"
 
 
@@ -31,7 +30,7 @@ def trained(shapes: list[tuple[int, ...]], step: float, seed: int, gate: str = "
         live = shared + (step * random.normal(0, 1, len(shared)) * np.exp(random.normal(0, 0.5, len(shared)))).astype(
             np.float32
         )
-        segments.append(SharedSegment(shape, 0, len(shared), cast(shared, gate).copy(), NO_CLASSES))
+        segments.append(SharedSegment(shape, 0, shared, cast(shared, gate).copy(), NO_CLASSES))
         sends.append(find_sends(shared, live, np.zeros_like(shared), gate))
     return segments, sends
 
@@ -84,8 +83,8 @@ def golden() -> tuple[list[SharedSegment], list[Sends]]:
     segments = []
     for shape, x, momentum in (((2, 4), a, momenta[0]), ((3,), b, momenta[1])):
         bits = cast(x, "bfloat16").copy()
-        classes = classes_of(bits, momentum, GRIDS["bfloat16"], 8.0)
-        segments.append(SharedSegment(shape, 0, len(x), bits, classes))
+        classes = classes_of(x, momentum, GRIDS["bfloat16"], 8.0)
+        segments.append(SharedSegment(shape, 0, x, bits, classes))
     return segments, sends
 
 
@@ -187,7 +186,7 @@ def test_the_method_with_fewer_bytes_is_chosen() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 9])
 def test_every_segment_has_one_owner(ranks: int) -> None:
     sizes = [100, 1, 1, 50, 100, 30, 8]
-    segments = [SharedSegment((n,), 0, n, np.zeros(n, np.uint16), NO_CLASSES) for n in sizes]
+    segments = [SharedSegment((n,), 0, np.zeros(n, np.float32), NO_BITS, NO_CLASSES) for n in sizes]
     ranges = exchange.owned(segments, ranks)
     assert len(ranges) == ranks
     assert [i for r in ranges for i in r] == list(range(len(sizes)))

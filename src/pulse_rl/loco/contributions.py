@@ -6,7 +6,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.errors import ExchangeError
 from pulse_rl.group.collectives import Group
 from pulse_rl.kernels import cpu
@@ -14,10 +13,11 @@ from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.classes import classes_of
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import exchange, log8
-from pulse_rl.loco.exchange import Exchange, Fragment, Mean, Timings
-from pulse_rl.loco.gate import Sends, find_sends
+from pulse_rl.loco.exchange import Exchange, Fragment, Timings
+from pulse_rl.loco.gate import Sends, cast, find_sends
 from pulse_rl.loco.masters import Masters, MasterSegment
-from pulse_rl.loco.payload import Coding, SharedSegment, decode, limit, rounded
+from pulse_rl.loco.payload import NO_BITS, NO_CLASSES, Coding, Sent, SharedSegment, decode, in_order, limit, rounded
+from pulse_rl.loco.sums import Mean
 from pulse_rl.parallel import ordered_map
 
 
@@ -119,16 +119,22 @@ class SparseContribution:
 
     def _fragment(self, fragment: range, sends: list[Sends]) -> Fragment:
         """sends: of all segments; an empty list where none of them is used."""
-        shared = list(ordered_map(self._shared, [self._masters.segments[number] for number in fragment]))
-        return Fragment([sends[number] for number in fragment] if sends else [], shared, self._coding)
+
+        def prepare(number: int) -> tuple[SharedSegment, list[Sent]]:
+            shared = self._shared(self._masters.segments[number])
+            return shared, [in_order(sends[number], shared, self._coding)] if sends else []
+
+        prepared = list(ordered_map(prepare, fragment))
+        return Fragment([one for _, sent in prepared for one in sent], [shared for shared, _ in prepared], self._coding)
 
     def _shared(self, segment: MasterSegment) -> SharedSegment:
         gate, value_dtype, scale = self._coding
-        bits, classes = np.empty(segment.size, UINTS[DTYPES[gate][1]]), np.empty(0, np.uint8)
-        loco.cast(segment.shared, loco.FORMATS[gate], bits)
+        bits, classes = NO_BITS, NO_CLASSES
         if value_dtype == "log8":
-            classes = classes_of(bits, segment.momentum, loco.GRIDS[gate], scale)
-        return SharedSegment(segment.shape, segment.start, segment.stop, bits, classes)
+            classes = classes_of(segment.shared, segment.momentum, loco.GRIDS[gate], scale)
+        else:
+            bits = cast(segment.shared, gate).copy()
+        return SharedSegment(segment.shape, segment.start, segment.shared, bits, classes)
 
 
 class DenseContribution:

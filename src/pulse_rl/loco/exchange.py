@@ -5,8 +5,8 @@
 (W − 1) / W · (P + U) come in, where U is the union of all payloads. By that formula split is better when
 W > 1 + U / P. `choose` assumes that the ranks' sends are independent: of n elements rank r sends k_r, so the union has
 n · (1 − Π(1 − k_r / n)); each of these takes the bits of a float32 value, each sent one those of its dtype. Both
-methods add in rank order from +0 in float32 and divide by W once, so they agree to the bit. Only the segment that is
-being added up exists densely; what a round holds are sends and means, both sparse.
+methods add in rank order from +0 in float32 and divide by W once (`sums`), so they agree to the bit. What a round holds
+are sends and means, both sparse.
 
 Decoding and adding up can fail on one rank alone: so each such phase ends in one small report from every rank, and when
 one cannot go on, none does (`fail_together`).
@@ -20,59 +20,39 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pulse_rl.errors import ExchangeError, FormatError, translate
 from pulse_rl.group.collectives import Group
-from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
-from pulse_rl.loco.gate import NOTHING, Sends
-from pulse_rl.loco.payload import Coding, Decoder, SharedSegment
+from pulse_rl.loco.gate import cast
+from pulse_rl.loco.payload import Coding, Decoder, Sent, SharedSegment
+from pulse_rl.loco.sums import Mean, sum_of
 from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.changes import find_changes
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 FAILURE_CHARACTERS = 1000  # of an error's text, as one rank reports it to the others
 FAILURE_NBYTES = 1 << 16
 SENT_BITS = {"log8": 5, "bfloat16": 13, "float32": 29}  # about, of an element with its position: as measured
-EXPONENT = np.uint32(0x7F800000)  # all ones in an infinity or NaN
-
-
-class Mean(NamedTuple):
-    """The mean pseudo-gradient of one segment: sparse, or dense where that is smaller."""
-
-    indices: NDArray[np.uint32] | None  # (k,); None: values are all (n,)
-    values: F32
-
-    def dense(self, size: int) -> F32:
-        """All elements, (size,). Scratch: valid until this thread's next call."""
-        if self.indices is None:
-            return self.values
-        found: F32 = cpu.buffer("mean", size, np.float32)[:size]
-        found.fill(0)
-        cpu.scatter(found.view(np.uint32), self.indices, self.values.view(np.uint32))
-        return found
-
-    def sparse(self) -> Sends:
-        """The elements that are stored; of a dense mean all."""
-        if self.indices is None:
-            return Sends(np.arange(len(self.values), dtype=np.uint32), self.values)
-        return Sends(self.indices, self.values)
 
 
 class Fragment(NamedTuple):
-    """What one rank exchanges at once: its sends of a run of segments, and how they are encoded."""
+    """What one rank exchanges at once: what it sends of a run of segments, and how that is encoded."""
 
-    sends: Sequence[Sends]  # of each segment
+    sent: Sequence[Sent]  # of each segment
     segments: Sequence[SharedSegment]
     coding: Coding
 
     def only(self, numbers: range) -> "Fragment":
         """These segments alone."""
-        return self._replace(sends=[self.sends[i] for i in numbers], segments=[self.segments[i] for i in numbers])
+        return self._replace(sent=[self.sent[i] for i in numbers], segments=[self.segments[i] for i in numbers])
+
+    def of_means(self, means: Sequence[Mean] = ()) -> "Fragment":
+        """Means of the same segments: they are exchanged as float32, being no values of any narrower dtype."""
+        gate = self.coding.gate
+        segments = [each._replace(bits=cast(each.shared, gate).copy()) for each in self.segments]
+        return Fragment([mean.sparse() for mean in means], segments, self.coding._replace(value_dtype="float32"))
 
     @property
     def limit(self) -> int:
@@ -80,8 +60,8 @@ class Fragment(NamedTuple):
         return payload.limit([segment.size for segment in self.segments])
 
     def encode(self) -> bytes:
-        """The sends as a payload; no bytes where there are no segments."""
-        return payload.encode(self.sends, self.segments, self.coding) if self.segments else b""
+        """What is sent as a payload; no bytes where there are no segments."""
+        return payload.encode(self.sent, self.segments, self.coding) if self.segments else b""
 
 
 class Timings:
@@ -155,7 +135,7 @@ def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     with fail_together(group):
         means = add_up(dict(enumerate(incoming)), own, group.rank)
         timings.spent("decode")
-        encoded = own._replace(sends=[mean.sparse() for mean in means], coding=_of_means(fragment.coding)).encode()
+        encoded = own.of_means(means).encode()
         timings.spent("encode")
 
     # 3. All gather all means.
@@ -265,22 +245,11 @@ def add_up(payloads: Mapping[int, memoryview], mine: Fragment, rank: int | None)
     }
 
     def add(number: int) -> Mean:
-        size = mine.segments[number].size
-        total: F32 = cpu.buffer("total", size, np.float32)[:size]
-        total.fill(0)
-        elements = payload.by_class(mine.segments[number], mine.coding)
+        total = sum_of(mine.segments[number], mine.coding)
         for sender, decode in decoders.items():
             with sent_by(sender):
-                loco.add(total, *(mine.sends[number] if sender == rank else decode[number](elements)))
-        changes = find_changes(NOTHING[:size], total.view(np.uint32))
-        if (changes.values & EXPONENT == EXPONENT).any():
-            raise FloatingPointError(
-                "the mean pseudo-gradient overflows float32: expected finite sums, found an infinity"
-            )
-        ranks = np.float32(len(decoders))
-        if 2 * len(changes.indices) > size:
-            return Mean(None, total / ranks)
-        return Mean(changes.indices, changes.values.view(np.float32) / ranks)
+                total.add(mine.sent[number] if sender == rank else decode[number]())
+        return total.mean(len(decoders))
 
     return list(ordered_map(add, range(len(mine.segments))))
 
@@ -290,17 +259,13 @@ def _open(rank: int, data: memoryview, fragment: Fragment) -> list[Decoder]:
         return payload.open_payload(data, fragment.segments, fragment.coding)
 
 
-def _of_means(coding: Coding) -> Coding:
-    """How means are written: they are no values of any narrower dtype."""
-    return coding._replace(value_dtype="float32")
-
-
 def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     """The means of the range that another rank added up."""
     if not part.segments:
         return []
     with sent_by(rank):
-        return [Mean(*sends) for sends in payload.decode(data, part.segments, _of_means(part.coding))]
+        means = part.of_means()
+        return [Mean(*sends) for sends in payload.decode(data, means.segments, means.coding)]
 
 
 def _decode_failure(rank: int, data: memoryview) -> Failure:

@@ -22,15 +22,16 @@ number of trainers: what is kept back is as little as rounding to the gate's for
 same. Each trainer turns it by another amount (`turn_of`), so that W trainers cross at W different places.
 """
 
+from functools import cache
+
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
-from pulse_rl.loco.gate import NOTHING, Sends, cast
+from pulse_rl.loco.gate import NOTHING, Sends
 from pulse_rl.weights.changes import find_changes
 
 
@@ -53,31 +54,40 @@ def find_sends(
     """
     codes = cpu.buffer("codes", len(shared), np.int8)[: len(shared)]
     first = (seed + start) % (1 << 32)
-    if not loco.log8(shared, live, residual, loco.FORMATS[gate], loco.GRIDS[gate], scale, first, turn, codes):
+    if not loco.log8(shared, live, residual, loco.GRIDS[gate], scale, first, turn, codes):
         return None
     found = find_changes(NOTHING.view(np.uint8)[: len(codes)], codes.view(np.uint8))
     there = np.empty(len(found.indices), np.float32)
     cpu.gather(shared.view(np.uint32), found.indices, there.view(np.uint32))
-    return Sends(found.indices, to_values(found.values.view(np.int8), cast(there, gate), gate, scale))
+    return Sends(found.indices, to_values(found.values.view(np.int8), there, gate, scale))
 
 
-def to_values(codes: NDArray[np.int8], cells: UIntArray, gate: str, scale: float) -> F32:
-    """What codes (k,) stand for, float32; cells: θ's bits (k,) in the gate's format."""
+def to_values(codes: NDArray[np.int8], shared: F32, gate: str, scale: float) -> F32:
+    """What codes (k,) stand for, float32; shared: θ there, (k,)."""
     values = np.empty(len(codes), np.float32)
-    loco.log8_values(codes, cells, loco.GRIDS[gate], scale, values)
+    loco.log8_values(codes, shared, loco.GRIDS[gate], scale, values)
     return values
 
 
-def units_of(gate: str, scale: float) -> F32:
-    """The unit of each exponent of the gate's format, float32 (256,)."""
-    grid = loco.GRIDS[gate]
-    exponents = np.arange(256, dtype=np.uint32) & (grid.magnitude >> grid.shift)
-    cells = (exponents << grid.shift).astype(UINTS[DTYPES[gate][1]])
-    return to_values(np.ones(256, np.int8), cells, gate, scale)
-
-
-def to_codes(values: F32, cells: UIntArray, gate: str, scale: float) -> NDArray[np.int8]:
+def to_codes(values: F32, shared: F32, gate: str, scale: float) -> NDArray[np.int8]:
     """The inverse of `to_values`."""
     codes = np.empty(len(values), np.int8)
-    loco.log8_codes(values, cells, loco.GRIDS[gate], scale, codes)
+    loco.log8_codes(values, shared, loco.GRIDS[gate], scale, codes)
     return codes
+
+
+@cache
+def values_in_widths(scale: float) -> F32:
+    """What the codes from −127 to 127 stand for, in widths of the element's cell; 0 for 0."""
+    sizes = np.arange(2, loco.CODES + 1)
+    magnitudes = np.concatenate([[0, 1], np.ldexp(2 + sizes % 2, sizes // 2 - 1)]).astype(np.float32)
+    values = magnitudes * np.float32(1 / scale)
+    return np.concatenate([-values[:0:-1], values])
+
+
+def largest_codes(widths: F32, scale: float) -> NDArray[np.int64]:
+    """The largest code of each class whose value is finite. widths: (CLASSES,), of its cells; 0 counts as finite."""
+    values = values_in_widths(scale)[loco.CODES + 1 :]
+    with np.errstate(over="ignore"):
+        found: NDArray[np.int64] = np.isfinite(values * widths[:, None]).sum(axis=1, dtype=np.int64)
+    return found

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from pulse_rl.kernels.cpu.loco import F32
-from pulse_rl.loco.exchange import Mean, Timings
+from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.report import LocoReport
+from pulse_rl.loco.sums import Mean
 
 
 class StateAfter(NamedTuple):

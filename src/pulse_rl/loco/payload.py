@@ -12,7 +12,8 @@ and sizes then cost almost nothing. The exponents of the values lie near lr · H
 of each alone is 2.4); signs and mantissas are nearly random and are sent uncoded.
 
 Values as logarithms (`log8`) are whole numbers of few bits, and many elements are sent. So they have another layout,
-made for speed, which also uses the outer momentum, since all trainers hold it (`kernels.cpu.sends`):
+made for speed, which also uses the outer momentum, since all trainers hold it (`kernels.cpu.sends`). What is sent is
+brought into the order of classes once (`in_order`), to be encoded and to be added up:
 
     16 bytes   BLAKE3 of the rest
     u32 × 2    bytes of all streams, LOG8: no length of exponents, so that a reader of another layout refuses it
@@ -41,8 +42,8 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu import sends as streams
-from pulse_rl.kernels.cpu.classes import Sorted, sort
-from pulse_rl.kernels.cpu.loco import F32, GRIDS
+from pulse_rl.kernels.cpu.classes import CLASSES, SIGN, Classes, Places, arrange, counted, order
+from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import log8
 from pulse_rl.loco.gate import Sends, cast
 from pulse_rl.parallel import ordered_map
@@ -58,21 +59,31 @@ LOG8 = 0xFFFFFFFE  # in place of the length of the exponents; 0xFFFFFFFF was a l
 _CODEC = ContextCodec(price=128)
 
 
+# Of segments whose values are logarithms, and are none.
+NO_BITS: UIntArray = np.empty(0, np.uint16)
+NO_CLASSES = counted(np.empty(0, np.uint8), np.zeros(256, np.float32))
+
+
 class SharedSegment(NamedTuple):
     """A segment as sender and receiver both know it."""
 
     shape: tuple[int, ...]  # of the whole tensor
     start: int  # flat index of the first element
-    stop: int
-    bits: UIntArray  # θ there, cast to the gate's format, (stop − start,)
-    classes: NDArray[np.uint8]  # likewise, of logarithms the class of each element; else empty
+    shared: F32  # θ there, (n,)
+    bits: UIntArray  # the same, cast to the gate's format; NO_BITS of logarithms
+    classes: Classes  # of logarithms the class of each element; else NO_CLASSES
 
     @property
     def size(self) -> int:
-        return self.stop - self.start
+        return len(self.shared)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
 
 
-Decoder: TypeAlias = Callable[[Sorted | None], Sends]  # given the segment's elements `by_class`
+Sent: TypeAlias = Sends | Places  # of a segment; of logarithms by class
+Decoder: TypeAlias = Callable[[], Sent]
 
 
 def limit(sizes: Sequence[int]) -> int:
@@ -88,14 +99,27 @@ class Coding(NamedTuple):
     scale: float = 1.0  # the gate's; of log8 the units of a cell's width
 
 
-def encode(sends: Sequence[Sends], segments: Sequence[SharedSegment], coding: Coding) -> bytes:
-    """One payload of these segments. The same sends give the same bytes, whatever the number of threads."""
-    counts = np.array([len(one.indices) for one in sends], "<u4").tobytes()
+def in_order(sends: Sends, segment: SharedSegment, coding: Coding) -> Sent:
+    """What is sent of a segment, in the order in which its payload holds it."""
+    if coding.value_dtype != "log8":
+        return sends
+    there = np.empty(len(sends.indices), np.float32)
+    cpu.gather(segment.shared.view(np.uint32), sends.indices, there.view(np.uint32))
+    return arrange(segment.classes, sends.indices, log8.to_codes(sends.values, there, coding.gate, coding.scale))
+
+
+def encode(sent: Sequence[Sent], segments: Sequence[SharedSegment], coding: Coding) -> bytes:
+    """One payload of these segments. The same gives the same bytes, whatever the number of threads.
+
+    sent: of each segment, `in_order`.
+    """
+    counts = np.array([len(one[0]) for one in sent], "<u4").tobytes()
     if coding.value_dtype == "log8":
-        coded = list(ordered_map(lambda pair: _encode_log8(*pair, coding), zip(sends, segments, strict=True)))
+        coded = list(ordered_map(_encode_log8, zip(sent, segments, strict=True)))
         lengths = np.array([len(each) for each in coded], "<u4").tobytes()
         body = [LENGTHS.pack(sum(map(len, coded)), LOG8), counts, lengths, *coded]
     else:
+        sends = [one for one in sent if isinstance(one, Sends)]
         parts = [_part(one, segment, coding) for one, segment in zip(sends, segments, strict=True)]
         positions = _CODEC.encode_block(parts)
         exponents, rest = _split(np.concatenate([one.values for one in sends]), coding.value_dtype)
@@ -108,16 +132,11 @@ def encode(sends: Sequence[Sends], segments: Sequence[SharedSegment], coding: Co
 def decode(payload: memoryview, segments: Sequence[SharedSegment], coding: Coding) -> Iterator[Sends]:
     """What a payload says of each of these segments. Raises FormatError for bytes that no `encode` wrote."""
     decoders = open_payload(payload, segments, coding)
-    return ordered_map(lambda pair: pair[0](by_class(pair[1], coding)), zip(decoders, segments, strict=True))
-
-
-def by_class(segment: SharedSegment, coding: Coding) -> Sorted | None:
-    """A segment's elements as `Decoder` needs them, the same for all payloads. Scratch."""
-    return sort(segment.classes, segment.bits, GRIDS[coding.gate]) if coding.value_dtype == "log8" else None
+    return ordered_map(lambda pair: _by_index(pair[0](), pair[1], coding), zip(decoders, segments, strict=True))
 
 
 def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding: Coding) -> list[Decoder]:
-    """Check a payload of these segments; returns one function a segment that decodes it and checks its indices.
+    """Check a payload of these segments; returns one function a segment that decodes it and checks what it says.
 
     Raises FormatError for bytes that no `encode` wrote; so do the functions that it returns.
     """
@@ -143,9 +162,8 @@ def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding:
         if lengths.sum() != positions_nbytes:
             raise FormatError(f"payload: expected streams of {positions_nbytes} bytes, found {lengths.sum()}")
         at = first + np.concatenate([[0], np.cumsum(lengths)])
-        unit_sizes = log8.units_of(coding.gate, coding.scale)
         return [
-            partial(_decode_log8, payload[a:b], count, segment, unit_sizes)
+            partial(_decode_log8, payload[a:b], count, segment, coding)
             for a, b, count, segment in zip(at, at[1:], counts.tolist(), segments, strict=False)
         ]
     specs = [
@@ -185,27 +203,39 @@ def _part(sends: Sends, segment: SharedSegment, coding: Coding) -> SegmentChange
     return SegmentChanges(spec, Changes(sends.indices, moved), lambda: segment.bits)
 
 
-def _decode(unit: Unit, values: F32, segment: SharedSegment, _: Sorted | None) -> Sends:
+def _decode(unit: Unit, values: F32, segment: SharedSegment) -> Sends:
     (changes,) = unit.decode([lambda: segment.bits])
     return Sends(changes.indices, values)
 
 
-def _encode_log8(sends: Sends, segment: SharedSegment, coding: Coding) -> bytes:
-    cells = np.empty(len(sends.indices), segment.bits.dtype)
-    cpu.gather(segment.bits, sends.indices, cells)
-    codes = log8.to_codes(sends.values, cells, coding.gate, coding.scale)
-    return streams.encode(segment.classes, sends.indices, codes)
+def _encode_log8(pair: tuple[Sent, SharedSegment]) -> bytes:
+    sent, segment = pair
+    assert isinstance(sent, Places)
+    return streams.encode(segment.classes, sent)
 
 
-def _decode_log8(data: memoryview, count: int, segment: SharedSegment, units: F32, elements: Sorted | None) -> Sends:
-    assert elements is not None
-    found = streams.decode(np.frombuffer(data, np.uint8), elements, count, units)
+def _decode_log8(data: memoryview, count: int, segment: SharedSegment, coding: Coding) -> Places:
+    largest = log8.largest_codes(segment.classes.widths[:CLASSES], coding.scale)
+    found = streams.decode(data, segment.classes, count, largest)
     if found is None:
         raise FormatError(
             f"payload: expected {count} finite sends of {segment.size} elements, found {len(data)} bytes that do not "
             "hold them"
         )
-    return Sends(*found)
+    return found
+
+
+def _by_index(sent: Sent, segment: SharedSegment, coding: Coding) -> Sends:
+    if isinstance(sent, Sends):
+        return sent
+    indices = order(segment.classes)[sent.places].astype(np.uint32)
+    against = segment.classes.each[indices] >= SIGN
+    values = log8.to_values(
+        np.where(against, -sent.moves, sent.moves), segment.shared[indices], coding.gate, coding.scale
+    )
+    if not np.isfinite(values).all():
+        raise FormatError("payload: expected finite values, found one that overflows float32")
+    return Sends(indices, values)
 
 
 def _split(values: F32, value_dtype: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -1,7 +1,8 @@
 """The hot loops of PULSELoCo: the gate, values as logarithms, error feedback, the sum of sends and the outer step.
 
 Each call handles one segment; arrays are float32 unless another dtype is named. The arithmetic is the same on every
-machine: no fast-math, and explicit fused multiply-adds where torch.optim.SGD has them. The naive twins are in
+machine: no fast-math, and explicit fused multiply-adds where torch.optim.SGD has them. Of 32-bit integers Numba makes
+64-bit ones, of which half as many fit a vector: so each result is narrowed again. The naive twins are in
 `reference/loco.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -38,21 +39,33 @@ class Format(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """How the bits of a narrower format give the width of the value's cell: that of the exponent. All are uint32."""
+    """How the bits of a float32 value give its exponent in a narrower format, and the width of its cell there.
 
-    magnitude: Any  # the bits of exponent and mantissa
-    shift: Any  # bits of the mantissa
-    lowest: Any  # smaller exponents count as this one
-    rebias: Any  # from the exponent to that of the width in float32, mod 2^32
+    Exponents are written as in float32; values that are subnormal in the format have the one below its smallest. All
+    fields are uint32.
+    """
+
+    mantissa: Any  # bits
+    half: Any  # of the last bit that the format keeps: adding it rounds the exponent as the format does
+    normal: Any  # from these bits on the value rounds to a normal one
+    below: Any  # the exponent of subnormal values
+    last: Any  # the largest exponent
+    lowest: Any  # smaller exponents have cells as wide as this one's
 
 
 def _format(*fields: int) -> Format:
     return Format(*(np.uint32(field) for field in fields))
 
 
-def _grid(bits: int, mantissa: int, bias: int, lowest: int = 1) -> Grid:
-    fields = (1 << bits - 1) - 1, mantissa, lowest, (127 - bias - mantissa) % (1 << 32)
-    return Grid(*(np.uint32(field) for field in fields))
+def _grid(exponent: int, mantissa: int, lowest: int | None = None) -> Grid:
+    """Of a format with so many bits of exponent and mantissa."""
+    below = 128 - (1 << exponent - 1)
+    half = 1 << 22 - mantissa
+    # Subnormal values of bfloat16 are subnormal in float32 too; of the others, their steps are those of the exponent
+    # above, twice as long as in the binade below it.
+    normal = (below + 1 << 23) - (half if below == 0 else 2 * half)
+    last = below + (1 << exponent) - 1
+    return Grid(*map(np.uint32, (mantissa, half, normal, below, last, below + 1 if lowest is None else lowest)))
 
 
 FORMATS: dict[str, Format] = {
@@ -64,9 +77,9 @@ FORMATS: dict[str, Format] = {
 }
 
 GRIDS: dict[str, Grid] = {
-    "bfloat16": _grid(16, 7, 127, lowest=70),  # a cell of 2^-64: far below any step, and its inverse is finite
-    "float16": _grid(16, 10, 15),
-    "float8_e4m3fn": _grid(8, 3, 7),
+    "bfloat16": _grid(8, 7, lowest=70),  # a cell of 2^-64: far below any step, and its inverse is finite
+    "float16": _grid(5, 10),
+    "float8_e4m3fn": _grid(4, 3),
 }
 CODES = 127  # the largest code of `log8`
 
@@ -82,7 +95,7 @@ def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def _bits(typingctx: Any, x: Any) -> Any:
+def bits_of(typingctx: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
@@ -90,7 +103,7 @@ def _bits(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _float(typingctx: Any, x: Any) -> Any:
+def float_of(typingctx: Any, x: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
@@ -104,7 +117,7 @@ def _rounded(bits, form):
     odd = np.uint32((magnitude >> form.shift) & np.uint32(1))
     half = np.uint32((np.uint32(1) << np.uint32(form.shift - np.uint32(1))) - np.uint32(1))
     result = np.uint32(np.uint32(np.uint32(magnitude - form.rebias) + half + odd) >> form.shift)
-    steps = np.uint32(_bits(np.float32(_float(magnitude) + _float(form.magic))) - form.magic)
+    steps = np.uint32(bits_of(np.float32(float_of(magnitude) + float_of(form.magic))) - form.magic)
     result = steps if magnitude < form.smallest else result
     result = form.over if magnitude >= form.largest else result
     result = form.nan if magnitude > _INFINITY else result
@@ -114,7 +127,7 @@ def _rounded(bits, form):
 @kernel
 def _cast(values, form, bits):
     for i in range(values.shape[0]):
-        bits[i] = _rounded(_bits(values[i]), form)
+        bits[i] = _rounded(bits_of(values[i]), form)
 
 
 def cast(values: F32, form: Format, bits: UIntArray) -> None:
@@ -127,9 +140,9 @@ def _gate(shared, live, residual, form, scale, before, after):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
         s = residual[i] + (shared[i] - live[i])
-        before[i] = _rounded(_bits(shared[i]), form)
-        after[i] = _rounded(_bits(np.float32(shared[i] - np.float32(scale * s))), form)
-        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
+        before[i] = _rounded(bits_of(shared[i]), form)
+        after[i] = _rounded(bits_of(np.float32(shared[i] - np.float32(scale * s))), form)
+        broken |= np.uint32((bits_of(s) & _INFINITY) == _INFINITY)
     return broken == 0
 
 
@@ -145,26 +158,49 @@ def gate(
 
 
 @inlined
-def cell_width(code, grid):
-    """The bits of the width, in float32, of the cell that a narrower format's bits stand for."""
-    exponent = np.uint32((np.uint32(code) & grid.magnitude) >> grid.shift)
+def exponent_of(bits, grid):
+    """The exponent of a value, given as float32 bits, in a narrower format."""
+    # Whole bits are rounded up from half of the last one on. To even is the same here: where the exponent changes, the
+    # mantissa was all ones.
+    magnitude = np.uint32(bits & _MAGNITUDE)
+    found = np.uint32(np.uint32(magnitude + grid.half) >> np.uint32(23))
+    found = grid.last if found > grid.last else found
+    least = np.uint32(grid.below + np.uint32(magnitude >= grid.normal))
+    return least if found < least else found
+
+
+@inlined
+def width_of(exponent, grid):
+    """The bits of the width, in float32, of the cells with an exponent."""
     exponent = grid.lowest if exponent < grid.lowest else exponent
-    return np.uint32(np.uint32(exponent + grid.rebias) << np.uint32(23))
+    return np.uint32(np.uint32(exponent - grid.mantissa) << np.uint32(23))
+
+
+@inlined
+def cell_width(value, grid):
+    """Of the cell that a value lies in."""
+    return width_of(exponent_of(bits_of(value), grid), grid)
 
 
 @inlined
 def in_units(value, scale, width):
     """value / width · scale; the width is a power of two."""
-    return np.float32(np.float32(value * _float(np.uint32(np.uint32(254 << 23) - width))) * scale)
+    return np.float32(np.float32(value * float_of(np.uint32(np.uint32(254 << 23) - width))) * scale)
 
 
 @inlined
 def _nearest(units):
     """The code from 1 up of the magnitude nearest to units: its exponent and first mantissa bit, rounded."""
     # The codes of 2 and 1.5 would be 2 and 1: 1.5 is not one of the magnitudes, and 1 has its place.
-    code = np.int32(np.uint32((_bits(units) & _MAGNITUDE) + np.uint32(1 << 21)) >> np.uint32(22)) - np.int32(254)
-    code = np.int32(1) if code < np.int32(1) else code
-    return np.int32(CODES) if code > np.int32(CODES) else code
+    rounded = np.uint32(np.uint32(np.uint32(bits_of(units) & _MAGNITUDE) + np.uint32(1 << 21)) >> np.uint32(22))
+    rounded = np.uint32(255) if rounded < np.uint32(255) else rounded
+    rounded = np.uint32(254 + CODES) if rounded > np.uint32(254 + CODES) else rounded
+    return np.uint32(rounded - np.uint32(254))
+
+
+@inlined
+def _signed(code, negative):
+    return np.int8(np.uint32(np.uint32(0) - code) if negative else code)
 
 
 @inlined
@@ -176,21 +212,21 @@ def _mixed(x):
 
 
 @kernel
-def _log8(shared, live, residual, form, grid, scale, seed, turn, codes):
+def _log8(shared, live, residual, grid, scale, seed, turn, codes):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
         s = residual[i] + (shared[i] - live[i])
-        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
-        units = in_units(s, scale, cell_width(_rounded(_bits(shared[i]), form), grid))
+        broken = np.uint32(broken | np.uint32(np.uint32(bits_of(s) & _INFINITY) == _INFINITY))
+        units = in_units(s, scale, cell_width(shared[i], grid))
         turned = np.uint32(_mixed(np.uint32(seed + np.uint32(i))) + turn)
         phase = np.float32(turned >> np.uint32(8)) * np.float32(2.0**-24)
         whole = np.float32(np.floor(np.float32(units + phase)))
-        size = np.uint32(_bits(whole) & _MAGNITUDE)
+        size = np.uint32(bits_of(whole) & _MAGNITUDE)
         code = _nearest(units)
-        code = np.int32(2) if size == np.uint32(0x40000000) else code
-        code = np.int32(1) if size == np.uint32(0x3F800000) else code
-        code = np.int32(0) if size == np.uint32(0) else code
-        codes[i] = np.int8(-code if whole < np.float32(0) else code)
+        code = np.uint32(2) if size == np.uint32(0x40000000) else code
+        code = np.uint32(1) if size == np.uint32(0x3F800000) else code
+        code = np.uint32(0) if size == np.uint32(0) else code
+        codes[i] = _signed(code, whole < np.float32(0))
     return broken == 0
 
 
@@ -198,7 +234,6 @@ def log8(
     shared: F32,
     live: F32,
     residual: F32,
-    form: Format,
     grid: Grid,
     scale: float,
     seed: int,
@@ -212,41 +247,41 @@ def log8(
     Returns False if any s is NaN or infinite.
     """
     factor, where = np.float32(scale), (np.uint32(seed), np.uint32(turn))
-    return bool(_log8(read_only(shared), read_only(live), read_only(residual), form, grid, factor, *where, codes))
+    return bool(_log8(read_only(shared), read_only(live), read_only(residual), grid, factor, *where, codes))
 
 
 @inlined
 def magnitude(size):
     """What a code from 1 up stands for: 1, 2, 3, 4, 6, 8, 12 …"""
     # Exponent and first mantissa bit, from those of 2 up.
-    found = _float(np.uint32(np.uint32(size + np.uint32(254)) << np.uint32(22)))
+    found = float_of(np.uint32(np.uint32(size + np.uint32(254)) << np.uint32(22)))
     return np.float32(1) if size == np.uint32(1) else found
 
 
 @kernel
-def _log8_values(codes, cells, grid, inverse, values):
+def _log8_values(codes, shared, grid, inverse, values):
     for j in range(codes.shape[0]):
         code = np.int32(codes[j])
         size = np.uint32(-code if code < 0 else code)
-        value = np.float32(magnitude(size) * np.float32(_float(cell_width(cells[j], grid)) * inverse))
+        value = np.float32(magnitude(size) * np.float32(float_of(cell_width(shared[j], grid)) * inverse))
         values[j] = -value if code < 0 else value
 
 
-def log8_values(codes: NDArray[np.int8], cells: UIntArray, grid: Grid, scale: float, values: F32) -> None:
-    """Set values (k,) to what codes (k,), none of them 0, stand for; cells: θ's bits (k,) in the gate's format."""
-    _log8_values(read_only(codes), read_only(cells), grid, np.float32(1 / scale), values)
+def log8_values(codes: NDArray[np.int8], shared: F32, grid: Grid, scale: float, values: F32) -> None:
+    """Set values (k,) to what codes (k,), none of them 0, stand for; shared: θ there, (k,)."""
+    _log8_values(read_only(codes), read_only(shared), grid, np.float32(1 / scale), values)
 
 
 @kernel
-def _log8_codes(values, cells, grid, scale, codes):
+def _log8_codes(values, shared, grid, scale, codes):
     for j in range(values.shape[0]):
-        code = _nearest(in_units(values[j], scale, cell_width(cells[j], grid)))
-        codes[j] = np.int8(-code if values[j] < np.float32(0) else code)
+        code = _nearest(in_units(values[j], scale, cell_width(shared[j], grid)))
+        codes[j] = _signed(code, values[j] < np.float32(0))
 
 
-def log8_codes(values: F32, cells: UIntArray, grid: Grid, scale: float, codes: NDArray[np.int8]) -> None:
+def log8_codes(values: F32, shared: F32, grid: Grid, scale: float, codes: NDArray[np.int8]) -> None:
     """The inverse of `log8_values`."""
-    _log8_codes(read_only(values), read_only(cells), grid, np.float32(scale), codes)
+    _log8_codes(read_only(values), read_only(shared), grid, np.float32(scale), codes)
 
 
 @kernel
@@ -291,7 +326,7 @@ def _difference(shared, live, out):
     for i in range(shared.shape[0]):
         s = shared[i] - live[i]
         out[i] = s
-        broken |= np.uint32((_bits(s) & _INFINITY) == _INFINITY)
+        broken |= np.uint32((bits_of(s) & _INFINITY) == _INFINITY)
     return broken == 0
 
 

@@ -4,8 +4,10 @@ Whether an element is sent, which way and how far depends on θ's exponent and o
 both know. So the elements are divided into classes by these, and each class is coded on its own: the gaps between those
 of its elements that are sent, then which of them go against the momentum, then how large they are. Within a class a
 number has nearly one distribution, and the mean of the last ones gives a good Rice code, without a table and without
-the time of an arithmetic coder. The receiver sorts the elements by class once for all payloads; after that a payload
-takes time for what is sent only. `docs/loco.md` describes every bit; the naive twin is in `kernels/reference/sends.py`.
+the time of an arithmetic coder. A payload is read in time that goes with what is sent, and added up where it is read,
+by class (`add`): only the sum of all payloads is brought into the order of the elements.
+
+`docs/loco.md` describes every bit; the naive twin is in `kernels/reference/sends.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 
@@ -17,16 +19,17 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from pulse_rl.kernels.cpu.arrays import read_only, trailing_zeros
-from pulse_rl.kernels.cpu.classes import CLASS, CLASSES, DOWN, EXPONENT, PLACE, SIGN, Sorted
+from pulse_rl.kernels.cpu.arrays import buffer, read_only, trailing_zeros
+from pulse_rl.kernels.cpu.classes import CLASSES, Classes, Places
 from pulse_rl.kernels.cpu.compiled import inlined, kernel
-from pulse_rl.kernels.cpu.loco import F32, magnitude
+from pulse_rl.kernels.cpu.loco import F32
 
 LONGEST = 24  # ones in a row: the whole number follows
 NUMBER = 21  # bits of such a number
 CODES = 127  # the largest code
 MOST_BITS = 4 * (LONGEST + NUMBER)  # of one element that is sent
 ENDS = 3 * (LONGEST + NUMBER) + 2  # bits of a class beside its elements
+WORD = 8  # bytes that are read and written at once
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 # 16 times the means that are expected at first: of gaps where most are sent, and of signs; of runs of the smallest
@@ -45,6 +48,35 @@ def _log2_floor(typingctx: Any, value: Any) -> Any:
     return types.uint64(types.uint64), codegen
 
 
+@intrinsic
+def _load(typingctx: Any, data: Any, at: Any) -> Any:
+    """The 8 bytes of data (uint8) from `at` on, as a uint64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(_word(context, builder, signature, args))
+        value.align = 1
+        return value
+
+    return types.uint64(data, types.int64), codegen
+
+
+@intrinsic
+def _store(typingctx: Any, data: Any, at: Any, value: Any) -> Any:
+    """Write a uint64 to the 8 bytes of data (uint8) from `at` on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _word(context, builder, signature, args)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(data, types.int64, types.uint64), codegen
+
+
+def _word(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """The address of data[at], as one of a word. Words are little-endian, as all processors that we know of are."""
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(64).as_pointer())
+
+
 @inlined
 def _parameter(mean):
     return _log2_floor((mean >> np.uint64(4)) | _U1)
@@ -61,277 +93,246 @@ def _center(mean):
     return (mean + np.int64(8)) >> np.int64(4)
 
 
-# Writing. bits, held: what is not written yet, and how many bits. out, at: the bytes, and how many are written.
+# Writing. bits, held: what is not written yet, and how many bits, below 8. out, at: bytes, and how many are written.
 
 
 @inlined
 def _put(bits, held, out, at, value, width):
+    """Write `width` bits, up to 56."""
     bits |= value << np.uint64(held)
     held += width
-    while held >= 8:
-        out[at] = np.uint8(bits & np.uint64(255))
-        at += 1
-        bits >>= np.uint64(8)
-        held -= 8
-    return bits, held, at
+    _store(out, at, bits)
+    return bits >> np.uint64(held & ~7), held & 7, at + (held >> 3)
 
 
 @inlined
 def _write(bits, held, out, at, value, mean):
     low = _parameter(mean)
-    ones = np.int64(value >> low)
-    if ones < LONGEST:
-        bits, held, at = _put(bits, held, out, at, (_U1 << np.uint64(ones)) - _U1, ones + 1)
-        return _put(bits, held, out, at, value & ((_U1 << low) - _U1), np.int64(low))
-    bits, held, at = _put(bits, held, out, at, (_U1 << np.uint64(LONGEST)) - _U1, LONGEST)
-    return _put(bits, held, out, at, value, NUMBER)
+    ones = value >> low
+    if ones < np.uint64(LONGEST):
+        code = ((_U1 << ones) - _U1) | (value & ((_U1 << low) - _U1)) << (ones + _U1)
+        return _put(bits, held, out, at, code, np.int64(ones + _U1 + low))
+    code = ((_U1 << np.uint64(LONGEST)) - _U1) | value << np.uint64(LONGEST)
+    return _put(bits, held, out, at, code, LONGEST + NUMBER)
 
 
 @kernel
-def _arrange(classes, indices, codes, counts, sent, ranks, moves):
-    """Bring sends into the order of classes: each one's rank in its class, and its code, negative against the momentum.
+def _encode(edges, ends, places, moves, start, out):
+    """Returns how many bytes are written. ends: of each class, how many sends it and those before it have.
 
-    counts, sent: (CLASSES,), to be set to the elements of each class, and those of them that are sent.
+    start: 16 times the mean gap that is expected at first.
     """
-    for j in range(indices.shape[0]):
-        sent[classes[indices[j]] & CLASS] += 1
-    to = np.zeros(CLASSES, np.int64)
-    for c in range(CLASSES - 1):
-        to[c + 1] = to[c] + sent[c]
-    seen = np.zeros((4, CLASSES), np.int64)  # four of each, as in `classes`
-    i = np.int64(0)
-    for j in range(indices.shape[0]):
-        while i < indices[j]:
-            seen[i & 3, classes[i] & CLASS] += 1
-            i += 1
-        c = classes[i] & CLASS
-        ranks[to[c]] = seen[0, c] + seen[1, c] + seen[2, c] + seen[3, c]
-        moves[to[c]] = -codes[j] if classes[i] & SIGN else codes[j]
-        to[c] += 1
-    while i < classes.shape[0]:
-        seen[i & 3, classes[i] & CLASS] += 1
-        i += 1
-    for c in range(CLASSES):
-        counts[c] = seen[0, c] + seen[1, c] + seen[2, c] + seen[3, c]
-
-
-@kernel
-def _encode(counts, sent, ranks, moves, start, out):
-    """Returns how many bytes are written. start: 16 times the mean gap that is expected at first."""
     bits, held, at = _U0, np.int64(0), np.int64(0)
     gaps, rests, turns, runs, sizes, errors, codes = start, _OFTEN, _OFTEN, _RUN, _U0, _OFTEN, _LARGE
-    first = 0
+    end = np.int64(0)
     for c in range(CLASSES):
-        if counts[c] == 0:
+        begin, stop = edges[c], edges[c + 1]
+        if begin == stop:
             continue
-        end, before = first + sent[c], np.int64(-1)
+        first, end = end, ends[c]
 
-        most = 2 * sent[c] > counts[c]
+        most = 2 * (end - first) > stop - begin
         bits, held, at = _put(bits, held, out, at, np.uint64(most), 1)
+        after = begin  # the place behind the last one whose gap was written
         if most:
-            for j in range(first, end):
-                for rest in range(ranks[j - 1] + 1 if j > first else 0, ranks[j]):
-                    gap = np.uint64(rest - before - 1)
+            for j in range(first, end + 1):
+                for rest in range(places[j - 1] + 1 if j > first else begin, places[j] if j < end else stop):
+                    gap = np.uint64(rest - after)
                     bits, held, at = _write(bits, held, out, at, gap, rests)
-                    rests, before = _learned(rests, gap), rest
-            for rest in range(ranks[end - 1] + 1, counts[c]):
-                gap = np.uint64(rest - before - 1)
-                bits, held, at = _write(bits, held, out, at, gap, rests)
-                rests, before = _learned(rests, gap), rest
-            bits, held, at = _write(bits, held, out, at, np.uint64(counts[c] - before - 1), rests)
+                    rests, after = _learned(rests, gap), rest + 1
         else:
             for j in range(first, end):
-                gap = np.uint64(ranks[j] - before - 1)
+                gap = np.uint64(np.int64(places[j]) - after)
                 bits, held, at = _write(bits, held, out, at, gap, gaps)
-                gaps, before = _learned(gaps, gap), ranks[j]
-            bits, held, at = _write(bits, held, out, at, np.uint64(counts[c] - before - 1), gaps)
+                gaps, after = _learned(gaps, gap), np.int64(places[j]) + 1
+        bits, held, at = _write(bits, held, out, at, np.uint64(stop - after), rests if most else gaps)
         if first == end:
             continue
 
-        larger, before = 0, np.int64(first - 1)
+        larger, after = 0, first
         for j in range(first, end):
-            larger += abs(moves[j]) > 1
+            larger += abs(np.int64(moves[j])) > 1
             if moves[j] < 0:
-                gap = np.uint64(j - before - 1)
+                gap = np.uint64(j - after)
                 bits, held, at = _write(bits, held, out, at, gap, turns)
-                turns, before = _learned(turns, gap), np.int64(j)
-        bits, held, at = _write(bits, held, out, at, np.uint64(end - before - 1), turns)
+                turns, after = _learned(turns, gap), j + 1
+        bits, held, at = _write(bits, held, out, at, np.uint64(end - after), turns)
 
-        most = 2 * larger > sent[c]
+        most = 2 * larger > end - first
         bits, held, at = _put(bits, held, out, at, np.uint64(most), 1)
         if most:
             for j in range(first, end):
-                code = np.int64(abs(moves[j]))
+                code = abs(np.int64(moves[j]))
                 off = code - _center(codes)
                 error = np.uint64(2 * off if off >= 0 else -2 * off - 1)
                 bits, held, at = _write(bits, held, out, at, error, errors)
                 errors = _learned(errors, error)
                 codes += code - (codes >> np.int64(4))
         else:
-            before = np.int64(first - 1)
+            after = first
             for j in range(first, end):
-                if abs(moves[j]) > 1:
-                    gap = np.uint64(j - before - 1)
+                code = abs(np.int64(moves[j]))
+                if code > 1:
+                    gap = np.uint64(j - after)
                     bits, held, at = _write(bits, held, out, at, gap, runs)
-                    runs, before = _learned(runs, gap), np.int64(j)
-                    size = np.uint64(abs(moves[j]) - 2)
+                    runs, after = _learned(runs, gap), j + 1
+                    size = np.uint64(code - 2)
                     bits, held, at = _write(bits, held, out, at, size, sizes)
                     sizes = _learned(sizes, size)
-            bits, held, at = _write(bits, held, out, at, np.uint64(end - before - 1), runs)
-        first = end
-    bits, held, at = _put(bits, held, out, at, _U0, (8 - held) & 7)
-    return at
+            bits, held, at = _write(bits, held, out, at, np.uint64(end - after), runs)
+    return at + np.int64(held > 0)
 
 
-def encode(classes: NDArray[np.uint8], indices: NDArray[np.uint32], codes: NDArray[np.int8]) -> bytes:
-    """The stream of what is sent of a segment; no bytes where that is nothing.
-
-    classes: (n,), as `classes_of` gives them. indices: (k,) ascending; codes: (k,), none of them 0.
-    """
-    count = len(indices)
+def encode(classes: Classes, sent: Places) -> bytes:
+    """The stream of what is sent of a segment; no bytes where that is nothing."""
+    count = len(sent.places)
     if not count:
         return b""
-    counts, sent = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
-    ranks, moves = np.empty(count, np.int64), np.empty(count, np.int16)
-    _arrange(read_only(classes), read_only(indices), read_only(codes), counts, sent, ranks, moves)
-    out = np.empty((count * MOST_BITS + CLASSES * ENDS) // 8 + 1, np.uint8)
-    return out[: _encode(counts, sent, ranks, moves, _start(len(classes), count), out)].tobytes()
+    ends = np.searchsorted(sent.places, classes.edges[1:].astype(np.uint32))
+    out = buffer("stream", (count * MOST_BITS + CLASSES * ENDS) // 8 + 1 + WORD, np.uint8)
+    start = _start(len(classes.each), count)
+    written = _encode(read_only(classes.edges), ends, read_only(sent.places), read_only(sent.moves), start, out)
+    return out[:written].tobytes()
 
 
 def _start(elements: int, count: int) -> np.uint64:
     return np.uint64(16 * elements // count)
 
 
-# Reading: the inverse. data (m,) uint8 is untrusted: behind its end it is read as zeros, and found to be too short.
+# Reading: the inverse. data (m + WORD,) uint8 is an untrusted stream of m bytes, then zeros: behind its end it is read
+# as zeros, and found to be too short. bits, held: what was read ahead, and how many bits of it count; at: bytes read.
 
 
 @inlined
 def _fill(bits, held, data, at):
-    while held <= 56:
-        if at < data.shape[0]:
-            bits |= np.uint64(data[at]) << np.uint64(held)
-        at += 1
-        held += 8
-    return bits, held, at
+    """Read ahead to 56 bits or more, all of them below `held` and the next ones' lowest above."""
+    bits |= _load(data, min(at, data.shape[0] - WORD)) << np.uint64(held)
+    return bits, held | 56, at + ((63 - held) >> 3)
+
+
+@inlined
+def _flag(bits, held, data, at):
+    bits, held, at = _fill(bits, held, data, at)
+    return bits & _U1, bits >> _U1, held - 1, at
 
 
 @inlined
 def _read(bits, held, data, at, mean):
     bits, held, at = _fill(bits, held, data, at)
     low = _parameter(mean)
-    ones = np.int64(trailing_zeros(~bits))
-    if ones < LONGEST:
-        bits, held = bits >> np.uint64(ones + 1), held - ones - 1
-        bits, held, at = _fill(bits, held, data, at)
-        value = np.uint64(ones) << low | bits & ((_U1 << low) - _U1)
-        return value, bits >> low, held - np.int64(low), at
-    bits, held = bits >> np.uint64(LONGEST), held - LONGEST
-    bits, held, at = _fill(bits, held, data, at)
-    value = bits & ((_U1 << np.uint64(NUMBER)) - _U1)
-    return value, bits >> np.uint64(NUMBER), held - NUMBER, at
+    ones = trailing_zeros(~bits)
+    if ones < np.uint64(LONGEST):
+        bits >>= ones + _U1
+        value = ones << low | bits & ((_U1 << low) - _U1)
+        return value, bits >> low, held - np.int64(ones + _U1 + low), at
+    value = (bits >> np.uint64(LONGEST)) & ((_U1 << np.uint64(NUMBER)) - _U1)
+    return value, bits >> np.uint64(LONGEST + NUMBER), held - LONGEST - NUMBER, at
 
 
 @kernel
-def _decode(data, edges, places, start, units, indices, codes, values):
+def _decode(data, edges, start, largest, places, moves):
     """Returns whether the stream is sound."""
     bits, held, at = _U0, np.int64(0), np.int64(0)
-    gaps, rests, turns, runs, sizes, errors, means = start, _OFTEN, _OFTEN, _RUN, _U0, _OFTEN, _LARGE
-    end, count = np.int64(0), indices.shape[0]
+    gaps, rests, turns, runs, sizes, errors, codes = start, _OFTEN, _OFTEN, _RUN, _U0, _OFTEN, _LARGE
+    end, count = np.int64(0), places.shape[0]
     for c in range(CLASSES):
-        begin, size = edges[c], edges[c + 1] - edges[c]
-        if size == 0:
+        after, stop = edges[c], edges[c + 1]
+        if after == stop:
             continue
         first = end
 
-        bits, held, at = _fill(bits, held, data, at)
-        most, bits, held = bits & _U1, bits >> _U1, held - 1
-        after = np.int64(0)  # the last one whose gap was read
-        while True:
-            gap, bits, held, at = _read(bits, held, data, at, rests if most else gaps)
-            here = after + np.int64(gap)
-            if here > size:
-                return False
-            if most:
-                if end + here - after > count:
+        most, bits, held, at = _flag(bits, held, data, at)
+        if most:
+            while True:
+                gap, bits, held, at = _read(bits, held, data, at, rests)
+                here = after + np.int64(gap)
+                if here > stop or end + here - after > count:
                     return False
-                for rank in range(after, here):
-                    indices[end] = places[begin + rank]
+                for place in range(after, here):
+                    places[end] = place
                     end += 1
-            if here == size:
-                break
-            if most:
-                rests = _learned(rests, gap)
-            else:
-                if end == count:
-                    return False
-                indices[end] = places[begin + here]
+                if here == stop:
+                    break
+                rests, after = _learned(rests, gap), here + 1
+        else:
+            while True:
+                gap, bits, held, at = _read(bits, held, data, at, gaps)
+                here = after + np.int64(gap)
+                if here >= stop or end == count:
+                    break
+                places[end] = here
                 end += 1
-                gaps = _learned(gaps, gap)
-            after = here + 1
+                gaps, after = _learned(gaps, gap), here + 1
+            if here != stop:
+                return False
         if first == end:
             continue
+        if largest[c] < 1:
+            return False
 
         for j in range(first, end):
-            codes[j] = 1
+            moves[j] = 1
         after = first
         while True:
             gap, bits, held, at = _read(bits, held, data, at, turns)
             here = after + np.int64(gap)
-            if here > end:
-                return False
-            if here == end:
+            if here >= end:
                 break
-            codes[here] = -1
+            moves[here] = -1
             turns, after = _learned(turns, gap), here + 1
+        if here != end:
+            return False
 
-        bits, held, at = _fill(bits, held, data, at)
-        most, bits, held = bits & _U1, bits >> _U1, held - 1
+        most, bits, held, at = _flag(bits, held, data, at)
         if most:
             for j in range(first, end):
                 error, bits, held, at = _read(bits, held, data, at, errors)
                 off = np.int64(error >> _U1)
-                code = _center(means) + (-off - 1 if error & _U1 else off)
-                if code < 1 or code > CODES:
+                code = _center(codes) + (-off - 1 if error & _U1 else off)
+                if code < 1 or code > largest[c]:
                     return False
-                codes[j] *= code
+                moves[j] *= code
                 errors = _learned(errors, error)
-                means += code - (means >> np.int64(4))
+                codes += code - (codes >> np.int64(4))
         else:
             after = first
             while True:
                 gap, bits, held, at = _read(bits, held, data, at, runs)
                 here = after + np.int64(gap)
-                if here > end:
-                    return False
-                if here == end:
+                if here >= end:
                     break
                 runs, after = _learned(runs, gap), here + 1
                 more, bits, held, at = _read(bits, held, data, at, sizes)
-                if more > np.uint64(CODES - 2):
+                if more + np.uint64(2) > np.uint64(largest[c]):
                     return False
-                codes[here] *= np.int64(more) + 2
+                moves[here] *= np.int64(more) + 2
                 sizes = _learned(sizes, more)
-    broken = np.float32(0)
-    for j in range(end):
-        place, code = indices[j], np.int32(codes[j])
-        value = np.float32(magnitude(np.uint32(abs(code))) * units[(place >> EXPONENT) & np.uint32(255)])
-        values[j] = -value if (code < 0) != (place >= DOWN) else value
-        indices[j] = place & PLACE
-        broken += value - value  # NaN once a value is infinite
-    return end == count and at - held // 8 == data.shape[0] and broken == 0
+            if here != end:
+                return False
+    return end == count and at - (held >> 3) == data.shape[0] - WORD
 
 
-def decode(data: NDArray[np.uint8], elements: Sorted, count: int, units: F32) -> tuple[NDArray[np.uint32], F32] | None:
-    """The inverse: indices (count,) in range, each once, by class, and what the codes stand for, float32 (count,).
+def decode(data: memoryview, classes: Classes, count: int, largest: NDArray[np.int64]) -> Places | None:
+    """The inverse: what is sent, (count,). largest: (CLASSES,), the largest code that each class may have.
 
-    units: (256,), the unit of each exponent. Returns None for a stream that does not hold as many, has more bytes, or
-    holds a value that overflows float32.
+    Returns None for a stream that does not hold as many, has more bytes, or holds a larger code.
     """
-    indices, values = np.empty(count, np.uint32), np.empty(count, np.float32)
+    found = Places(np.empty(count, np.uint32), np.empty(count, np.int8))
     if not count:
-        return (indices, values) if not len(data) else None
-    codes = np.empty(count, np.int8)
-    edges, places = read_only(elements.edges), read_only(elements.places)
-    start = _start(len(places), count)
-    sound = _decode(read_only(data), edges, places, start, read_only(units), indices, codes, values)
-    return (indices, values) if sound else None
+        return None if len(data) else found
+    stream = buffer("stream", len(data) + WORD, np.uint8)[: len(data) + WORD]
+    stream[: len(data)] = np.frombuffer(data, np.uint8)
+    stream[len(data) :] = 0
+    start = _start(len(classes.each), count)
+    return found if _decode(read_only(stream), read_only(classes.edges), start, read_only(largest), *found) else None
+
+
+@kernel
+def _add(total, places, moves, values):
+    for j in range(places.shape[0]):
+        total[places[j]] += values[np.int64(moves[j]) + CODES]
+
+
+def add(total: F32, sent: Places, values: F32) -> None:
+    """Add what is sent to total (n,), by place. values: (2 · CODES + 1,), what the moves from −CODES on stand for."""
+    _add(total, read_only(sent.places), read_only(sent.moves), read_only(values))

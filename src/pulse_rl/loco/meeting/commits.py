@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pulse_rl.errors import ExchangeError, IntegrityError, one_line
 from pulse_rl.group.collectives import name_ranks
 from pulse_rl.history.manifest import new_token
-from pulse_rl.loco.exchange import FAILURE_CHARACTERS, Mean, Timings
+from pulse_rl.loco.exchange import FAILURE_CHARACTERS, Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.meeting import names, parcels
 from pulse_rl.loco.meeting.board import Board, Look
@@ -27,6 +27,7 @@ from pulse_rl.loco.meeting.documents import Commit, Offer, Refusal, Stop
 from pulse_rl.loco.meeting.repair import Repairs
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import StateAfter
+from pulse_rl.loco.sums import Mean
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
 from pulse_rl.history.fetch import fetch
 from pulse_rl.loco.contributions import Contribution
-from pulse_rl.loco.exchange import Mean, Timings
+from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.documents import Offer, Part
 from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.sums import Mean
 from pulse_rl.parallel import submit
 from pulse_rl.store.base import Store
 
