@@ -49,13 +49,19 @@ class Segment(NamedTuple):
     phase: int = 0
 
 
-def encoded(segments: Sequence[Segment]) -> Block:
-    """The block that the encoder makes of these segments."""
+def parts_of(segments: Sequence[Segment]) -> list[SegmentChanges]:
+    """What the encoder takes of these segments."""
     parts = []
     for dtype, old, new, row, phase in segments:
         changes = find_changes(old, new)
         spec = SegmentSpec(dtype, len(old), len(changes.indices), row, phase)
         parts.append(SegmentChanges(spec, changes, lambda old=old: old))  # type: ignore[misc]
+    return parts
+
+
+def encoded(segments: Sequence[Segment]) -> Block:
+    """The block that the encoder makes of these segments."""
+    parts = parts_of(segments)
     return Block(CODEC.encode_block(parts), [part.spec for part in parts], [segment.old for segment in segments])
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
 ) -> None:
     kernels = Kernels(streams)
     monkeypatch.setitem(sys.modules, "pulse_rl.kernels.gpu.spots", kernels)
+    monkeypatch.setitem(sys.modules, "pulse_rl.kernels.gpu", SimpleNamespace(coding=kernels))
     device = devices.Cuda(torch.device("cuda", 0))
     spots = cpu.Spots(*[np.zeros(1, np.int64)] * 7)  # type: ignore[arg-type]
     changes = spots, np.zeros(1, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.uint16)
@@ -86,12 +88,14 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
         thread.join()
         device.write_spots(*changes)
         write = device.prepare(*changes)
+        with device.coder() as coder:
+            coder.decode_segments([], *[None] * 4)  # type: ignore[arg-type]
     with streams.stream(generation):
         write()
     with device.own_stream():
         own = streams.current_stream()
     assert own.follows == ["training"]
-    on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites")]
+    on_own = [(name, "own") for name in ("spots_delta", "write_spots", "Overwrites", "decode_segments")]
     assert kernels.used == [*on_own, ("write", "generation")]
     assert training.follows == generation.follows == []
 

@@ -1,23 +1,27 @@
 """The `context` coder of a CUDA device against that of the CPU: the same bytes, and the same refusals."""
 
-import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import gpu_device  # before anything that uses numba.cuda
 import numpy as np
 import pytest
-from fuzz_context import Segment, decode, encoded
+import torch
+from fuzz_context import Segment, encoded, parts_of
 from gpu_device import Held, fast_switches, memory_of  # noqa: F401 - a fixture
 from numpy.typing import NDArray
 
 from pulse_rl.codecs import context as codec
 from pulse_rl.codecs import model
+from pulse_rl.codecs.base import OldBits
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
+from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
 from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Lies
 from pulse_rl.kernels.gpu import coding
+from pulse_rl.weights import devices
 
 pytestmark = [
     pytest.mark.usefixtures("fast_switches"),
@@ -26,52 +30,61 @@ pytestmark = [
 ]
 
 
-def lifted(memory: Memory, itemsize: int) -> Memory:
-    """The segments of host memory, on the device: rows apart, and each at another distance from 16 bytes."""
-    held = []
-    for s, (address, rows, run, apart) in enumerate(zip(*memory[:4], strict=True)):
-        assert rows == 1 or apart == run * itemsize
-        bits = np.frombuffer(ctypes.string_at(int(address), int(rows * run * itemsize)), UINTS[itemsize])
-        held.append(Held(bits, before=s))
-    return memory_of(held)
+class TheDevice(devices.Cuda):
+    """Notes which functions of its coder are called."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 0) if gpu_device.CUDA else None)
+        self.called: list[str] = []
+
+    @contextmanager
+    def coder(self) -> Iterator[devices.Coder]:
+        with super().coder() as there:
+            yield cast("devices.Coder", _Noted(there, self.called))
+
+
+class _Noted:
+    def __init__(self, coder: devices.Coder, called: list[str]) -> None:
+        self._coder, self._called = coder, called
+
+    def __getattr__(self, name: str) -> Any:
+        self._called.append(name)
+        return getattr(self._coder, name)
+
+
+def unread() -> Any:
+    raise AssertionError("no bits are to be read through the host")
 
 
 class OnDevice:
-    """What the codec `context` takes from `cpu.coding`, with the functions that read old bits on the device."""
+    """Segments whose old bits lie on the device, each at another distance from 16 bytes.
 
-    def __init__(self) -> None:
-        self.called: list[str] = []
+    readable: whether they may also be read through the host.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(cpu_coding, name)
+    def __init__(self, segments: Sequence[Segment], *, readable: bool = False) -> None:
+        self.there = TheDevice()
+        self._held = [Held(one.old, before=number) for number, one in enumerate(segments)]
+        self.parts = [
+            part._replace(
+                read=part.read if readable else unread,
+                replaced=one.old[part.changes.indices],
+                lies=Lies(*held.lies),
+                device=self.there,
+            )
+            for part, held, one in zip(parts_of(segments), self._held, segments, strict=True)
+        ]
 
-    def count_exponents(self, memory: Memory, field: Any, itemsize: int, every: NDArray[np.int64]) -> Any:
-        self.called.append("count_exponents")
-        return coding.count_exponents(lifted(memory, itemsize), field, itemsize, every)
+    def encode(self) -> bytes:
+        return codec.ContextCodec().encode_block(self.parts)
 
-    def count_bits(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> None:
-        self.called.append("count_bits")
-        coding.count_bits(lifted(memory, kind.itemsize), kind, starts, changes)
-
-    def encode_segments(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]:
-        self.called.append("encode_segments")
-        return coding.encode_segments(lifted(memory, kind.itemsize), kind, starts, changes)
-
-    def decode_segments(self, streams: Sequence[memoryview], memory: Memory, kind: Kind, *rest: Any) -> Any:
-        self.called.append("decode_segments")
-        return coding.decode_segments(streams, lifted(memory, kind.itemsize), kind, *rest)
-
-
-@pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], OnDevice]:
-    """From the call on, the codec codes on the device."""
-
-    def begin() -> OnDevice:
-        there = OnDevice()
-        monkeypatch.setattr(codec, "coding", there)
-        return there
-
-    return begin
+    def decode(self, block: bytes) -> list[tuple[list[int], list[int]]]:
+        context = codec.ContextCodec()
+        shared, span = context.split(memoryview(block))
+        units = context.open(shared, [part.spec for part in self.parts], [len(self.parts)])[0](span)
+        old = OldBits(memory_of(self._held), self.there)
+        found = units.decode(range(len(self.parts)), [part.read for part in self.parts], old)
+        return [(indices.tolist(), values.tolist()) for indices, values in found]
 
 
 def segment(dtype: str, size: int, row: int, share: float, seed: int) -> Segment:
@@ -94,15 +107,15 @@ def drifting(dtype: str) -> list[Segment]:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "I8"])
-def test_a_block_has_the_same_bytes_and_the_same_changes(dtype: str, on_device: Callable[[], OnDevice]) -> None:
+def test_a_block_has_the_same_bytes_and_the_same_changes(dtype: str) -> None:
     listed = drifting(dtype)
     block = encoded(listed)
-    there = on_device()
-    assert encoded(listed).payload == block.payload
+    here = OnDevice(listed)
+    assert here.encode() == block.payload
     where = [np.flatnonzero(one.old != one.new) for one in listed]
-    assert decode(block) == [(i.tolist(), one.new[i].tolist()) for i, one in zip(where, listed, strict=True)]
-    assert there.called[:3] == ["count_exponents", "count_bits", "encode_segments"]
-    assert set(there.called[3:]) == {"decode_segments"}
+    expected = [(indices.tolist(), one.new[indices].tolist()) for indices, one in zip(where, listed, strict=True)]
+    assert here.decode(block.payload) == expected
+    assert here.there.called == ["count_exponents", "count_bits", "encode_segments", "decode_segments"]
 
 
 @pytest.mark.parametrize("scratch", [1, coding.SCRATCH])
@@ -133,9 +146,7 @@ def test_segments_are_coded_in_batches(scratch: int, monkeypatch: pytest.MonkeyP
     assert coding.decode_segments(views, memory_of(held), kind, starts, edges) == on_cpu == 2
 
 
-def test_a_stream_that_is_longer_than_foreseen_is_coded_again(
-    monkeypatch: pytest.MonkeyPatch, on_device: Callable[[], OnDevice]
-) -> None:
+def test_a_stream_that_is_longer_than_foreseen_is_coded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [segment("BF16", 60, 20, 0.3, seed) for seed in range(2)]
     block = encoded(listed)
     monkeypatch.setattr(coding, "STREAM_NBYTES", 0)
@@ -148,18 +159,36 @@ def test_a_stream_that_is_longer_than_foreseen_is_coded_again(
         return coded(batch, changed, most)
 
     monkeypatch.setattr(coding, "_coded", noted)
-    on_device()
-    assert encoded(listed).payload == block.payload
+    assert OnDevice(listed).encode() == block.payload
     assert [len(sizes) for sizes in given] == [2, 1, 1]
     assert max(given[0]) < 8
     assert given[1:] == [[120], [120]]
 
 
-def test_a_segment_of_noise_is_plain(on_device: Callable[[], OnDevice]) -> None:
+def test_a_segment_of_noise_is_written_plain_for_which_the_host_reads_its_old_bits() -> None:
     rng = np.random.default_rng(2)
     old, new = rng.integers(0, 1 << 16, (2, 300), np.uint16)
     listed = [Segment("BF16", old, new, 50), segment("BF16", 100, 10, 0.1, 3)]
     block = encoded(listed)
     assert new.tobytes() in block.payload
-    on_device()
-    assert encoded(listed).payload == block.payload
+    here = OnDevice(listed, readable=True)
+    assert here.encode() == block.payload
+    assert here.decode(block.payload)[0][1] == new[old != new].tolist()
+
+
+def test_segments_that_lie_partly_elsewhere_are_read_and_coded_on_the_host() -> None:
+    """One of three is not on the device as kernels need it, so that all are read."""
+    listed = drifting("BF16")[:3]
+    here = OnDevice(listed, readable=True)
+    here.parts[1] = here.parts[1]._replace(lies=None)
+    assert here.encode() == encoded(listed).payload
+    assert here.there.called == []
+
+
+def test_a_stream_that_the_device_cannot_decode_is_refused() -> None:
+    listed = drifting("BF16")[:2]
+    block = bytearray(encoded(listed).payload)
+    stream = len(block) - 12
+    block[stream:] = bytes(12)  # every bit is a 1, and a number of steps has no end
+    with pytest.raises(FormatError, match="does not hold"):
+        OnDevice(listed).decode(bytes(block))

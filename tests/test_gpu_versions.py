@@ -6,8 +6,11 @@ compiled kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import gpu_device  # before anything that uses numba.cuda
@@ -18,7 +21,10 @@ from gpu_device import fast_switches  # noqa: F401 - a fixture
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import changes
+from pulse_rl.patch import encode
+from pulse_rl.patch.format import unpack
 from pulse_rl.weights import devices
+from pulse_rl.weights.bits import TorchBits
 
 if TYPE_CHECKING:
     from pulse_rl.codecs.choose import CodecName
@@ -129,7 +135,8 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("make", "codec"), [(bfloat16, "gap"), (bfloat16, "context"), (of_all_widths, "gap")])
+@pytest.mark.parametrize("codec", ["gap", "context"])
+@pytest.mark.parametrize("make", [bfloat16, of_all_widths])
 def test_a_device_and_a_host_publish_the_same_bytes(
     the_device: TheDevice, searched: list[int], make: Callable[[], Weights], codec: CodecName
 ) -> None:
@@ -143,6 +150,93 @@ def test_a_device_and_a_host_publish_the_same_bytes(
     assert patches(publishers[0]) == patches(publishers[1])
     assert len(patches(publishers[0])) == 1
     assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 16 * 40)
+
+
+class Coding:
+    """Which functions of a device's coder are called, each with how many segments; and what is read of a device."""
+
+    def __init__(self) -> None:
+        self.coded: list[tuple[str, int]] = []
+        self.read: list[int] = []
+
+
+@pytest.fixture
+def coding(monkeypatch: pytest.MonkeyPatch) -> Coding:
+    made, coder, read = Coding(), devices.Cuda.coder, TorchBits.read
+
+    @contextmanager
+    def noted(device: devices.Cuda) -> Iterator[SimpleNamespace]:
+        def call(name: str, *given: Any) -> Any:
+            made.coded.append((name, len(given[0] if name == "decode_segments" else given[0].rows)))
+            return getattr(there, name)(*given)
+
+        with coder(device) as there:
+            names = [name for name in vars(devices.Coder) if not name.startswith("_")]
+            yield SimpleNamespace(**{name: partial(call, name) for name in names})
+
+    def reads(bits: TorchBits, start: int, stop: int) -> Any:
+        made.read.append(stop - start)
+        return read(bits, start, stop)
+
+    monkeypatch.setattr(devices.Cuda, "coder", noted)
+    monkeypatch.setattr(TorchBits, "read", reads)
+    return made
+
+
+def test_context_is_coded_and_decoded_where_the_weights_are(
+    the_device: TheDevice, coding: Coding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of several spans in one call of each function; only of a tensor that is noise the bits are read."""
+    monkeypatch.setattr(encode, "CLOSE_NBYTES", {1: 8, 2: 8})
+    shapes = {"layers.0.up": (5, 9), "layers.1.up": (5, 9), "norm": (7,), "tail": (13, 17), "noise": (7, 9)}
+    here = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    here["still"] = torch.randn(300, dtype=torch.float64)  # so that an anchor takes more bytes than a patch
+    there, live = the_device.put(here), the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec="context", baseline=kept_on) for kept_on in PLACES]
+    subscriber = pulse.Subscriber(publishers[1].history.store)
+    for version in range(2):
+        noise = np.random.default_rng(version).integers(0, 1 << 16, (7, 9), np.uint16).view(np.int16)
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step({name: weights[name] for name in shapes}, version)
+            weights["noise"].view(torch.int16).copy_(torch.from_numpy(noise))
+            coding.read, coding.coded = [], []
+            publisher.publish(weights, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            continue
+        encoding = ["count_exponents", "count_bits", "encode_segments"]
+        patch = unpack(patches(publishers[1])[-1])
+        changing = sum(tensor.changes > 0 for tensor in patch.tensors)
+        assert coding.coded == [*((name, changing) for name in encoding), ("decode_segments", changing - 1)]
+        assert coding.read == [63, 63]
+        assert patch.header.spans > 1 == patch.header.blocks
+        coding.read, coding.coded = [], []
+        subscriber.stage(live).apply()
+        assert coding.coded == [("decode_segments", changing - 1)]
+        assert coding.read == [63]
+        assert bits_of(live) == bits_of(here)
+    assert patches(publishers[0]) == patches(publishers[1])
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_of_two_patches_that_are_staged_the_host_decodes_the_second(
+    the_device: TheDevice, coding: Coding, staged: bool
+) -> None:
+    """It changes what the first one leads to, which lies nowhere yet; but it does where each is written at once."""
+    trainer = {"up": torch.randn(13, 17).bfloat16(), "still": torch.randn(700, dtype=torch.float64)}
+    live = the_device.put(trainer)
+    publisher = pulse.Publisher("memory://", codec="context")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        step({"up": trainer["up"]}, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+    assert coding.coded == []  # the trainer's weights are in host memory
+    report = subscriber.stage(live).apply() if staged else subscriber.sync(live)
+    assert [name for name, _ in coding.coded] == ["decode_segments"] * (1 if staged else 2)
+    assert (report.route, report.patches) == ("patches", 2)
+    assert bits_of(live) == bits_of(trainer)
 
 
 def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice, searched: list[int]) -> None:
@@ -215,7 +309,10 @@ def test_nans_of_masters_have_the_same_bits_wherever_they_are_read(the_device: T
     assert len(patches(publishers[0])) == 2
 
 
-def test_shards_are_published_and_received_where_they_are(the_device: TheDevice, searched: list[int]) -> None:
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_shards_are_published_and_received_where_they_are(
+    the_device: TheDevice, searched: list[int], codec: CodecName
+) -> None:
     """Columns of a tensor in two pieces of memory, one of them with rows that lie apart."""
 
     def shards(pieces: Weights) -> dict[str, list[pulse.Shard]]:
@@ -225,7 +322,7 @@ def test_shards_are_published_and_received_where_they_are(the_device: TheDevice,
     torch.manual_seed(2)
     here = {"left": torch.randn(4, 5).bfloat16(), "right": torch.randn(4, 7).bfloat16()}
     there, live = the_device.put(here), the_device.put({name: torch.zeros_like(each) for name, each in here.items()})
-    publishers = [pulse.Publisher("memory://", codec="gap", baseline=kept_on) for kept_on in PLACES]
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES]
     subscriber = pulse.Subscriber(publishers[1].history.store)
     for version in range(2):
         for publisher, weights in zip(publishers, (here, there), strict=True):

@@ -1,57 +1,57 @@
 """The codec `context` with its old bits on the device, against the same codec on one core of the CPU.
 
-The codec asks `cpu.coding` for four functions. Here it asks `gpu.coding`, which has the same four, and codes all
-segments of a block in one batch. The bytes of the two are compared.
+Blocks have as many segments as those of a patch with few changes. The bytes of the two are compared.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from synthetic import State
 
 from pulse_rl.codecs import context
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec
-from pulse_rl.kernels.cpu import coding as cpu_coding
+from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec
 from pulse_rl.kernels.cpu.coding import Lies, memory_at
-from pulse_rl.kernels.gpu import changes, coding, device
+from pulse_rl.kernels.gpu import changes, device
 from pulse_rl.kernels.gpu.regions import regions_of
+from pulse_rl.weights import devices
 from pulse_rl.weights.changes import Changes
 
 SEGMENT = 1 << 18  # elements: a tile of 512 · 512
+BLOCK = 1024  # segments
+Block = tuple[bytes, list[bytes]]  # what its spans share, and its only span
 
 
-@contextmanager
-def on_device() -> Iterator[dict[str, float]]:
-    """The codec codes on the device. Yields the seconds that each of its functions took."""
-    taken: dict[str, float] = {}
+class Timed(devices.Cuda):
+    """The device, and the seconds that each function of its coder took."""
 
-    def timed(name: str) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+    def __init__(self) -> None:
+        super().__init__(None if device.SIMULATED else torch.device("cuda", torch.cuda.current_device()))
+        self.taken: dict[str, float] = {}
+
+    @contextmanager
+    def coder(self) -> Iterator[devices.Coder]:
+        def call(name: str, *given: Any) -> Any:
             begin = time.perf_counter()
-            result = getattr(coding, name)(*given)  # it waits for its results
-            taken[name] = taken.get(name, 0) + time.perf_counter() - begin
+            result = getattr(there, name)(*given)  # it waits for its results
+            self.taken[name] = self.taken.get(name, 0) + time.perf_counter() - begin
             return result
 
-        return call
-
-    names = ("count_exponents", "count_bits", "encode_segments", "decode_segments")
-    replaced = SimpleNamespace(**vars(cpu_coding) | {name: timed(name) for name in names})
-    codec = vars(context)
-    held = codec["coding"], codec["BATCH"]
-    codec["coding"], codec["BATCH"] = replaced, 1 << 62
-    try:
-        yield taken
-    finally:
-        codec["coding"], codec["BATCH"] = held
+        names = ("count_exponents", "count_bits", "encode_segments", "decode_segments")
+        with super().coder() as there:
+            yield cast("devices.Coder", SimpleNamespace(**{name: partial(call, name) for name in names}))
 
 
-def segments_of(old: State, new: State, elements: int) -> tuple[list[SegmentChanges], list[SegmentChanges]]:
+def segments_of(
+    old: State, new: State, elements: int, there: devices.Cuda
+) -> tuple[list[SegmentChanges], list[SegmentChanges]]:
     """Segments of the first tensors: with their old bits on the device, and with a copy in host memory."""
     on_gpu, on_cpu = list[SegmentChanges](), list[SegmentChanges]()
     for before, after in zip(old.tensors, new.tensors, strict=True):
@@ -77,18 +77,31 @@ def segments_of(old: State, new: State, elements: int) -> tuple[list[SegmentChan
             found = Changes(indices[mine], values[mine])
             spec = SegmentSpec("BF16", len(bits), len(found.indices), row, a % row)
             lies = Lies(int(cut[0].memory.addresses[number]), 1, len(bits), 2 * len(bits))
-            on_gpu.append(SegmentChanges(spec, found, lambda bits=bits: bits, replaced[mine], lies))  # type: ignore[misc]
-            on_cpu.append(SegmentChanges(spec, found, lambda bits=bits: bits, replaced[mine]))  # type: ignore[misc]
+            part = SegmentChanges(spec, found, lambda bits=bits: bits, replaced[mine])  # type: ignore[misc]
+            on_cpu.append(part)
+            on_gpu.append(part._replace(lies=lies, device=there))
     return on_gpu, on_cpu
 
 
-def decoded(head: bytes, spans: Sequence[bytes], parts: Sequence[SegmentChanges]) -> list[Changes]:
-    """All segments of a block of one span."""
-    (opened,) = context.ContextCodec().open(memoryview(head), [part.spec for part in parts], [len(parts)])
-    lies = [part.lies for part in parts if part.lies is not None]
-    memory = memory_at(lies, parts) if len(lies) == len(parts) else None
-    units = opened(memoryview(spans[0]))
-    return units.decode(range(len(parts)), [part.read for part in parts], memory)
+def blocks_of(parts: list[SegmentChanges]) -> list[list[SegmentChanges]]:
+    return [parts[at : at + BLOCK] for at in range(0, len(parts), BLOCK)]
+
+
+def encoded(parts: list[SegmentChanges]) -> list[Block]:
+    """All segments, in blocks of one span."""
+    codec = context.ContextCodec()
+    return [codec.encode(block, [len(block)]) for block in blocks_of(parts)]
+
+
+def decoded(coded: list[Block], parts: list[SegmentChanges]) -> list[Changes]:
+    """The changes of all segments."""
+    found: list[Changes] = []
+    for (head, (span,)), block in zip(coded, blocks_of(parts), strict=True):
+        (opened,) = context.ContextCodec().open(memoryview(head), [part.spec for part in block], [len(block)])
+        lies = [part.lies for part in block if part.lies is not None]
+        old = OldBits(memory_at(lies, block), block[0].device) if len(lies) == len(block) else None
+        found += opened(memoryview(span)).decode(range(len(block)), [part.read for part in block], old)
+    return found
 
 
 def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -98,32 +111,28 @@ def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure_coder(old: State, new: State, elements: int, on_cpu: int) -> dict[str, object]:
-    """Encode and decode a block of this many elements on the device, and one of `on_cpu` elements on both."""
-    codec = context.ContextCodec()
-    gpu_parts, cpu_parts = segments_of(old, new, min(on_cpu, elements))
+    """Encode and decode this many elements on the device, and `on_cpu` elements on both."""
+    there = Timed()
+    gpu_parts, cpu_parts = segments_of(old, new, min(on_cpu, elements), there)
     cpu_elements = sum(part.spec.size for part in cpu_parts)
-    codec.encode(cpu_parts[:1], [1])  # compiles
-    cpu_encode_s, (head, spans) = clocked(lambda: codec.encode(cpu_parts, [len(cpu_parts)]))
-    cpu_decode_s, expected = clocked(lambda: decoded(head, spans, cpu_parts))
-    with on_device():
-        again = codec.encode(gpu_parts, [len(gpu_parts)])  # compiles, too
-        assert again == (head, spans)
-        same = zip(decoded(head, spans, gpu_parts), expected, strict=True)
-        assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
-    parts, _ = segments_of(old, new, elements)
+    encoded(cpu_parts[:1])  # compiles
+    cpu_encode_s, coded = clocked(lambda: encoded(cpu_parts))
+    cpu_decode_s, expected = clocked(lambda: decoded(coded, cpu_parts))
+    assert encoded(gpu_parts) == coded  # compiles, too
+    same = zip(decoded(coded, gpu_parts), expected, strict=True)
+    assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
+    parts, _ = segments_of(old, new, elements, there)
     count = sum(part.spec.size for part in parts)
-    with on_device() as encoding:
-        encode_s, (head, spans) = clocked(lambda: codec.encode(parts, [len(parts)]))
-    with on_device() as decoding:
-        decode_s, _ = clocked(lambda: decoded(head, spans, parts))
+    there.taken = {}
+    encode_s, coded = clocked(lambda: encoded(parts))
+    decode_s, _ = clocked(lambda: decoded(coded, parts))
     return {
         "elements": count,
         "changes": sum(part.spec.changed for part in parts),
-        "nbytes": len(head) + len(spans[0]),
+        "nbytes": sum(len(head) + len(span) for head, (span,) in coded),
         "encode_s": encode_s,
-        "encode_kernels_s": encoding,
         "decode_s": decode_s,
-        "decode_kernels_s": decoding,
+        "kernels_s": there.taken,
         "cpu_elements": cpu_elements,
         "cpu_encode_s": cpu_encode_s,
         "cpu_decode_s": cpu_decode_s,

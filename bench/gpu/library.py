@@ -1,7 +1,8 @@
 """Versions published and received through the library, of weights on the device: what is read where, and who waits.
 
-The same versions are published with the baseline on the device and in host memory, and received on the device. While
-one is published, a training stream multiplies matrices: what that takes longer than alone is its stall.
+The same versions are published with the baseline on the device, by either codec, and in host memory; those from the
+device are received there. While one is published, a training stream multiplies matrices: what that takes longer than
+alone is its stall.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from synthetic import State, changed, fill, shapes_of, state_like
 
 import pulse_rl as pulse
+from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn
 from pulse_rl.weights import devices
@@ -35,8 +37,9 @@ def measure_library(elements: int) -> dict[str, object]:
     fill(states[0], 7)
     found: dict[str, object] = {"elements": sum(tensor.numel() for tensor in states[0].tensors)}
     live = named(state_like(shapes, where))
-    for kept_on in ("device", "host"):
-        found[kept_on] = _measure(kept_on, states, live if kept_on == "device" else None, where)
+    found["device"] = _measure("device", "gap", states, live, where)
+    found["device_context"] = _measure("device", "context", states, live, where)
+    found["host"] = _measure("host", "gap", states, None, where)
     return found
 
 
@@ -45,10 +48,10 @@ def named(state: State) -> dict[str, torch.Tensor]:
 
 
 def _measure(
-    kept_on: KeptOn, states: list[State], live: dict[str, torch.Tensor] | None, where: str
+    kept_on: KeptOn, codec: CodecName, states: list[State], live: dict[str, torch.Tensor] | None, where: str
 ) -> dict[str, object]:
     before, after = states
-    publisher = pulse.Publisher("memory://", codec="gap", baseline=kept_on, anchor_every=1000)
+    publisher = pulse.Publisher("memory://", codec=codec, baseline=kept_on, anchor_every=1000)
     subscriber = pulse.Subscriber(publisher.history.store)
     first = timed(lambda: publisher.publish(named(before), version=0))
     if live is not None:

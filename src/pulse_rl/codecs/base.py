@@ -20,6 +20,7 @@ from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu.coding import Lies, Memory
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.segments import SEGMENT
 
 
@@ -68,7 +69,19 @@ class SegmentChanges(NamedTuple):
     changes: Changes  # of a dense segment: every element
     read: Read
     replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
-    lies: Lies | None = None  # where the old bits lie in host memory, if they can be used there without `read`
+    lies: Lies | None = None  # where the old bits lie, if kernels can use them there without `read`
+    device: Device = HOST  # in whose memory that is
+
+
+class OldBits(NamedTuple):
+    """The old bits of segments, which kernels use where they lie."""
+
+    memory: Memory
+    device: Device
+
+    def of(self, numbers: Sequence[int]) -> "OldBits":
+        """Those of some segments."""
+        return OldBits(self.memory.of(numbers), self.device)
 
 
 class Unit(NamedTuple):
@@ -86,13 +99,13 @@ class Unit(NamedTuple):
 class Units(NamedTuple):
     """The units of a span.
 
-    `decode` takes the numbers of some of them, ascending, and of the segments of these one reader each and where their
-    old bits lie in host memory, or None. It returns and raises what their own `decode` would, and is faster where a
-    span has many units.
+    `decode` takes the numbers of some of them, ascending, and of the segments of these one reader each and, if known,
+    where their old bits lie. It returns and raises what their own `decode` would, and is faster where a span has many
+    units.
     """
 
     sizes: Sequence[int]  # segments of each
-    decode: Callable[[Sequence[int], Sequence[Read], Memory | None], list[Changes]]
+    decode: Callable[[Sequence[int], Sequence[Read], OldBits | None], list[Changes]]
 
     def each(self) -> list[Unit]:
         """The units one by one."""
@@ -106,7 +119,9 @@ class Codec(Protocol):
     """Codes blocks of changes. Stateless: one instance serves all threads."""
 
     name: str
-    conditional: bool  # whether decoding reads the old bits; if not, its readers are never called
+    # Whether decoding reads the old bits; if not, its readers are never called. If so, the bytes of several spans of a
+    # block that follow one another are also those of one span, so that many segments can be decoded at once.
+    conditional: bool
     block_nbytes: int  # decoded changes after which a block is closed
 
     def is_dense(self, spec: SegmentSpec) -> bool:

@@ -9,6 +9,8 @@ statistics that segments start from are sent once per block (`model`), so that s
 What the segments of a block share is the *head*: their statistics, and the length of each segment's stream. A span is
 the streams of its segments. `docs/format.md` describes every bit, `docs/codec.md` the reasons. The kernels that code
 the bits of a segment are in `kernels.cpu.context`.
+
+Where all old bits of a block lie on a device, that device counts and codes: it has kernels with the same bytes.
 """
 
 import struct
@@ -20,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import Read, SegmentChanges, SegmentSpec, Units, consecutive
+from pulse_rl.codecs.base import OldBits, Read, SegmentChanges, SegmentSpec, Units, consecutive
 from pulse_rl.codecs.model import Counts, Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
@@ -31,12 +33,14 @@ from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.weights.changes import Changes, find_changes
+from pulse_rl.weights.devices import HOST, Device
 
 SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
 SAMPLED_EVERY = 64
 SAMPLE = 32  # segments of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
+ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
 
 
 class ContextCodec:
@@ -224,18 +228,22 @@ class _Group:
         self._sizes, self._strides, self._phases = (np.array(each, np.int64) for each in (sizes, strides, phases))
         self._edges = np.concatenate([[0], np.cumsum(changed)])
         self._moved = moves.no_moves(int(self._edges[-1]))  # filled in by `measure`
+        devices = {HOST if part.lies is None else part.device for part in parts}
+        self._device = devices.pop() if len(devices) == 1 else HOST
+        self._lies = [part.lies if part.device is self._device else None for part in parts]
 
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
-        """Some of the segments, or all, in runs of BATCH elements or more."""
+        """Some of the segments, or all, in the runs that one call takes."""
         chosen = range(len(self._parts)) if numbers is None else numbers
-        least = BATCH if all(part.lies is not None for part in self._parts) else READ_BATCH
+        least = _batch(None if None in self._lies else self._device)
         return list(batched(chosen, self._sizes.tolist().__getitem__, least))
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
         parts = [self._parts[number] for number in batch]
         every = np.where(self._sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
-        elements = coding.count_exponents(self._memory(batch), self.field, self._itemsize, every)
+        with self._device.coder() as coder:
+            elements = coder.count_exponents(self._memory(batch), self.field, self._itemsize, every)
         before = [_replaced(part) for part in parts]
         edges = self._edges[batch[0] : batch[-1] + 2]
         mine = self._moved.at(slice(edges[0], edges[-1]))
@@ -249,12 +257,14 @@ class _Group:
     def count(self, batch: Sequence[int], *, classes: Ints, starts: Sequence[Start]) -> Ints:
         """Count the bits of a batch, (classes, contexts)."""
         counts = coding.starts_of(starts)
-        coding.count_bits(*self._given(batch, classes), counts, self._changes(batch))
+        with self._device.coder() as coder:
+            coder.count_bits(*self._given(batch, classes), counts, self._changes(batch))
         return counts.states
 
     def code(self, batch: Sequence[int], *, classes: Ints, starts: Starts) -> list[bytes | None]:
         """Each segment's stream; None for one that would be too long."""
-        return coding.encode_segments(*self._given(batch, classes), starts, self._changes(batch))
+        with self._device.coder() as coder:
+            return coder.encode_segments(*self._given(batch, classes), starts, self._changes(batch))
 
     def _given(self, batch: Sequence[int], classes: Ints) -> tuple[coding.Memory, coding.Kind]:
         strides, phases = self._strides[batch], self._phases[batch]
@@ -263,7 +273,7 @@ class _Group:
     def _memory(self, batch: Sequence[int]) -> coding.Memory:
         """The old bits, read where they cannot be used as they lie."""
         parts = [self._parts[number] for number in batch]
-        places = [part.lies for part in parts if part.lies is not None]
+        places = [lies for number in batch if (lies := self._lies[number]) is not None]
         if len(places) == len(parts):
             return coding.memory_at(places, parts)
         return coding.memory_of([part.read() for part in parts])
@@ -276,6 +286,13 @@ class _Group:
             return coding.Coded(edges, indices, self._moved.at(slice(first, last)))  # a view
         chosen = [np.arange(*self._edges[number : number + 2]) for number in batch]
         return coding.Coded(edges, indices, self._moved.at(np.concatenate(chosen)))
+
+
+def _batch(device: Device | None) -> int:
+    """Elements of the segments that one call takes. device: where the old bits lie; None where they are read first."""
+    if device is None:
+        return READ_BATCH
+    return BATCH if device is HOST else ALL
 
 
 def _sample(classes: Ints) -> list[int]:
@@ -315,9 +332,7 @@ class _Held(NamedTuple):
     stream: _Stream
 
 
-def _decode(
-    span: Sequence[_Held], numbers: Sequence[int], reads: Sequence[Read], memory: coding.Memory | None
-) -> list[Changes]:
+def _decode(span: Sequence[_Held], numbers: Sequence[int], reads: Sequence[Read], old: OldBits | None) -> list[Changes]:
     """The changes of some segments of a span."""
     segments = [span[number] for number in numbers]
     found: list[Changes | None] = [None] * len(segments)
@@ -330,15 +345,15 @@ def _decode(
         else:
             by_dtype.setdefault(spec.dtype, []).append(number)
     for members in by_dtype.values():
-        for batch in batched(members, lambda number: segments[number].spec.size, BATCH if memory else READ_BATCH):
-            old = memory.of(batch) if memory else coding.memory_of([reads[number]() for number in batch])
-            decoded = _decode_batch([segments[number] for number in batch], old)
+        for batch in batched(members, lambda number: segments[number].spec.size, _batch(old.device if old else None)):
+            here = old.of(batch) if old else OldBits(coding.memory_of([reads[number]() for number in batch]), HOST)
+            decoded = _decode_batch([segments[number] for number in batch], here)
             for number, changes in zip(batch, decoded, strict=True):
                 found[number] = changes
     return [changes for changes in found if changes is not None]
 
 
-def _decode_batch(segments: Sequence[_Held], memory: coding.Memory) -> Iterator[Changes]:
+def _decode_batch(segments: Sequence[_Held], old: OldBits) -> Iterator[Changes]:
     """Decode segments of one dtype and block."""
     specs, streams, held = zip(*segments, strict=True)
     dtype, starts = specs[0].dtype, held[0].starts
@@ -351,7 +366,8 @@ def _decode_batch(segments: Sequence[_Held], memory: coding.Memory) -> Iterator[
         np.array([one.number for one in held], np.int64),
     )
     edges = np.concatenate([[0], np.cumsum(changed)])
-    decoded = coding.decode_segments(streams, memory, kind, starts, edges)
+    with old.device.coder() as coder:
+        decoded = coder.decode_segments(streams, old.memory, kind, starts, edges)
     if isinstance(decoded, int):
         broken, spec = streams[decoded], specs[decoded]
         raise FormatError(

@@ -25,7 +25,7 @@ from pulse_rl.patch.overlay import Recorder, Section
 from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import Segments, groups_of, spec_of
 from pulse_rl.patch.table import encode_table, entries_of
-from pulse_rl.patch.targets import lies_of
+from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
@@ -143,8 +143,9 @@ def find(
     counts: list[NDArray[np.int64]] = []
     groups = groups_of(table, format_version=patch_format.FORMAT_VERSION)
     lying: Iterator[Lies | None] = repeat(None)
+    device = device_for(old.values())
     if any(codec.conditional for codec in codecs):
-        lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()})
+        lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()}, device)
     for group in groups:
         entries = [table[number] for number in group.tensors]
         sections = [Section(tuple([entry.name for entry in entries]), group.places)]
@@ -165,7 +166,7 @@ def find(
                     dtype, size, _, stride, phase = spec_of(entry, place, 0)  # of all tensors of the group
                 spec = SegmentSpec(dtype, size, b - a, stride, phase)
                 changes, read = Changes(indices[a:b], values[a:b]), partial(rows_of, before, place)
-                segment = SegmentChanges(spec, changes, read, replaced[a:b], lies)
+                segment = SegmentChanges(spec, changes, read, replaced[a:b], lies, device)
                 for coding in codings:
                     dense = coding.codec.is_dense(spec)
                     coding.add(_dense(segment, after, place) if dense else segment, boundary)

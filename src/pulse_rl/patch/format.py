@@ -16,9 +16,9 @@ hashes are checked first, sizes are checked before memory is allocated, and the 
 Blocks are decoded in `apply`, not here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,12 +26,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, Read, Unit, Units, consecutive
+from pulse_rl.codecs.base import Codec, OldBits, Read, Unit, Units, consecutive
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.documents import Count, Digest
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
-from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.patch.index import CodedBlock, Index, encode_index, read_index, span_hash
 from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
 from pulse_rl.patch.table import encode_table, read_table
@@ -93,6 +92,9 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+Joined: TypeAlias = Callable[[Span, Span], bool]  # whether a span is opened with the one before it
+
+
 class Block(NamedTuple):
     """Consecutive spans, and what they share."""
 
@@ -142,30 +144,39 @@ class Patch(NamedTuple):
                 yield segments[at : at + unit.segments], unit
                 at += unit.segments
 
-    def opened(self) -> Iterator[tuple[Span, list[Segment], Units]]:
+    def opened(self, joined: Joined | None = None) -> Iterator[tuple[Span, list[Segment], Units]]:
         """Each span that was read, in order, its segments and its units.
 
+        joined: which spans of a conditional codec are opened as one, of which the first is given; None for no such.
         Raises PatchFormatError for a span that no encoder wrote; so does `decode` of units.
         """
         for block in self.blocks:
             if any(span.number in self.payloads for span in block.spans):
-                yield from self._opened(block)
+                yield from self._opened(block, joined)
 
-    def _opened(self, block: Block) -> Iterator[tuple[Span, list[Segment], Units]]:
+    def _opened(self, block: Block, joined: Joined | None) -> Iterator[tuple[Span, list[Segment], Units]]:
         with translate(FormatError, to=PatchFormatError):
             shared, payloads = block.shared, self.payloads
             if shared is None:
                 shared, payload = self.codec.split(payloads[block.spans[0].number])
                 payloads = {block.spans[0].number: payload}
             segments = list(block.segments)
-            sizes = [len(span.segments) for span in block.spans]
+            runs: list[list[Span]] = []
+            for span in block.spans:
+                read = span.number in payloads and bool(runs) and runs[-1][-1].number in payloads
+                if read and joined is not None and joined(runs[-1][-1], span):
+                    runs[-1].append(span)
+                else:
+                    runs.append([span])
+            sizes = [sum(len(span.segments) for span in run) for run in runs]
             opened = self.codec.open(shared, [segment.spec for segment in segments], sizes)
-        for span, members, units in zip(block.spans, consecutive(segments, sizes), opened, strict=True):
-            if span.number not in payloads:
+        for run, members, units in zip(runs, consecutive(segments, sizes), opened, strict=True):
+            if run[0].number not in payloads:
                 continue
+            coded = [payloads[span.number] for span in run]
             with translate(FormatError, to=PatchFormatError):
-                found = units(payloads[span.number])
-            yield span, list(members), found._replace(decode=partial(_decode, found))
+                found = units(coded[0] if len(coded) == 1 else memoryview(b"".join(coded)))
+            yield run[0], list(members), found._replace(decode=partial(_decode, found))
 
     def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""
@@ -176,9 +187,9 @@ class Patch(NamedTuple):
         return self._replace(payloads=dict(payloads))
 
 
-def _decode(units: Units, numbers: Sequence[int], reads: Sequence[Read], memory: Memory | None) -> list[Changes]:
+def _decode(units: Units, numbers: Sequence[int], reads: Sequence[Read], old: OldBits | None) -> list[Changes]:
     with translate(FormatError, to=PatchFormatError):
-        return units.decode(numbers, reads, memory)
+        return units.decode(numbers, reads, old)
 
 
 def decoded_nbytes(segments: Sequence[Segment]) -> int:

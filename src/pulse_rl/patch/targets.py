@@ -126,36 +126,34 @@ def spots_of(
     )
 
 
-def memory_at(
-    spots: cpu.Spots, windows: cpu.Windows, sizes: NDArray[np.int64], itemsize: int, held: object
-) -> Memory | None:
-    """The memory of segments of these spots and sizes, elements; None unless all of it can be used as it lies.
-
-    held: what keeps the memory.
-    """
-    memory, usable = _lines(spots, windows, sizes, itemsize, held)
-    return memory if usable.all() else None
-
-
-def lies_of(segments: Segments, old: Mapping[str, Copies]) -> Iterator[Lies | None]:
-    """Where the old bits of each segment of a patch lie; None where they cannot be used as they lie.
+def lies_of(segments: Segments, old: Mapping[str, Copies], device: Device = HOST) -> Iterator[Lies | None]:
+    """Where the old bits of each segment of a patch lie on a device; None where they cannot be used as they lie.
 
     old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
     """
-    spots, windows = spots_of(segments, [0] * len(segments.table), old, ())
-    memory, usable = _lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, None)
+    spots, windows = spots_of(segments, [0] * len(segments.table), old, (), device)
+    memory, usable = lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, device, None)
     columns = zip(*(each.tolist() for each in memory[:4]), strict=True)
     return (Lies(*lies) if fits else None for lies, fits in zip(columns, usable.tolist(), strict=True))
 
 
-def _lines(
-    spots: cpu.Spots, windows: cpu.Windows, sizes: NDArray[np.int64], itemsizes: int | NDArray[np.int64], held: object
+def lines(
+    spots: cpu.Spots,
+    windows: cpu.Windows,
+    sizes: NDArray[np.int64],
+    itemsizes: NDArray[np.int64],
+    device: Device,
+    held: object,
 ) -> tuple[Memory, NDArray[np.bool_]]:
-    """The memory of segments, and of which it can be used as it lies: for kernels that compare many lanes at once."""
+    """The memory of segments of these spots and sizes, elements; and of which it can be used as it lies.
+
+    held: what keeps the memory.
+    """
     rows = sizes // spots.runs
     aligned = spots.addresses.view(np.int64) % itemsizes == 0
-    here = (spots.addresses > 0) & (windows.runs == cpu.WHOLE)
-    usable = here & aligned & ((rows == 1) | (spots.runs >= cpu.LANES))
+    usable = (spots.addresses > 0) & (windows.runs == cpu.WHOLE) & aligned
+    if device is HOST:  # whose kernels compare many lanes at once
+        usable &= (rows == 1) | (spots.runs >= cpu.LANES)
     return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
 
 

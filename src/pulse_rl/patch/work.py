@@ -12,15 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Units, consecutive
+from pulse_rl.codecs.base import OldBits, Units, consecutive
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Memory
-from pulse_rl.patch.format import Patch
+from pulse_rl.patch.format import Patch, Span
 from pulse_rl.patch.live import Copies, SharedMemory
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import device_for, holds, memory_at, spots_of
+from pulse_rl.patch.targets import device_for, holds, lines, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
@@ -48,7 +47,7 @@ class Work:
     device: Device  # whose kernels reach live memory
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
     windows: cpu.Windows | None = None  # which parts of them that is, unless it is all
-    memory: Memory | None = None  # the old bits of all of them, if they are used as they lie
+    old: OldBits | None = None  # the old bits of all of them, if they are used as they lie
     changes: list[Changes] | None = None  # of each segment, while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
@@ -56,7 +55,7 @@ class Work:
     def decode(self) -> list[Changes]:
         """The changes of each segment."""
         reads = [partial(self._read, segment) for segment in self.segments]
-        return self.units.decode(self.numbers, reads, self.memory)
+        return self.units.decode(self.numbers, reads, self.old)
 
     def _read(self, segment: Segment) -> UIntArray:
         return rows_of(self.tensors[segment.tensor].before[0], segment.place)
@@ -96,12 +95,10 @@ def plan(
         ]
         # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
         keep_all = bool(part.codec.conditional and (shared or overlapping))
-        lying = None
-        if before is live:
-            lying = spots_of(part.segments, [tensor.seed for tensor in tensors], live, shared, device)
         counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
-        sizes = part.segments.sizes()
-        for span, segments, units in part.opened():
+        lying = _lying(part, tensors, live, shared, device) if before is live else None
+        together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
+        for span, segments, units in part.opened(lying.joined if lying and together else None):
             work = Work([], tensors, units, [], keep_all, device)
             held: list[int] = []
             at = span.segments.numbers.start
@@ -116,14 +113,42 @@ def plan(
             widths, mine = change_nbytes[held], counts[held]
             budget -= int((mine * widths).sum())
             work.keep |= budget >= 0
-            if lying is not None and (widths == widths[0]).all():
-                spots, windows = lying[0].of(held), lying[1].of(held)
-                if ((spots.addresses > 0) | (windows.rows == 0) | (mine == 0)).all():
+            if lying is not None:
+                spots, windows = lying.spots.of(held), lying.windows.of(held)
+                if (widths == widths[0]).all() and ((spots.addresses > 0) | (windows.rows == 0) | (mine == 0)).all():
                     work.spots = spots
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if device is HOST:
-                    work.memory = memory_at(spots, windows, sizes[held], int(widths[0]) - 4, tensors)
+                if lying.usable[held].all():
+                    work.old = lying.old.of(held)
             yield work
+
+
+class _Lying(NamedTuple):
+    """Where the segments of a part lie in live memory."""
+
+    spots: cpu.Spots
+    windows: cpu.Windows
+    old: OldBits
+    usable: NDArray[np.bool_]  # (segments,) whether kernels use the old bits as they lie
+    widths: NDArray[np.int64]  # (segments,) bytes of a change; 0 where none is held
+
+    def joined(self, one: Span, other: Span) -> bool:
+        """Whether two spans are decoded together: all that they change lies so, and has one width."""
+        at = slice(one.segments.numbers.start, other.segments.numbers.stop)
+        widths = self.widths[at]
+        changes = widths > 0
+        return len(set(widths[changes].tolist())) == 1 and bool(self.usable[at][changes].all())
+
+
+def _lying(
+    part: Patch, tensors: Sequence[Tensor], live: Mapping[str, Copies], shared: SharedMemory, device: Device
+) -> _Lying:
+    segments = part.segments
+    spots, windows = spots_of(segments, [tensor.seed for tensor in tensors], live, shared, device)
+    nbytes = segments.change_nbytes()
+    memory, usable = lines(spots, windows, segments.sizes(), nbytes - 4, device, tensors)
+    widths = np.where((segments.counts > 0) & (windows.rows > 0), nbytes, 0)
+    return _Lying(spots, windows, OldBits(memory, device), usable, widths)
 
 
 def _holds(tensor: Tensor, segment: Segment) -> bool:

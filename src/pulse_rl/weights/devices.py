@@ -12,8 +12,9 @@ stream is the write of a staged version, which must not overtake what reads the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.errors import MissingExtraError, install_hint
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import Spots
+from pulse_rl.kernels.cpu import Spots, coding
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
@@ -33,6 +35,22 @@ if TYPE_CHECKING:
     from pulse_rl.kernels.gpu.spots import Differences
 
 log = logger(__name__)
+
+
+class Coder(Protocol):
+    """What codes segments of the codec `context`, as `kernels.cpu.coding`, whose old bits lie on a device."""
+
+    def count_exponents(
+        self, memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]
+    ) -> NDArray[np.int32]: ...
+
+    def count_bits(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> None: ...
+
+    def encode_segments(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]: ...
+
+    def decode_segments(
+        self, streams: Sequence[memoryview], memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint32], UIntArray] | int: ...
 
 
 class Device(Protocol):
@@ -50,6 +68,9 @@ class Device(Protocol):
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> Callable[[], int | None]:
         """What calls `write_spots`, with all done beforehand that can be."""
+
+    def coder(self) -> AbstractContextManager[Coder]:
+        """The coder of segments whose old bits lie there."""
 
 
 class Host:
@@ -71,6 +92,9 @@ class Host:
         cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
         return lambda: cpu.write_spots(spots, counts, indices, values)
 
+    def coder(self) -> AbstractContextManager[Coder]:
+        return nullcontext(coding)
+
 
 HOST = Host()
 
@@ -81,6 +105,7 @@ class Cuda:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._coding = threading.Lock()
         if device is not None:
             import torch
 
@@ -149,6 +174,14 @@ class Cuda:
                 return made.write()
 
         return write
+
+    @contextmanager
+    def coder(self) -> Iterator[Coder]:
+        from pulse_rl.kernels.gpu import coding
+
+        # For one thread at a time: kernels of one stream follow one another, and only one batch takes memory.
+        with self._coding, self.own_stream():
+            yield coding
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
         """float32 as the bits of bfloat16 that `find` compares: new memory of int16. Queued on the current stream."""

@@ -5,8 +5,8 @@ device. A thread codes a segment with the source of `cpu.context` itself, so tha
 many, and each one's bits depend on the bits before. What is found by looking at every element (hot elements, exponents)
 is found by whole blocks beforehand.
 
-A batch of segments is coded at once. It takes memory on the device: SCRATCH bytes for contexts, columns and masks, and
-6 bytes for each hot element.
+A batch of segments is coded at once. It takes memory on the device: at most SCRATCH bytes for contexts, columns, masks
+and hot elements, if one segment takes no more, and some 25 bytes for each change.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -40,7 +40,8 @@ from pulse_rl.kernels.gpu.moves import HotElements, find_hot
 from pulse_rl.kernels.gpu.moves import count_exponents as count_in_regions
 from pulse_rl.kernels.gpu.regions import Regions, element
 
-SCRATCH = 4 << 30  # bytes that a batch of segments takes on the device, hot elements and changes apart
+SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
+HOT_NBYTES = 6  # of a hot element; every element may be one
 # Bytes that a stream is given at first, and for each of its changes. A hot element takes a bit at most, but for few.
 STREAM_NBYTES, CHANGE_NBYTES = 64, 8
 
@@ -183,7 +184,7 @@ def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[
 def _batches(memory: Memory, kind: Kind, starts: Starts) -> Iterator[slice]:
     """The segments in runs that take at most SCRATCH bytes, or one of them."""
     elements = memory.rows * memory.runs
-    takes = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
+    takes = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8 + HOT_NBYTES * elements
     begun, held = 0, 0
     for s, nbytes in enumerate(takes.tolist()):
         if s > begun and held + nbytes > SCRATCH:

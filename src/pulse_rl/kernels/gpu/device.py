@@ -34,6 +34,23 @@ DeviceArray: TypeAlias = Any
 
 
 if SIMULATED:
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    _sharing = threading.Lock()
+
+    def _shared_array(self, shape, dtype):
+        """The array that the threads of a block share, by the line that makes it.
+
+        In place of the simulator's, which gives two threads two arrays if both ask for it first.
+        """
+        frame = sys._getframe(1)
+        line = frame.f_code, frame.f_lineno
+        with _sharing:
+            if line not in self._allocations:
+                self._allocations[line] = np.empty(shape, dtype)
+            return self._allocations[line]
+
+    FakeCUDAShared.array = _shared_array
 
     def low_word(address):
         return np.uint64(ctypes.c_uint64.from_address(int(address)).value)
