@@ -1,6 +1,7 @@
 """A rollout worker with a real Dataflow and real histories, in one process."""
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,9 +229,25 @@ def test_tokens_carry_versions_that_the_history_has(tmp_path: Path, interrupt: b
     assert seen[-1] != [0]
 
 
-def test_full_weights_are_read_whole_at_each_version(tmp_path: Path) -> None:
-    """Also where the worker holds the version before, from which a patch would lead."""
+def test_full_weights_are_read_whole_at_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the worker holds the version before, from which a patch would lead.
+
+    While it reads the next one, it reports the version that it has proved last.
+    """
     world = World(tmp_path, sync="full")
+    heartbeat, sync, reported = world.dataflow.heartbeat, pulse.Subscriber.sync, list[Any]()
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)  # for a heartbeat meanwhile
+        return sync(*arguments, **options)
+
+    def note(worker: str, facts: Any) -> Any:
+        reported.extend(facts["policies"].values())
+        return heartbeat(worker, facts)
+
+    monkeypatch.setattr("pulse_rl.flow.rollout.worker.IDLE_S", (0.01, 0.02))
+    monkeypatch.setattr(pulse.Subscriber, "sync", slow)
+    monkeypatch.setattr(world.dataflow, "heartbeat", note)
     for version in range(6):  # the history then has a trail, by which held weights are recognised
         world.publish(version, changed=1)
     with world.worker():
@@ -241,6 +258,7 @@ def test_full_weights_are_read_whole_at_each_version(tmp_path: Path) -> None:
     full = 2 * sum(parameter.numel() for parameter in world._loaded.model.parameters())
     assert held["verified"]
     assert held["fetched_nbytes"] > held["syncs"] * full
+    assert {(held["version"] is not None, held["verified"]) for held in reported} == {(True, True)}
 
 
 def test_an_interrupted_turn_says_of_each_token_which_version_made_it(

@@ -56,15 +56,12 @@ class _Held:
 
     sampling: PolicySampling
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a version is fetched and written
-    digest: str = ""
+    version: int | None = None  # proved last: while another one is written, the sampler has none
+    digest: str = ""  # of it
     syncs: int = 0
     fetched_nbytes: int = 0
     sync_s: float = 0.0
     bandwidth: float | None = None  # bits per second, measured on the last full checkpoint
-
-    @property
-    def version(self) -> int | None:
-        return self.sampling.sampler.version
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -234,7 +231,7 @@ class RolloutWorker:
                 sampling.interrupt()
             async with sampling.lock:
                 reached = await asyncio.to_thread(sampling.sampler.follow, version)
-            held.digest = reached.digest
+            held.version, held.digest = reached.version, reached.digest
             held.syncs += 1
             held.fetched_nbytes += reached.fetched_nbytes
             held.sync_s += reached.seconds
