@@ -161,6 +161,9 @@ def refuse_malformed(group: Any, rank: int, size: int) -> dict[str, tuple[str, s
     states["residual of numbers"] = good_state | {"residual": {"0": 3}}
     states["residual by number"] = good_state | {"residual": {0: one}}
     states["residual reshaped"] = good_state | {"residual": {"0": one | {"b": one["b"][:-1]}}}
+    for key in ("theta", "momentum"):
+        states[f"{key} infinite"] = good_state | {key: one | {"b": torch.full_like(one["b"], torch.inf)}}
+    states["residual NaN"] = good_state | {"residual": {"0": one | {"b": torch.full_like(one["b"], torch.nan)}}}
     states["no number of names"] = good_state | {"momentum": {3: one["b"]}}
     states["DiLoCo's"] = good_state | {"kind": "DiLoCo"}
     messages = {}
@@ -186,6 +189,10 @@ def test_malformed_states_are_refused_whole(ranks: Ranks) -> None:
     assert messages["theta None"] == ("TypeError", "theta: expected a dict, found NoneType")
     assert messages["theta of arrays"][1] == "theta: expected dense tensors, found 'a': ndarray"
     assert messages["residual of numbers"] == ("TypeError", "residual of rank 0: expected name → tensor, found int")
+    assert messages["momentum infinite"] == (
+        "ValueError",
+        "momentum: expected finite numbers, found an infinity or NaN in b",
+    )
     assert "found none of 1, 2, 3" in messages["workers without end"][1]
     assert "of a PulseLoCo, found that of a DiLoCo" in messages["DiLoCo's"][1]
 

@@ -138,7 +138,7 @@ def _residuals(
 
 
 def _checked(masters: Masters, what: str, tensors: object) -> Mapping[str, torch.Tensor]:
-    """Tensors of the model's trainable parameters. Raises TypeError or ValueError, naming those that are others."""
+    """Finite tensors of the model's trainable parameters. Raises TypeError or ValueError, naming those that are not."""
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{what}: expected name → tensor, found {type(tensors).__name__}")
     for name, tensor in tensors.items():
@@ -153,6 +153,9 @@ def _checked(masters: Masters, what: str, tensors: object) -> Mapping[str, torch
             f"{what}: expected the model's trainable parameters in float32, found others: {', '.join(odd[:8])} are "
             "missing, unexpected, of another shape or of another dtype"
         )
+    # A round would find a NaN of θ or of the residual each time; one of the momentum would become part of θ unseen.
+    if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(f"{what}: expected finite numbers, found an infinity or NaN in {', '.join(broken[:8])}")
     return tensors
 
 

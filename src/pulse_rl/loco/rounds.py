@@ -251,8 +251,8 @@ class LocalSteps:
 
         Raises:
             TypeError: The state, or something in it, is no dict or no dense tensor.
-            ValueError: The state lacks something, is of another model, of the other of PulseLoCo and DiLoCo, or lacks a
-                residual that this rank has to take over. Nothing is changed then.
+            ValueError: The state lacks something, holds an infinity or NaN, is of another model, of the other of
+                PulseLoCo and DiLoCo, or lacks a residual that this rank has to take over. Nothing is changed then.
             RuntimeError: The context is entered.
         """
         if self._steps is not None:
