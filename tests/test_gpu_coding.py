@@ -146,6 +146,22 @@ def test_segments_are_coded_in_batches(scratch: int, monkeypatch: pytest.MonkeyP
     assert coding.decode_segments(views, memory_of(held), kind, starts, edges) == on_cpu == 2
 
 
+def test_a_batch_has_the_segments_whose_hot_elements_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose elements would not fit if all were hot are counted first."""
+    field = field_of("BF16")
+    listed = [segment("BF16", size, 10, 0.1, size) for size in (40, 70, 50)]
+    held = [Held(one.old) for one in listed]
+    kind = Kind(field, 2, np.full(3, 10), np.zeros(3, np.int64), np.array([0, 0, 1]))
+    starts = cpu_coding.starts_of([model.blank(field)._replace(threshold=t).start() for t in (119, field.exponents)])
+    hot = [int((((one.old & field.mask) >> field.shift) < 119).sum()) for one in listed[:2]]
+    assert 0 < sum(hot) < 70
+    others = [8 * starts.states.shape[1] + 4 * 10 + len(one.old) // 4 for one in listed]
+    needed = sum(others[:2]) + 6 * sum(hot)
+    for scratch, cuts in ((needed, [2, 3]), (needed - 1, [1, 2, 3]), (sum(others) + 6 * 160, [3])):
+        monkeypatch.setattr(coding, "SCRATCH", scratch)
+        assert [batch.stop for batch in coding._batches(memory_of(held), kind, starts)] == cuts
+
+
 def test_a_stream_that_is_longer_than_foreseen_is_coded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = [segment("BF16", 60, 20, 0.3, seed) for seed in range(2)]
     block = encoded(listed)

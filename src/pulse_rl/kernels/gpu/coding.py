@@ -36,12 +36,12 @@ from pulse_rl.kernels.gpu.device import (
     upload,
     zeros,
 )
-from pulse_rl.kernels.gpu.moves import HotElements, find_hot
+from pulse_rl.kernels.gpu.moves import HotElements, count_hot, find_hot
 from pulse_rl.kernels.gpu.moves import count_exponents as count_in_regions
 from pulse_rl.kernels.gpu.regions import Regions, element
 
 SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
-HOT_NBYTES = 6  # of a hot element; every element may be one
+HOT_NBYTES = 6  # of a hot element
 # Bytes that a stream is given at first, and for each of its changes. A hot element takes a bit at most, but for few.
 STREAM_NBYTES, CHANGE_NBYTES = 64, 8
 
@@ -184,7 +184,12 @@ def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[
 def _batches(memory: Memory, kind: Kind, starts: Starts) -> Iterator[slice]:
     """The segments in runs that take at most SCRATCH bytes, or one of them."""
     elements = memory.rows * memory.runs
-    takes = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8 + HOT_NBYTES * elements
+    others = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
+    takes = others + HOT_NBYTES * elements
+    if takes.sum() > SCRATCH:  # were all elements hot: few are
+        takes = others + HOT_NBYTES * count_hot(
+            Regions(memory, kind.itemsize), kind.field, starts.thresholds[kind.classes]
+        )
     begun, held = 0, 0
     for s, nbytes in enumerate(takes.tolist()):
         if s > begun and held + nbytes > SCRATCH:

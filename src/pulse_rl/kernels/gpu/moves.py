@@ -138,18 +138,29 @@ class HotElements(NamedTuple):
     exponents: DeviceArray  # (h,) uint16
 
 
+def _mark(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> Marks:
+    """Queue the marking of hot elements."""
+    mask, shift = _field(field)
+    marks, bounds = Marks(regions), upload(thresholds.astype(np.uint64) << shift)
+    known = example(regions.itemsize), regions.layout, regions.tiles, mask, bounds
+    launch(_compare, regions.count, THREADS, *known, marks.masks, marks.counts)
+    return marks
+
+
+def count_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many elements of each region have an exponent below its threshold, (regions,). Waits."""
+    _, edges = _mark(regions, field, thresholds).add_up()
+    return np.diff(download(edges))
+
+
 def find_hot(regions: Regions, field: Field, thresholds: NDArray[np.int64]) -> HotElements:
     """The elements of each region whose exponent is below its threshold, (regions,). Waits for their number."""
-    mask, shift = _field(field)
-    like, marks = example(regions.itemsize), Marks(regions)
-    bounds = upload(thresholds.astype(np.uint64) << shift)
-    known = like, regions.layout, regions.tiles, mask, bounds
-    launch(_compare, regions.count, THREADS, *known, marks.masks, marks.counts)
+    marks = _mark(regions, field, thresholds)
     offsets, edges = marks.add_up()
     count = int(download(edges[-1:])[0])
     found = HotElements(edges, empty(count, np.uint32), empty(count, np.uint16))
     if count:
-        searched = _Searched(regions.layout, mask, shift)
+        like, searched = example(regions.itemsize), _Searched(regions.layout, *_field(field))
         launch(_place, regions.count, THREADS, like, searched, regions.tiles, marks.masks, offsets, found)
     return found
 
