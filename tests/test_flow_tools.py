@@ -154,26 +154,33 @@ def test_python_inherits_nothing() -> None:
 
 def test_tools_count_and_give_errors_as_text() -> None:
     async def use() -> tuple[list[str], dict[str, float]]:
-        tools = Tools(Toolbox({"upper": Plugin(f"{__name__}:upper")}))
+        tools = Tools(Toolbox({name: Plugin(f"{__name__}:{name}") for name in ("upper", "count")}))
         answers = [
             await tools.call("calculator", "1 + 1"),
             await tools.call("calculator", "one"),
             await tools.call("upper", "a" * 5000),
         ]
-        with pytest.raises(ValueError, match="expected one of calculator, python, upper, found 'search'"):
+        with pytest.raises(ValueError, match="expected one of calculator, python, upper, count, found 'search'"):
             await tools.call("search", "x")
+        with pytest.raises(TypeError, match="tool 'count': expected text as its answer, found int"):
+            await tools.call("count", "x")
         return answers, tools.facts
 
     answers, facts = asyncio.run(use())
     assert answers[0] == "2"
     assert answers[1].startswith("error: expected an expression")
     assert answers[2] == "A" * 4000 + "…"
-    assert facts == {"tool_calls": 3.0, "tool_errors": 1.0}
+    assert facts == {"tool_calls": 4.0, "tool_errors": 1.0}
 
 
 async def upper(text: str) -> str:
     """A tool of this module."""
     return text.upper()
+
+
+async def count(text: str) -> int:
+    """No tool: its answer is no text."""
+    return len(text)
 
 
 def test_limits_that_are_none_are_refused() -> None:

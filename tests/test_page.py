@@ -282,7 +282,7 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
     status = {
         "policies": {},
         "restarts": 0,
-        "tasks": {"done": 9},
+        "tasks": {"done": 9, "registered": 4},
         "skipped": {},
         "given_up": [],
         "windows": {},
@@ -339,6 +339,8 @@ def test_the_summary_says_who_waited_in_the_whole_run_and_what_was_counted(tmp_p
     page = run_report.write(recipe, found).read_text()
     assert found["balance"]["sentence"] in page
     assert "tool_errors" in page
+    assert page.index("What was played") < page.index(">done<") < page.index("What became of workers")
+    assert page.index("What became of workers") < page.index(">registered<")
 
 
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:

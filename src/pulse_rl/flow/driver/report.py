@@ -15,6 +15,7 @@ from pulse_rl.rl import metrics
 from pulse_rl.units import nbytes
 
 REPORT = "report.html"
+OF_WORKERS = ("registered", "left", "lost", "suspected", "revived", "paused")  # counts; the others are of tasks
 
 
 def write(recipe: Recipe, summary: dict[str, Any]) -> Path:
@@ -58,7 +59,8 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page.table("Workers, in seconds since each was started last", *_worker_seconds(summary))
     page.table("In all", ("", ""), [["who waited for whom", summary["balance"]["sentence"]]])
     page.heading("What was played")
-    page.table("Tasks", ("", "tasks"), [[name.replace("_", " "), str(n)] for name, n in summary["tasks"].items()])
+    page.table("Tasks", ("", "tasks"), _counts(summary, of_workers=False))
+    page.table("What became of workers", ("", "times"), _counts(summary, of_workers=True))
     page.table("Groups of each policy", *_groups(summary))
     if counted := _facts(summary):
         page.table("What the workflow counted in a play, as means over what each policy trained on", *counted)
@@ -108,6 +110,11 @@ def _worker_seconds(summary: dict[str, Any]) -> Table:
         for worker in summary["workers"]
     ]
     return columns, rows
+
+
+def _counts(summary: dict[str, Any], *, of_workers: bool) -> list[list[str]]:
+    counts = summary["tasks"].items()
+    return [[name.replace("_", " "), str(count)] for name, count in counts if (name in OF_WORKERS) == of_workers]
 
 
 def _groups(summary: dict[str, Any]) -> Table:

@@ -189,6 +189,7 @@ class Tools:
 
         Raises:
             ValueError: If there is no tool of that name.
+            TypeError: If it answers with something else than text.
         """
         tool = self._toolbox[name]
         self.calls += 1
@@ -201,6 +202,8 @@ class Tools:
         except TimeoutError:
             self.errors += 1
             answer = f"error: stopped after {SECONDS:g} s"
+        if not isinstance(answer, str):
+            raise TypeError(f"tool {name!r}: expected text as its answer, found {type(answer).__name__}")
         return answer if len(answer) <= ANSWER else answer[:ANSWER] + "…"
 
     @property
