@@ -114,5 +114,5 @@ def test_no_worker_joins_a_run_that_is_ending(
 
 def test_a_run_whose_tasks_all_fail_ends_with_their_error(driver: run._Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "wait", lambda *_: _fail(driver._dataflow, "w0", "no such tool"))
-    with pytest.raises(PulseError, match=r"no such tool; .*start again"):
+    with pytest.raises(PulseError, match="no such tool"):
         driver.watch()

@@ -1,6 +1,7 @@
 """Whole runs of recipes: two policies of tiny models, processes that are killed, workers that come and go."""
 
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -60,11 +61,17 @@ def test_a_run_without_an_address_joins_no_cluster_that_runs_already(
     given: list[dict[str, object]] = []
     monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    for address in (None, "head:6379"):
-        with engine(Recipe(out=str(tmp_path), address=address)):
-            pass
-    assert [options["address"] for options in given] == ["local", "head:6379"]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        there = f"127.0.0.1:{head.getsockname()[1]}"
+        for address in (None, there):
+            with engine(Recipe(out=str(tmp_path), address=address)):
+                pass
+    assert [options["address"] for options in given] == ["local", there]
     assert ["object_store_memory" in options for options in given] == [True, False]
+    gone = pytest.raises(PulseError, match=f"no Ray cluster answers at {there}")
+    with gone, engine(Recipe(out=str(tmp_path), address=there)):
+        pass
+    assert len(given) == 2  # Ray itself would try for minutes
 
 
 def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ It runs on this machine by default, and on a cluster with an address, by the sam
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "
 CAUSES = "killed, or out of memory"  # of a process's death, as far as its driver can tell
 REVIVALS = 1000  # of a service whose process dies; a fault that returns at once ends the run by then
 
+CONNECT_S = 10  # for a connection to a cluster's head
 SHARE = 0.001  # of a region's resource, that each process there takes
 
 
@@ -131,6 +133,8 @@ def engine(config: Settings) -> Iterator[None]:
     """Ray, on this machine or at an address, in a new namespace; shut down at the end."""
     import ray
 
+    if config.address:
+        _connect(config.address)
     for key, value in QUIET.items():
         os.environ.setdefault(key, value)
     local = {} if config.address else {"include_dashboard": False, "object_store_memory": OBJECT_STORE_NBYTES}
@@ -157,6 +161,17 @@ def engine(config: Settings) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    """Raise PulseError where nothing listens at a cluster's host:port. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "://" in host:
+        return  # Ray knows more ways to name a cluster
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise PulseError(f"address: no Ray cluster answers at {address}: {one_line(error)}") from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.errors import ExchangeError, ProcessDiedError, PulseError, require
+from pulse_rl.errors import ProcessDiedError, PulseError, require
 from pulse_rl.flow import recipe_file
 from pulse_rl.flow.data.journal import FILE as JOURNAL
 from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
@@ -104,10 +104,9 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
                 result = driver.finish(finals)
     except KeyboardInterrupt:
         raise PulseError(f"stopped; {_recovery_hint(recipe)}") from None
-    except ProcessDiedError as error:
-        raise ProcessDiedError(f"{error}; {_recovery_hint(recipe)}", process=error.process) from None
-    except ExchangeError as error:
-        raise ExchangeError(f"{error}; {_recovery_hint(recipe)}", ranks=error.ranks, round=error.round) from None
+    except PulseError as error:
+        error.add_note(_recovery_hint(recipe))
+        raise
     (recipe.directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     try:
         report.write(recipe, result)
@@ -146,7 +145,7 @@ class _Driver:
             # Steps that ended before the stop are shown before the stop is announced.
             status = self._update()
             if why := self._failures.look(status):
-                raise PulseError(f"{why}; {_recovery_hint(self._recipe)}")
+                raise PulseError(why)
             if stop:
                 if any(policy["version"] is None for policy in status["policies"].values()):
                     self._display.log("stopping …")
