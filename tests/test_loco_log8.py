@@ -328,3 +328,19 @@ def test_a_code_out_of_range_is_refused() -> None:
         else:
             with pytest.raises(FormatError, match="expected 1 finite sends of 64 elements"):
                 next(found)
+
+
+def test_a_code_whose_value_overflows_is_refused() -> None:
+    """Of weights of 2^110 the largest code is 2^165: no sender can have meant it."""
+    coding, shared = Coding("bfloat16", "log8", 1.0), np.full(64, 2.0**110, np.float32)
+    found = classes.classes_of(shared, np.zeros(64, np.float32), loco.GRIDS["bfloat16"], 1.0)
+    segments = [SharedSegment((64,), 0, shared, NO_BITS, found)]
+    for code, fine in ((3, True), (127, False)):
+        sent = classes.arrange(found, np.array([7], np.uint32), np.array([-code], np.int8))
+        (decode,) = payload.open_payload(memoryview(payload.encode([sent], segments, coding)), segments, coding)
+        if fine:
+            read = payload.decode(memoryview(payload.encode([sent], segments, coding)), segments, coding)
+            assert next(read).values.tolist() == [-3 * 2.0**103]
+        else:
+            with pytest.raises(FormatError, match="expected 1 finite sends of 64 elements"):
+                decode()
