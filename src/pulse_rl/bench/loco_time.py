@@ -40,18 +40,6 @@ STEADY = 0.5  # of how far a weight moves in a round, against the noise
 PARTS = "gate", "encode", "decode", "outer"
 
 
-class ProcessorTimings(Timings):
-    """Processor time of this process by part."""
-
-    def start(self) -> None:
-        self._clock = time.process_time()
-
-    def spent(self, part: str) -> None:
-        now = time.process_time()
-        self.seconds[part] += now - self._clock
-        self._clock = now
-
-
 class Recorded(Echo):
     """A group whose other ranks send payloads that were made before."""
 
@@ -164,7 +152,7 @@ def _move(context: Any, live: list[F32]) -> None:
 
 def _round(context: Any) -> tuple[dict[str, float], Outcome]:
     """One round of a context without a network: seconds by part."""
-    timings = ProcessorTimings()
+    timings = Timings(time.process_time)
     outcome = context._collect(timings)
     timings.start()
     context._commit(outcome, 0)

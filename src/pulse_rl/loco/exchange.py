@@ -14,7 +14,7 @@ one cannot go on, none does (`fail_together`).
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -67,10 +67,12 @@ class Fragment(NamedTuple):
 class Timings:
     """Seconds by part and bytes of one round, added up as it goes on.
 
-    stalled: seconds in which the inner loop waited, for parts of a round or for all of it.
+    clock: seconds, as time.perf_counter gives them. stalled: seconds in which the inner loop waited, for parts of a
+    round or for all of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._now = clock
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.sent_nbytes = 0
         self.received_nbytes = 0
@@ -79,13 +81,13 @@ class Timings:
 
     def start(self) -> None:
         """Count time from now on."""
-        self._clock = time.perf_counter()
+        self._begun = self._now()
 
     def spent(self, part: str) -> None:
         """Add the time since the last call to this part."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._clock
-        self._clock = now
+        now = self._now()
+        self.seconds[part] += now - self._begun
+        self._begun = now
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -31,8 +31,7 @@ class Mean(NamedTuple):
         """All elements, (size,). Scratch: valid until this thread's next call."""
         if self.indices is None:
             return self.values
-        found: F32 = cpu.buffer("mean", size, np.float32)[:size]
-        found.fill(0)
+        found = _zeros("mean", size)
         cpu.scatter(found.view(np.uint32), self.indices, self.values.view(np.uint32))
         return found
 

@@ -29,6 +29,7 @@ from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.pieces import Place
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
@@ -143,8 +144,9 @@ def find(
     counts: list[NDArray[np.int64]] = []
     groups = groups_of(table, format_version=patch_format.FORMAT_VERSION)
     lying: Iterator[Lies | None] = repeat(None)
-    device = device_for(old.values())
+    device: Device = HOST
     if any(codec.conditional for codec in codecs):
+        device = device_for(old.values())
         lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()}, device)
     for group in groups:
         entries = [table[number] for number in group.tensors]

@@ -154,7 +154,7 @@ def engine(config: Settings) -> Iterator[None]:
                 f"{error}: is a Ray cluster running there? If it asks for tokens, as newer releases of Ray do by "
                 "default, set RAY_AUTH_MODE=token in this environment"
             ) from None
-        except Exception as error:  # Ray has no type of its own for a node that takes too long to start
+        except Exception as error:  # Ray raises a plain Exception where a node starts too slowly
             raise PulseError(f"Ray did not start: {one_line(error)}") from error
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has replaced it
         try:

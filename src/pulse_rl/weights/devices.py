@@ -3,10 +3,10 @@
 Bits say on which device they lie. What is done to many segments at once, the kernels of that device do. Nothing of CUDA
 is imported before a tensor on a CUDA device appears.
 
-Kernels of a CUDA device run on a second stream. When a call takes weights (`layout`), this stream is told to wait for
-what the caller has queued by then; what is queued afterwards, as the next forward pass, overlaps. Each call waits until
-its own kernels are done, so the caller's stream never has to wait for them. The one thing that is done on the caller's
-stream is the write of a staged version, which must not overtake what reads the weights.
+Kernels of a CUDA device run on a second stream. When a call takes weights (`layout`), this stream waits for all that
+the caller has queued by then; what the caller queues afterwards, as the next forward pass, overlaps. Each call waits
+until its own kernels are done, so the caller's stream never has to wait for them. Only the write of a staged version
+runs on the caller's stream: it must not overtake what reads the weights.
 """
 
 from __future__ import annotations
