@@ -8,13 +8,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from pulse_rl.disk import read_file
 from pulse_rl.errors import require
-from pulse_rl.flow import registry
+from pulse_rl.flow import registry, values
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
@@ -30,7 +30,6 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "pools": PoolRecipe,
     "evaluation": EvaluationRecipe,
 }
-_TYPES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
 
 
 def built_in() -> list[str]:
@@ -146,7 +145,7 @@ def parse(document: Mapping[str, Any]) -> Recipe:
             given[key] = _workflow(_table(value, key))
         elif key in ("pools", "evaluation"):
             if not isinstance(value, list):
-                raise ValueError(f"{key}: expected tables [[{key}]], found {_found(value)}")
+                raise ValueError(f"{key}: expected tables [[{key}]], found {values.found(value)}")
             given[key] = [_struct(_SECTIONS[key], table, f"{key}[{i}]") for i, table in enumerate(value)]
         elif key == "autoscale":
             given[key] = _struct(AutoscaleRecipe, value, key)
@@ -181,7 +180,7 @@ def _check_keys(kind: type[msgspec.Struct], table: Mapping[str, Any], prefix: st
 
 def _table(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{key}: expected a table, found {_found(value)}")
+        raise ValueError(f"{key}: expected a table, found {values.found(value)}")
     return value
 
 
@@ -191,10 +190,7 @@ def _field(kind: type[msgspec.Struct], name: str, value: Any, key: str) -> Any:
     if Plugin in (wanted, *get_args(wanted)):
         default = next(field for field in msgspec.structs.fields(kind) if field.name == name).default
         return _plugin(value, key, default.name if isinstance(default, Plugin) else None)
-    try:
-        return msgspec.convert(value, wanted)
-    except msgspec.ValidationError:
-        raise ValueError(f"{key}: expected {_expected(wanted)}, found {_found(value)}") from None
+    return values.convert(value, wanted, key)
 
 
 def _plugin(value: Any, key: str, default: str | None) -> Plugin:
@@ -203,23 +199,8 @@ def _plugin(value: Any, key: str, default: str | None) -> Plugin:
         return Plugin(value)
     name = value.get("name", default) if isinstance(value, dict) else None
     if not isinstance(name, str):
-        raise ValueError(f"{key}: expected a name, or a table with a name and settings, found {_found(value)}")
+        raise ValueError(f"{key}: expected a name, or a table with a name and settings, found {values.found(value)}")
     return Plugin(name, {key: setting for key, setting in value.items() if key != "name"})
-
-
-def _expected(wanted: Any) -> str:
-    if get_origin(wanted) is Literal:
-        return " or ".join(map(str, get_args(wanted)))
-    if get_origin(wanted) is tuple:
-        return "two numbers"
-    if get_origin(wanted) is list:
-        return "a list of strings"
-    options = [option for option in get_args(wanted) if option is not type(None)] or [wanted]
-    return _TYPES[options[0]]
-
-
-def _found(value: Any) -> str:
-    return "a table" if isinstance(value, dict) else repr(value)
 
 
 def to_document(recipe: Recipe) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Plug-ins of a run, by name: built in, from another package's entry points, or by import path.
 
 A plug-in is a class or function. Its settings are the keyword arguments of its signature, so a wrong setting is found
-before anything starts. A name is looked up in this order:
+before anything starts, and so is a value of another type than the signature's. A name is looked up in this order:
 
     "package.module:name"   imported as it is
     "grpo"                  one of BUILTIN
@@ -19,11 +19,12 @@ import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from pulse_rl.errors import MissingExtraError, one_line
+from pulse_rl.flow import values
 
 GROUP = "pulse_rl.plugins"
 _HERE = "pulse_rl.flow"
@@ -141,7 +142,21 @@ def check(kind: str, plugin: Plugin, *, key: str, given: tuple[str, ...] = ()) -
     missing = [name for name in settable if known[name] is inspect.Parameter.empty and name not in plugin.settings]
     if missing:
         raise ValueError(f"{key}: {plugin.name!r} needs its setting {missing[0]!r}, which has no default")
+    _check_types(loaded, plugin.settings, key)
     return loaded
+
+
+def _check_types(loaded: Callable[..., Any], settings: Mapping[str, Any], key: str) -> None:
+    """Compare settings with the types of a signature, as far as it has any that a TOML value can have."""
+    try:
+        types = get_type_hints(loaded.__init__ if inspect.isclass(loaded) else loaded)
+    except (NameError, TypeError):  # a name that only a type checker imports; a callable object
+        return
+    for name, value in settings.items():
+        try:
+            values.convert(value, types.get(name, Any), f"{key}.{name}")
+        except TypeError:  # a type that no TOML value has
+            continue
 
 
 def settings_of(loaded: Callable[..., Any]) -> dict[str, Any]:
