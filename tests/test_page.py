@@ -278,9 +278,10 @@ def _run(directory: Path, versions: int, trainers: int = 1) -> Pages:
     final = {"version": versions, "digest": "0123456789abcdef", "restarts": 0}
     held = dict.fromkeys(HELD, 0) | final | {"fetched_nbytes": 12345, "sync_s": 1.5}
     seconds = {"start_s": 2.0, "idle_s": 3.0, "seconds": 8.0}
-    worker = dict.fromkeys(WORKER, 0) | seconds | {"id": HOSTILE, "pool": "near", "policies": {"solver": held}}
+    named = {"id": HOSTILE, "pool": "near", "host": "node-3", "policies": {"solver": held}}
+    worker = dict.fromkeys(WORKER, 0) | seconds | named
     status = {
-        "policies": {},
+        "policies": {"solver": {"dropped": {"stale": 3, "surplus": 2}}},
         "restarts": 0,
         "tasks": {"done": 9, "registered": 4},
         "skipped": {},
@@ -321,7 +322,7 @@ def test_the_summary_of_one_policy_has_it_at_the_top_too(tmp_path: Path) -> None
     }
     lists = {"patch_nbytes", "density", "reward", "solved", "loss"}
     assert totals | lists | {"trainer_sync", "trainer_version", "trainer_digest", "workers", "policies"} <= found.keys()
-    assert (found["steps"], found["seconds"], found["dropped_chunks"]) == (3, 9.0, 3)
+    assert (found["steps"], found["seconds"], found["dropped_chunks"]) == (3, 9.0, 5)
     assert found["patch_nbytes"] == found["policies"]["solver"]["patch_nbytes"] == [101, 102, 103]
     (worker,) = found["workers"]
     assert (worker["id"], worker["version"], worker["verified"], worker["restarts"]) == (HOSTILE, 3, True, 0)
@@ -341,6 +342,13 @@ def test_the_summary_says_who_waited_in_the_whole_run_and_what_was_counted(tmp_p
     assert "tool_errors" in page
     assert page.index("What was played") < page.index(">done<") < page.index("What became of workers")
     assert page.index("What became of workers") < page.index(">registered<")
+
+
+def test_the_times_of_a_worker_add_up_and_its_host_is_named(tmp_path: Path) -> None:
+    recipe, found, _ = _run(tmp_path, 2)
+    page = run_report.write(recipe, found).read_text()
+    cells = re.findall(r"<td[^>]*>(?:<span>)?([^<]*)<", page[page.index("since each was started last") :])
+    assert cells[1:9] == ["near", "node-3", "2.0", "0.0", "1.5", "3.0", "1.5", "8.0"]
 
 
 def test_the_page_of_several_trainers_shows_their_channel_too(tmp_path: Path) -> None:

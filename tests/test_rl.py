@@ -13,7 +13,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.cli.summary import reward_change
 from pulse_rl.rl import directory, grpo, metrics, model, model_name, policy
-from pulse_rl.rl.engine import ProcessHandle, Remote
+from pulse_rl.rl.engine import ProcessHandle, Remote, least_loaded
 from pulse_rl.rl.sampler import BuiltinSampler, Settings
 from pulse_rl.rl.tasks import LISTING, Task
 from pulse_rl.store.base import ObjectInfo
@@ -256,21 +256,44 @@ def test_a_sampler_lists_the_store_once_a_version(tiny: model.Loaded, tmp_path: 
 # --- engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ActorDiedError", "OutOfMemoryError"])
-def test_a_process_that_ray_has_killed_for_memory_has_died_like_any_other(
+def test_a_worker_goes_to_the_node_with_the_fewest_of_the_run_s_processes_for_its_processors() -> None:
+    """So those that join after a node was added go there; Ray sends them to random nodes."""
+
+    def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    head, added, large, lost = (
+        node("head", CPU=2),
+        node("added", CPU=2),
+        node("large", CPU=8),
+        node("lost", alive=False),
+    )
+    assert least_loaded([head], {"head": 9}) == "head"
+    assert least_loaded([lost, head, added], {"head": 3}) == "added"
+    assert least_loaded([head, added], {"head": 3, "added": 3, "lost": 1}) == "head"  # the first of equals
+    assert least_loaded([head, large], {"head": 1, "large": 3}) == "large"
+    assert least_loaded([node("head"), added], {"added": 9}) == "added"  # the head offers no processor
+    assert least_loaded([node("head"), node("other")], {"head": 1}) == "other"
+    far = node("far", CPU=2, upstairs=1)
+    assert least_loaded([head, far], {"far": 9}, "upstairs") == "far"
+    assert least_loaded([head, added], {"head": 1}, "upstairs") == "added"  # the region's nodes are gone
+
+
+@pytest.mark.parametrize("kind", ["ActorDiedError", "OutOfMemoryError", "ActorUnschedulableError"])
+def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then a worker is started again, and a run does not end with Ray's page about memory."""
     import ray
 
-    error = ray.exceptions.OutOfMemoryError("its page") if "Memory" in kind else ray.exceptions.ActorDiedError()
+    error = getattr(ray.exceptions, kind)(*(["its page"] if kind != "ActorDiedError" else []))
 
     def raise_it(future: object) -> None:
         raise error
 
     monkeypatch.setattr(ray, "get", raise_it)
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    handle = ProcessHandle("worker-0", MagicMock(), lambda: None, ())
+    handle = ProcessHandle("worker-0", "node", MagicMock(), lambda: None, ())
     with pytest.raises(pulse.ProcessDiedError, match="worker-0's process died") as found:
         handle.result()
     assert found.value.process == "worker-0"

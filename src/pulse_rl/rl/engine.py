@@ -7,10 +7,12 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 from pulse_rl.errors import ProcessDiedError, PulseError, one_line
 from pulse_rl.rl.directory import LOG
@@ -69,10 +71,14 @@ class Remote:
 
 
 def _deaths() -> tuple[type[Exception], ...]:
-    """What Ray raises where a process has died: also one that Ray itself has killed, as the node's memory ran out."""
+    """What Ray raises where a process has died.
+
+    Also one that Ray itself has killed, as the node's memory ran out, or that was sent to a node just lost.
+    """
     import ray
 
-    return ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError
+    of_nodes = (ray.exceptions.OutOfMemoryError, ray.exceptions.ActorUnschedulableError)
+    return (ray.exceptions.RayActorError, *of_nodes)
 
 
 class Process:
@@ -95,12 +101,17 @@ class RolloutProcess(Process):
 
 
 class ProcessHandle:
-    """A process that has been started. It lives until its object's `run` returns."""
+    """A process that has been started. It lives until its object's `run` returns.
 
-    def __init__(self, name: str, actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    node: the id of the node that it was sent to.
+    """
+
+    def __init__(self, name: str, node: str, actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._name = name
+        self.node = node
         self._actor = actor
         self.future = actor.run.remote(kind, *arguments)
+        _handles.add(self)
 
     def ended(self) -> bool:
         import ray
@@ -111,6 +122,7 @@ class ProcessHandle:
         """End the process, once its result is known: until then it keeps its memory."""
         import ray
 
+        _handles.discard(self)
         ray.kill(self._actor)
 
     def result(self) -> Any:
@@ -126,6 +138,9 @@ class ProcessHandle:
             with suppress(Exception):
                 ray.kill(self._actor)
             raise ProcessDiedError(f"{self._name}'s process died ({CAUSES})", process=self._name) from None
+
+
+_handles: WeakSet[ProcessHandle] = WeakSet()  # those not closed: which node has how many
 
 
 @contextmanager
@@ -204,17 +219,36 @@ def start(
 ) -> ProcessHandle:
     """Start a process that makes kind(*arguments) and runs it.
 
-    name: for messages. where: on the driver's node, or on the node with the least load. region: on a node that offers
-    this as a resource of Ray, where the cluster has one.
+    name: for messages. where: on the driver's node, or on the one that `least_loaded` finds. region: on a node that
+    offers this as a resource of Ray, where the cluster has one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     node = ray.get_runtime_context().get_node_id()
-    strategy = "SPREAD" if where == "anywhere" else NodeAffinitySchedulingStrategy(node, soft=False)
+    if where == "anywhere":
+        node = least_loaded(ray.nodes(), Counter(handle.node for handle in _handles), region)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)  # Ray takes a soft one to be for any node
     needed = {region: SHARE} if ray.cluster_resources().get(region) else {}
     actor = ray.remote(num_cpus=0, resources=needed)(process).options(scheduling_strategy=strategy).remote()
-    return ProcessHandle(name, actor, kind, arguments)
+    return ProcessHandle(name, node, actor, kind, arguments)
+
+
+def least_loaded(nodes: Sequence[Mapping[str, Any]], processes: Mapping[str, int], region: str = "") -> str:
+    """The id of the node with the fewest of a run's processes for each of its processors.
+
+    Ray does not choose so: a process that reserves no processor goes to a random node. One without processors
+    (`ray start --num-cpus 0`) is only taken where no other is left.
+    nodes: as Ray lists them. processes: by node id. region: of nodes that offer this resource, where any does.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    there = [node for node in alive if node["Resources"].get(region)] or alive
+    able = [node for node in there if node["Resources"].get("CPU")] or there
+
+    def load(node: Mapping[str, Any]) -> float:
+        return float(processes.get(node["NodeID"], 0) / (node["Resources"].get("CPU") or 1))
+
+    return str(min(able, key=load)["NodeID"])
 
 
 def node_address() -> str:

@@ -103,8 +103,7 @@ def staleness(records: Records) -> Plot:
     return Plot(
         "Staleness",
         "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
-        "probabilities corrects for it. What is too old is dropped: "
-        f"{_count(sum(record['dropped_chunks'] for record in records), 'group')} in this run, for whatever reason.",
+        "probabilities corrects for it. What is too old is dropped: see the groups of each policy.",
         charts.lines({"staleness": _series(records, "staleness")}, STEP, Axis("versions, mean", zero=True)),
     )
 

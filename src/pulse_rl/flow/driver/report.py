@@ -89,26 +89,34 @@ def _worker_seconds(summary: dict[str, Any]) -> Table:
     columns = (
         "worker",
         "pool",
+        "host",
         "starting",
         "sampling",
         "taking up weights",
         "without work",
+        "the rest",
         "all",
         "tasks",
         "restarts",
         "left",
     )
-    rows = [
-        [
-            worker["id"],
-            worker["pool"],
-            *(f"{worker[name]:.1f}" for name in ("start_s", "sampling_s", "sync_s", "idle_s", "seconds")),
-            str(worker["played"]),
-            str(worker["restarts"]),
-            "before the end" if worker["left"] else "",
-        ]
-        for worker in summary["workers"]
-    ]
+    rows = []
+    for worker in summary["workers"]:
+        parts = [worker[name] for name in ("start_s", "sampling_s", "sync_s", "idle_s")]
+        rest = max(0.0, worker["seconds"] - sum(parts))
+        spent = (f"{part:.1f}" for part in (*parts, rest, worker["seconds"]))
+        left = "before the end" if worker["left"] else ""
+        rows.append(
+            [
+                worker["id"],
+                worker["pool"],
+                worker["host"],
+                *spent,
+                str(worker["played"]),
+                str(worker["restarts"]),
+                left,
+            ]
+        )
     return columns, rows
 
 

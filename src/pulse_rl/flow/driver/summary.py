@@ -12,7 +12,7 @@ from pulse_rl.rl import metrics
 
 SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer, the mean of several
 HELD = ("version", "digest", "syncs", "fetched_nbytes", "sync_s", "sampling_s", "tokens")
-WORKER = ("played", "failed", "refused", "start_s", "idle_s", "seconds", "restarts", "left")
+WORKER = ("host", "played", "failed", "refused", "start_s", "idle_s", "seconds", "restarts", "left")
 
 
 def summary(
@@ -79,7 +79,7 @@ def _policy(
         "trainer_sync": _trainer_sync(given, records),
         "tokens": sum(record["tokens"] for record in records),
         "turns": sum(record["turns"] for record in records),
-        "dropped_chunks": sum(record["dropped_chunks"] for record in records),
+        "dropped_chunks": sum(counted.get("dropped", {}).values()),  # also after the last step
         "dropped": counted.get("dropped", {}),
         "repeated": counted.get("repeated", 0),
         "replayed": counted.get("replayed", 0),
@@ -102,6 +102,7 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
         "mode": given.trainer_sync,
         "trainers": given.trainers,
         "sync_every": given.sync_every,
+        "overlap": given.overlap,
         "rounds": len(rounds),
         "sent_nbytes": [each["sent_nbytes"] for each in rounds],  # by round, then by trainer
         "dense_nbytes": rounds[-1]["dense_nbytes"] if rounds else 0,  # DiLoCo's, per round and trainer

@@ -13,6 +13,7 @@ proves what it holds, and leaves.
 
 import asyncio
 import os
+import socket
 import sysconfig
 import tempfile
 import time
@@ -195,6 +196,7 @@ class RolloutWorker:
     def _facts(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "restarting": False,
             "versions": {name: held.version for name, held in self._held.items() if held.version is not None},
             "policies": {name: held.facts() for name, held in self._held.items()},
@@ -243,6 +245,7 @@ class RolloutWorker:
         """Take tasks and play them until it is asked to stop; then finish them."""
         pause = IDLE_S[0]
         while True:
+            asked = time.monotonic()
             if taken := await self._take():
                 pause = IDLE_S[0]
                 await self._catch_up()
@@ -258,9 +261,9 @@ class RolloutWorker:
             else:
                 self._versions = {}
                 await asyncio.sleep(pause)
-                self._idle_s += pause
                 pause = min(2 * pause, max(IDLE_S[1], self._orders.pause))
                 await (self._ask_for_orders() if self._recipe.deterministic else self._catch_up())
+                self._idle_s += time.monotonic() - asked
             for group in (self._playing, self._pushing):
                 for ended in [each for each in group if each.done()]:
                     group.remove(ended)
