@@ -134,10 +134,23 @@ def test_every_kernel_is_warmed_up() -> None:
     assert set(eval(done.stdout)) <= parts
 
 
-def test_a_change_of_any_source_makes_all_machine_code_old(package: Path) -> None:
-    """Kernels call each other across files, and Numba compares each with its own file only."""
-    code = "from pulse_rl.kernels.cpu import compiled; print(compiled.stamp())"
-    before = run(package, "-c", code, home=package).stdout
-    with (package / "pulse_rl/kernels/cpu/rangecoder.py").open("a") as file:
-        file.write("\n")
-    assert run(package, "-c", code, home=package).stdout != before
+# A kernel's source is edited after it was imported and before it is compiled.
+EDITED = """
+import sys, pathlib
+import numpy as np
+from pulse_rl.kernels.cpu import compiled, loco
+if "edit" in sys.argv:
+    file = pathlib.Path(loco.__file__)
+    file.write_text(file.read_text().replace("out[i] = s\\n", "out[i] = s + 1\\n"))
+out = np.zeros(2, np.float32)
+loco.difference(np.ones(2, np.float32), out, out)
+print(compiled.stamp(), out.tolist())
+"""
+
+
+def test_machine_code_is_of_the_sources_that_a_process_has_imported(package: Path) -> None:
+    """Also where they are edited, or upgraded, before it compiles them: its code is not kept for the new ones."""
+    before, old = run(package, "-c", EDITED, "edit", home=package).stdout.split(maxsplit=1)
+    after, new = run(package, "-c", EDITED, home=package).stdout.split(maxsplit=1)
+    assert before != after
+    assert (old, new) == ("[1.0, 1.0]\n", "[2.0, 2.0]\n")

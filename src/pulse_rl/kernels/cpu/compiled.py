@@ -35,14 +35,23 @@ VARIABLES = ("PULSE_CACHE", "NUMBA_CACHE_DIR")  # set to a directory for machine
 SAY_EVERY = 1.0  # seconds of compiling between two lines of the log
 
 
-@cache
-def stamp() -> str:
-    """A hash of every kernel's source, 16 hex digits; "no-source" where there is none to read."""
+def _hash_sources() -> str:
+    """Of every kernel's source as it is now, 16 hex digits; "no-source" where there is none to read."""
     try:
         sources = [*sorted(ROOM.glob("*.py")), ROOM.parent.parent / "dtypes.py"]
         return sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     except OSError:
         return "no-source"
+
+
+# Made before any kernel is imported. One made at the first call would be that of sources that were edited, or upgraded,
+# since the import: the machine code of the old ones would be kept for the new ones.
+_STAMP = _hash_sources()
+
+
+def stamp() -> str:
+    """The hash of every kernel's source of which this process has imported the kernels."""
+    return _STAMP
 
 
 @cache
@@ -172,6 +181,9 @@ class _Cache(NullCache):  # type: ignore[misc]
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
+        if _hash_sources() != stamp():  # this kernel's file may have been imported after the change
+            _kept.refused = RuntimeError("their sources have changed since this process began")
+            return
         key = (signature, result.codegen.magic_tuple())
         for place, file in self._files():
             try:
