@@ -110,7 +110,8 @@ class Batch:
         self.nbytes = joined.indices.nbytes + joined.values.nbytes  # memory of the changes
         device = _device_at(writes[0])
         self.on_device = device is not None and device is not HOST
-        self._memory = list({id(write.bits): write.bits for write in writes}.values()) if device is not None else []
+        # Plain memory, whose writes `write_all` counts.
+        self.memory = [write.bits for write in writes if device and isinstance(write.bits, HostBits | TorchBits)]
         if device is None:
             self._write: Callable[[], int | None] = partial(_overwrite, writes[0])
         else:  # what can be done now is not done in the pause
@@ -120,9 +121,6 @@ class Batch:
     def write(self) -> None:
         """Overwrite elements and read every one of them back. Raises IntegrityError if one has other bits."""
         wrong = self._write()
-        for bits in self._memory:
-            if isinstance(bits, HostBits | TorchBits):
-                bits.count_write()
         if wrong is not None:
             name = self._names[wrong]
             raise IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
@@ -182,8 +180,12 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
 
 def write_all(batched: Sequence[Batch]) -> None:
     """Write everything. May be repeated. Raises as `Batch.write`."""
-    # A device's come first, and on the caller's thread, which knows the caller's stream.
-    for batch in batched:
-        if batch.on_device:
-            batch.write()
-    spread(Batch.write, [batch for batch in batched if not batch.on_device])
+    try:
+        # A device's come first, and on the caller's thread, which knows the caller's stream.
+        for batch in batched:
+            if batch.on_device:
+                batch.write()
+        spread(Batch.write, [batch for batch in batched if not batch.on_device])
+    finally:  # here and once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
+        for bits in {id(bits): bits for batch in batched for bits in batch.memory}.values():
+            bits.count_write()

@@ -117,35 +117,46 @@ def _parts(tensor: Any) -> list[tuple[object, Any]]:
 class Memory:
     """Which memory some tensors were in, and how often torch had written to it.
 
-    It keeps no memory alive, but for a NumPy array over an object without weak references, such as a bytearray.
+    keep: whether to keep it from being freed while this lives: then no other memory can get its address, and one call
+    compares a tensor's memory. Otherwise no memory is kept, but that of a NumPy array over an object without weak
+    references, such as a bytearray.
     """
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any], *, keep: bool = False) -> None:
+        self._names = frozenset(tensors)
+        self._kept = {name: tensor.detach() for name, tensor in tensors.items() if keep and _compares(tensor)}
         # Of each part: where in the tensor it lies, its view, and what owns it; None once that is gone, as the address
         # may be another's then.
         self._places = {
             name: [(part, view, _reference(owner)) for part, view, owner in _places(tensor)]
             for name, tensor in tensors.items()
+            if name not in self._kept
         }
         self.count_writes(tensors)
 
     def count_writes(self, tensors: Mapping[str, Any]) -> None:
         """Note how often torch has written to the same tensors by now."""
-        self._writes = {name: _writes(tensor) for name, tensor in tensors.items()}
+        self._writes = _all_writes(tensors)
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit.
 
         An engine stands while all of its weights are looked at.
         """
-        return self.is_same(tensors) and self._writes == {name: _writes(tensor) for name, tensor in tensors.items()}
+        return self.is_same(tensors) and self._writes == _all_writes(tensors)
 
     def is_same(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
-        if tensors.keys() != self._places.keys():
+        if tensors.keys() != self._names:
             return False
+        plain = _plain_types()
         try:
             for name, tensor in tensors.items():
+                kept = self._kept.get(name)
+                if kept is not None:
+                    if type(tensor) not in plain or not tensor.is_set_to(kept) or tensor.dtype != kept.dtype:
+                        return False
+                    continue
                 known, found = self._places[name], _places(tensor)
                 if len(known) != len(found):
                     return False
@@ -155,6 +166,31 @@ class Memory:
         except (RuntimeError, TypeError):  # a tensor that holds no memory: `as_bits` says why it is refused
             return False
         return True
+
+
+def _plain_types() -> tuple[type, ...]:
+    """The types of tensors that are what they hold. None where torch was not imported."""
+    torch = sys.modules.get("torch")
+    return (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
+
+
+def _compares(tensor: Any) -> bool:
+    """Whether torch compares this tensor's memory, strides and shape with those of another tensor."""
+    if type(tensor) not in _plain_types():
+        return False
+    try:
+        return bool(tensor.is_set_to(tensor.detach()))
+    except RuntimeError:  # on a device, or in a layout, for which torch has no such comparison
+        return False
+
+
+def _all_writes(tensors: Mapping[str, Any]) -> dict[str, int | list[int | None] | None]:
+    """How often torch has written to each."""
+    plain = _plain_types()  # looked up once: this is done while an engine stands
+    return {
+        name: (None if tensor.is_inference() else tensor._version) if type(tensor) in plain else _writes(tensor)
+        for name, tensor in tensors.items()
+    }
 
 
 def _places(tensor: Any) -> list[tuple[object, tuple[object, ...], object]]:
@@ -193,7 +229,5 @@ def _owner(memory: Any) -> object:
 
 def _writes(tensor: Any) -> list[int | None]:
     """How often torch has written to a tensor and its parts: a DTensor has a counter, its local tensor another."""
-    if _is_torch(tensor) and not is_dtensor(tensor):
-        return [None if tensor.is_inference() else tensor._version]
     parts = (tensor, *(part for _, part in _parts(tensor)))
     return [None if part.is_inference() else part._version for part in parts if _is_torch(part)]

@@ -292,7 +292,7 @@ class Subscriber:
         with self._beating.failures(start), ExitStack() as undo:
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights), "stage", version, effort)
-            memory, keeping = Memory(live.live.tensors), Keeping(live, self._peers)
+            memory, keeping = Memory(live.live.tensors, keep=True), Keeping(live, self._peers)
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
             keeping.settle()
