@@ -120,8 +120,15 @@ def check(summary: dict[str, Any], out: Path) -> None:
         assert head is not None
         assert (head.version, head.digest) == (policy["trainer_version"], policy["trainer_digest"])
         records = metrics.read(out if only else files(out, name))
-        each = policy["trainer_sync"]["sync_every"] if policy["trainer_sync"] else 1  # several trainers go in rounds
-        assert [record["step"] for record in records] == list(range(each, policy["steps"] + 1, each))
+        assert [record["step"] for record in records] == ends(policy)
+
+
+def ends(policy: dict[str, Any]) -> list[int]:
+    """The steps after which a policy published a version: several trainers go in rounds, as `flow.rounds` says."""
+    if not (sync := policy["trainer_sync"]):
+        return list(range(1, policy["steps"] + 1))
+    first = sync["sync_every"] + sync["overlap"]
+    return [*range(first, policy["steps"], sync["sync_every"]), policy["steps"]]
 
 
 def _left(summary: dict[str, Any], worker: str) -> bool:

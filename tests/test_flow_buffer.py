@@ -179,6 +179,23 @@ def test_a_version_is_in_its_round_until_every_rank_has_its_batches() -> None:
     assert not buffer.in_round()
 
 
+def test_the_first_round_with_overlap_has_the_steps_of_the_overlap_too() -> None:
+    buffer = _buffer(ranks=2, round_steps=2, overlap=1, max_staleness=1)
+    groups = buffer.settings.groups
+    assert buffer.room() == (6 + 4) * groups
+    for number in range(6 * groups):
+        assert buffer.add(part(number, 0))
+    for number in range(5):
+        buffer.give(number)
+        assert buffer.in_round()
+    assert buffer.lacking() == 0  # the last batch's groups are there
+    buffer.give(5)
+    assert not buffer.in_round()
+    assert buffer.room() == 4 * groups
+    buffer.publish(3, 1, "d")
+    assert buffer.room() == (4 + 4) * groups
+
+
 def test_a_rank_that_starts_again_gets_what_it_had_and_it_is_counted() -> None:
     buffer = _buffer(ranks=2, round_steps=2)
     for number in range(8):

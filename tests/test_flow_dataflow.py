@@ -758,6 +758,20 @@ def test_deterministic_policies_whose_rounds_differ_go_on_after_one_has_finished
     assert flow.stopping("b")
 
 
+def test_deterministic_rounds_with_overlap_have_all_batches_that_lead_to_their_version() -> None:
+    """The first has a step more than the others; after the last one, which is shorter, more steps may follow."""
+    policies = {"a": PolicySettings(groups=1, ranks=2, round_steps=2, overlap=1, max_staleness=0)}
+    flow = Dataflow(policies, All(), deterministic=True, clock=Clock())
+    versions = {"a": 0}
+    flow.begin("a", 0, 0)
+    flow.register("w0", "builtin", 8, ["a"])
+    assert _round(flow, versions, {"a": 3})["a"] == [[number] for number in range(6)]
+    assert _round(flow, versions, {"a": 2})["a"] == [[number] for number in range(6, 10)]
+    assert _round(flow, versions, {"a": 1})["a"] == [[10], [11]]
+    assert _round(flow, versions, {"a": 3})["a"] == [[number] for number in range(14, 20)]
+    assert flow.status()["policies"]["a"]["dropped"] == {"surplus": 2}
+
+
 def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
     flow = dataflow("p", directory=tmp_path)
     assert flow.share("p joined", 1, 0) == {1: 0}

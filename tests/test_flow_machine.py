@@ -265,7 +265,10 @@ class DeterministicMachine(Machine):
 
 
 class RanksMachine(Machine):
-    """Each policy has two trainers and rounds of two steps; one of them may be lost alone."""
+    """Each policy has two trainers and rounds of two steps; one of them may be lost alone.
+
+    With overlap the first round has one step more.
+    """
 
     ranks, round_steps = 2, 2
 
@@ -273,16 +276,23 @@ class RanksMachine(Machine):
         super().__init__()
         self.pulled: dict[tuple[str, int], int] = {}  # batches of the open round that a rank has had
 
-    @initialize(order=st.sampled_from(["task", "deadline", "newest"]), staleness=st.integers(0, 2))
-    def begin(self, order: str, staleness: int) -> None:
+    @initialize(
+        order=st.sampled_from(["task", "deadline", "newest"]), staleness=st.integers(0, 2), overlap=st.integers(0, 1)
+    )
+    def begin(self, order: str, staleness: int, overlap: int = 0) -> None:
         self.groups = 1  # fewer, so that rounds end
-        self.arguments = {"ranks": self.ranks, "round_steps": self.round_steps}
+        self.overlap = overlap
+        self.arguments = {"ranks": self.ranks, "round_steps": self.round_steps, "overlap": overlap}
         super().begin(False, order, staleness)
+
+    def _steps(self, name: str) -> int:
+        """Of the round that begins now."""
+        return self.round_steps + (self.overlap if self.step[name] == 0 else 0)
 
     @rule(name=st.sampled_from(POLICIES), rank=st.integers(0, 1))
     def pull(self, name: str, rank: int = 0) -> None:
         had = self.pulled.get((name, rank), 0)
-        if had == self.round_steps:
+        if had == self._steps(name):
             return
         number = (self.step[name] + had) * self.ranks + rank
         batch = self.flow.pull(name, number)
@@ -293,9 +303,9 @@ class RanksMachine(Machine):
 
     @rule(name=st.sampled_from(POLICIES))
     def publish(self, name: str) -> None:
-        if all(self.pulled.get((name, rank), 0) == self.round_steps for rank in range(self.ranks)):
+        if all(self.pulled.get((name, rank), 0) == self._steps(name) for rank in range(self.ranks)):
             self._forget(name)
-            self.step[name] += self.round_steps
+            self.step[name] += self._steps(name)
             self.version[name] += 1
             self.flow.publish(name, self.version[name], f"{self.version[name]:016x}", self.step[name])
 

@@ -87,6 +87,7 @@ BAD = [
     ("policies.solver.threads=0", ["policies.solver.threads: expected at least 1, found 0"]),
     ("policies.solver.trainer_sync=ddp", ["policies.solver.trainer_sync", "trainers of at least 2", "found 1"]),
     ("policies.solver.sync_every=4", ["policies.solver.sync_every", "trainers of at least 2", "found 1"]),
+    ("policies.solver.overlap=1", ["policies.solver.overlap", "trainers of at least 2", "found 1"]),
     ("policies.solver.trainer_sync=pigeon", ["policies.solver.trainer_sync: expected pulse or", "'pigeon'"]),
     ("workflow.name=maths", ["workflow", "did you mean math?"]),
     ("workflow.name=json:loads", ["workflow", "an async function"]),
@@ -145,6 +146,16 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
             ["policies.verifier.trainers=2", "policies.solver.trainer_store=a", "policies.verifier.trainer_store=a"],
             "policies: expected a different trainer_store for each, found 'a' twice",
         ),
+        (["policies.solver.overlap=8"], "policies.solver.overlap: expected 0 to 7 steps, .* found 8"),
+        (["policies.solver.overlap=-1"], "policies.solver.overlap: expected 0 to 7 steps, .* found -1"),
+        (
+            ["policies.solver.overlap=2", "policies.solver.trainer_sync=ddp"],
+            "policies.solver.overlap: expected trainer_sync pulse, .* found ddp",
+        ),
+        (
+            ["policies.solver.overlap=2", "policies.solver.trainer_store=a"],
+            "policies.solver.overlap: expected 0 with trainer_store, .* found 2",
+        ),
     ],
 )
 def test_trainers_that_do_not_fit_are_refused(sets: list[str], message: str) -> None:
@@ -158,8 +169,17 @@ def test_a_policy_of_several_trainers_goes_in_rounds() -> None:
     assert [policy.round_steps for policy in recipe.policies.values()] == [5, 1]
     given = service.settings(recipe, "solver")
     assert given is not None
-    assert (given.ranks, given.round_steps, given.batches) == (4, 5, 20)
+    assert (given.ranks, given.round_steps, given.overlap, given.batches) == (4, 5, 0, 20)
     assert recipe.policies["solver"].trainer_store == str(Path("meet").absolute())
+
+
+def test_rounds_with_overlap_end_when_the_exchange_has() -> None:
+    recipe = _load("math", *(f"policies.solver.{text}" for text in ("trainers=2", "sync_every=4", "overlap=3")))
+    given, settings = recipe.policies["solver"], service.settings(recipe, "solver")
+    assert settings is not None
+    assert [given.round_end(step) for step in (0, 7, 11)] == [7, 11, 15]
+    assert [settings.batches_from(step) for step in (0, 7, 11)] == [2 * 7, 2 * 4, 2 * 4]
+    assert given.round_end(8) == 15  # where a run ended, and goes on with more steps
 
 
 def test_a_pool_without_a_policy_of_the_workflow_is_refused() -> None:
@@ -318,6 +338,7 @@ OPTIONS = [
     ({"task": "chain_summ"}, "--task: expected one of reasoning-gym's"),
     ({"trainers": 0}, "--trainers: expected at least 1, found 0"),
     ({"sync_every": 4}, "--sync-every: expected --trainers of at least 2 with it, found 1"),
+    ({"trainers": 2, "overlap": 8}, "--overlap: expected 0 to 7 steps, fewer than --sync-every, found 8"),
     ({"trainer_sync": "ddp"}, "--trainer-sync: expected --trainers of at least 2 with it, found 1"),
     ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* --sync-every \(8\), found 10"),
 ]

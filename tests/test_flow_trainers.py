@@ -2,12 +2,13 @@
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from flow_runs import ROLES, check, files, finish, kill, run, start, steps
+from flow_runs import ROLES, check, ends, files, finish, kill, run, start, steps
 from runs import children, wait_for
 
 from pulse_rl.rl import metrics
@@ -29,19 +30,26 @@ def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
     assert sync["rounds"] == len(digits["patch_nbytes"]) == digits["steps"] // 2
     assert [len(sent) for sent in sync["sent_nbytes"]] == [2] * sync["rounds"]
     assert all(0 < nbytes < sync["dense_nbytes"] for sent in sync["sent_nbytes"] for nbytes in sent)
-    # Each turn of two plays of a group of 4 is a row: 2 groups a batch, 2 batches a step, 2 steps a round.
-    assert {record["turns"] for record in metrics.read(files(out, "digits"))} == {2 * 4 * 2 * 2 * 2}
+    # Each turn of two plays of a group of 4 is a row: 2 groups a batch, 2 batches a step.
+    rounds = [end - begun for begun, end in pairwise([0, *ends(digits)])]
+    assert [record["turns"] for record in metrics.read(files(out, "digits"))] == [
+        2 * 4 * 2 * 2 * each for each in rounds
+    ]
     assert "What the trainers of digits sent each other" in (out / "report.html").read_text()
     return sync
 
 
 @pytest.mark.slow
-def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_policy(
+    tmp_path: Path, overlap: int
+) -> None:
     """Whatever the number of workers, and also where one trainer is killed and all go on from their checkpoints."""
-    whole = run(tmp_path / "whole", "deterministic=true", "steps=8", *SEVERAL)
+    several = (*SEVERAL, f"policies.digits.overlap={overlap}")
+    whole = run(tmp_path / "whole", "deterministic=true", "steps=8", *several)
     sync = _check(whole, tmp_path / "whole")
     out = tmp_path / "killed"
-    sets = ("deterministic=true", "steps=8", "pools.near.workers=2", "checkpoint_every=2", *SEVERAL)
+    sets = ("deterministic=true", "steps=8", "pools.near.workers=2", "checkpoint_every=2", *several)
     process = start(out, *sets)
     try:
         wait_for(lambda: steps(out) >= 2 or process.poll() is not None, PATIENCE_S)
@@ -60,13 +68,12 @@ def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_po
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", [False, True])
-def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resumed(
-    tmp_path: Path, store: bool
-) -> None:
-    out = tmp_path / "run"
-    meeting = [f"policies.digits.trainer_store={tmp_path / 'meeting'}"] if store else []
-    process = start(out, "steps=100000", "checkpoint_every=4", *SEVERAL, *meeting)
+@pytest.mark.parametrize("by", ["network", "store", "network, with overlap"])
+def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resumed(tmp_path: Path, by: str) -> None:
+    out, store = tmp_path / "run", by == "store"
+    more = {"store": f"trainer_store={tmp_path / 'meeting'}", "network, with overlap": "overlap=1"}
+    sets = [f"policies.digits.{more[by]}"] if by in more else []
+    process = start(out, "steps=100000", "checkpoint_every=4", *SEVERAL, *sets)
     try:
         wait_for(lambda: _rounds(out) >= 4 or process.poll() is not None, PATIENCE_S)
         _kill_second(process.pid)
@@ -81,8 +88,8 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     assert summary["policies"]["letters"]["restarts"] == 0
     what = "trainer-1 of digits was killed: starting it again" if store else "one of the 2 trainers of digits died; all"
     assert any(line.startswith(what) for line in said.splitlines())
-    more = max(policy["steps"] for policy in summary["policies"].values()) + 4
-    again = run(out, f"steps={more - more % 2}", resume=True)
+    longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
+    again = run(out, f"steps={longer - longer % 2}", resume=True)
     _check(again, out)
 
 

@@ -1,4 +1,4 @@
-"""Rounds that are exchanged in the background while inner steps go on, on real ranks."""
+"""Rounds that are exchanged in the background while inner steps go on, on real ranks, and what a run keeps of them."""
 
 import time
 from pathlib import Path
@@ -10,6 +10,8 @@ import torch
 from loco_ranks import Model, Ranks, adam, bits, good, inner_step, seen, trainable
 
 import pulse_rl as pulse
+from pulse_rl.flow.recipe import PolicyRecipe
+from pulse_rl.flow.training.exchange import Rounds
 from pulse_rl.loco import masters
 
 
@@ -152,3 +154,45 @@ def test_a_parameter_that_has_not_moved_becomes_theta_with_its_sign() -> None:
     expected = theta - (frozen - torch.tensor([0.0, -0.0, 1.0, 0.3 + 1e-4, 1e-3 + 1e3]))
     assert bits({"w": live[3:]}) == bits({"w": expected[3:]})
     assert bits({"w": live[:3]}) == bits({"w": theta[:3]})
+
+
+def run_of(group: Any, rank: int, size: int, folder: str, resumed: bool) -> tuple[list[str], dict[str, bytes]]:
+    """A run of 9 steps, or the rest of it from a checkpoint: the digests of what it publishes, and its last weights."""
+    recipe = PolicyRecipe(trainers=size, sync_every=3, overlap=1)
+    file, step, published = Path(folder) / f"{rank}.pt", 0, []
+    model = Model()
+    optimizer = adam(model)
+    rounds = Rounds(recipe, model, optimizer, group)
+    if resumed:
+        state = torch.load(file, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        rounds.loco.load_state_dict(state["rounds"])
+        step = 7
+    with rounds.loco:
+        while step < 9:
+            begun, step = step, min(recipe.round_end(step), 9)
+            for number in range(begun, step):
+                inner_step(model, optimizer, rank, number)
+            ended = rounds.end()
+            weights = rounds.weights()
+            published.append(pulse.digest(weights))
+            names = dict(weights) if isinstance(weights, dict) else model.state_dict()
+            assert ended["digest"] == pulse.digest({name: names[name] for name in trainable(model)})
+            if step == 7:  # a step of round 3 is in the live weights already, and each rank has taken another one
+                assert published[-1] != pulse.digest(model)
+                held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(held | {"rounds": rounds.state_dict()}, file)
+    assert (rounds.loco.round, rounds.loco.inner_steps) == (3, 0)
+    assert published[-1] == pulse.digest(model)
+    return published, bits(trainable(model))
+
+
+def test_a_run_with_overlap_publishes_what_all_share_and_goes_on_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = good(ranks(run_of, 2, str(tmp_path), False))
+    assert whole[0] == whole[1]
+    assert len(set(whole[0][0])) == 3
+    for published, last in good(ranks(run_of, 2, str(tmp_path), True)):
+        assert (published, last) == (whole[0][0][2:], whole[0][1])

@@ -39,6 +39,7 @@ SETTINGS = {
     "trainer_sync": ("{policy}.trainer_sync",),
     "trainer_store": ("{policy}.trainer_store",),
     "sync_every": ("{policy}.sync_every",),
+    "overlap": ("{policy}.overlap",),
     "workers": ("{pool}.workers",),
     "engine": ("{pool}.kind",),
     "threads": ("{policy}.threads", "{pool}.threads"),

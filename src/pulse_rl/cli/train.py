@@ -136,6 +136,14 @@ def train(
         ),
     ] = None,
     sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)] = 8,
+    overlap: Annotated[
+        int,
+        _option(
+            "Steps that trainers take while a round is exchanged, fewer than --sync-every. Its version is published "
+            "after them. 0: they wait for the exchange.",
+            _TRAINERS,
+        ),
+    ] = 0,
     workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = 2,
     engine: Annotated[
         str,

@@ -25,6 +25,7 @@ import msgspec
 from pulse_rl.flow import registry
 from pulse_rl.flow.playing import tools, workflow
 from pulse_rl.flow.registry import Plugin
+from pulse_rl.flow.rounds import round_end
 from pulse_rl.rl import model_name
 from pulse_rl.rl.directory import POLICIES
 
@@ -42,6 +43,7 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trainer_sync: Literal["pulse", "published", "diloco", "ddp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     sync_every: int = 8  # steps of a round of several trainers
+    overlap: int = 0  # steps that they take while a round is exchanged
     threads: int = 1  # torch threads of each trainer
     lr: float = 3e-6
     warmup: int = 0  # steps in which the learning rate rises linearly to lr
@@ -64,6 +66,10 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def round_steps(self) -> int:
         """Steps from one version to the next."""
         return 1 if self.trainers == 1 else self.sync_every
+
+    def round_end(self, step: int) -> int:
+        """The step at which a round ends that begins at this step, unless the run ends before."""
+        return round_end(step, length=self.round_steps, overlap=self.overlap)
 
 
 class WorkflowRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -236,7 +242,7 @@ def _check_policies(recipe: Recipe) -> None:
 
 def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
     if policy.trainers == 1:
-        for setting in ("trainer_sync", "trainer_store", "sync_every"):
+        for setting in ("trainer_sync", "trainer_store", "sync_every", "overlap"):
             if getattr(policy, setting) != getattr(PolicyRecipe(), setting):
                 raise ValueError(f"{key}.{setting}: expected {key}.trainers of at least 2 with it, found 1")
         return
@@ -250,6 +256,21 @@ def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
         raise ValueError(
             f"{key}.trainer_store: expected trainer_sync pulse, published or diloco with it, found ddp, which "
             "exchanges every step"
+        )
+    if not 0 <= policy.overlap < policy.sync_every:
+        raise ValueError(
+            f"{key}.overlap: expected 0 to {policy.sync_every - 1} steps, fewer than {key}.sync_every, found "
+            f"{policy.overlap}"
+        )
+    if policy.overlap and policy.trainer_sync == "ddp":
+        raise ValueError(
+            f"{key}.overlap: expected trainer_sync pulse, published or diloco with it, found ddp, which exchanges "
+            "every step"
+        )
+    if policy.overlap and policy.trainer_store is not None:
+        raise ValueError(
+            f"{key}.overlap: expected 0 with trainer_store, as one trainer that starts again alone would be "
+            f"{policy.overlap} steps behind the others, found {policy.overlap}"
         )
     if steps % policy.sync_every:
         raise ValueError(

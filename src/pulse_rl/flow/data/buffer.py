@@ -24,6 +24,7 @@ import msgspec
 
 from pulse_rl.flow.data.filters import Filter, keep_all
 from pulse_rl.flow.data.replay import Candidate, Replay
+from pulse_rl.flow.rounds import round_end
 from pulse_rl.flow.samples import Batch, PolicyGroup
 
 Order: TypeAlias = Literal["task", "deadline", "newest"]
@@ -46,12 +47,17 @@ class PolicySettings:
     replay_ratio: float = 0.0  # of a batch, at most
     ranks: int = 1  # batches in a step
     round_steps: int = 1  # steps from one version to the next
+    overlap: int = 0  # steps that are taken while a round is exchanged, before its version
     steps: int | None = None  # of the whole run; None: until the trainer has finished
 
     @property
     def batches(self) -> int:
         """Batches from one version to the next."""
         return self.ranks * self.round_steps
+
+    def batches_from(self, step: int) -> int:
+        """Batches of a round that begins at this step."""
+        return self.ranks * (round_end(step, length=self.round_steps, overlap=self.overlap) - step)
 
 
 class State(msgspec.Struct):
@@ -111,19 +117,21 @@ class PolicyBuffer:
         if state.version is None or state.finished:
             return 0
         fresh = self._fresh()
-        pulled = min(max(state.given - state.step * settings.ranks, 0), settings.batches)
+        batches = settings.batches_from(state.step)
+        pulled = min(max(state.given - state.step * settings.ranks, 0), batches)
         if waiting:  # it will pull a batch, whatever it has published
-            pulled = min(pulled, settings.batches - 1)
-        left = settings.batches * (1 + settings.max_staleness - lag) - pulled
+            pulled = min(pulled, batches - 1)
+        left = batches + settings.batches * (settings.max_staleness - lag) - pulled
         return left * fresh - len(state.ready) - self._live
 
     def lacking(self) -> int:
         """How many tasks the version that is being trained still needs; 0 if it is not begun or is complete."""
         state, settings = self.state, self.settings
         pulled = state.given - state.step * settings.ranks
-        if not 0 < pulled < settings.batches or state.finished:
+        batches = settings.batches_from(state.step)
+        if not 0 < pulled < batches or state.finished:
             return 0
-        return max(0, (settings.batches - pulled) * self._fresh() - len(state.ready) - self._live)
+        return max(0, (batches - pulled) * self._fresh() - len(state.ready) - self._live)
 
     # --- samples in -------------------------------------------------------------------------------------------------
 
@@ -140,7 +148,8 @@ class PolicyBuffer:
             return self.drop(reason)
         state.unfiltered += reason is not None
         state.ready[group.number] = group
-        if len(state.ready) <= settings.groups * settings.batches * (1 + settings.max_staleness):
+        most = settings.batches_from(state.step) + settings.batches * settings.max_staleness
+        if len(state.ready) <= settings.groups * most:
             return True
         # It was handed out for another policy; of all, the one that will be too old first makes room.
         oldest = min(state.ready.values(), key=_by_deadline)
@@ -299,8 +308,8 @@ class PolicyBuffer:
 
     def in_round(self) -> bool:
         """Whether a round is open: it has begun, and a rank has not pulled all its batches of it yet."""
-        state = self.state
-        unfinished = (state.given - state.step * self.settings.ranks) % self.settings.batches
+        state, settings = self.state, self.settings
+        unfinished = (state.given - state.step * settings.ranks) % settings.batches_from(state.step)
         return bool(unfinished or state.owed or any(number < state.given for number in state.again))
 
     def status(self) -> dict[str, Any]:

@@ -61,5 +61,6 @@ def settings(recipe: Recipe, name: str) -> PolicySettings | None:
         replay_ratio=policy.replay_ratio,
         ranks=policy.trainers,
         round_steps=policy.round_steps,
+        overlap=policy.overlap,
         steps=recipe.steps,
     )

@@ -41,7 +41,7 @@ class Waves:
             return max(self._wanted(name) - kept for name, kept in self.state.kept.items())
         if stopping or not all(self._published(name) for name in self._active()):
             return 0
-        return max((self._wanted(name) for name in self._active()), default=0)
+        return max((self._groups(name, self._buffers[name].state.step) for name in self._active()), default=0)
 
     def versions(self, newest: dict[str, int | None]) -> dict[str, int | None]:
         """The versions of the next wave's tasks. newest: of each policy."""
@@ -84,7 +84,8 @@ class Waves:
 
     def lacks(self, policy: str) -> bool:
         """Whether a policy is to be given more of the round, as one has begun it: all go from version to version."""
-        return any(self._given(name) > 0 for name in self._active()) and self._given(policy) < self._of(policy).batches
+        batches = self._of(policy).batches_from(self._start(policy))
+        return any(self._given(name) > 0 for name in self._active()) and self._given(policy) < batches
 
     def _lacking(self) -> bool:
         return any(map(self.wants, self.state.kept))
@@ -97,7 +98,12 @@ class Waves:
         return [name for name, buffer in found if not buffer.state.finished and not buffer.complete]
 
     def _wanted(self, policy: str) -> int:
-        return self._of(policy).batches * self._of(policy).groups
+        """Groups that a policy needs of the last round."""
+        return self._groups(policy, self._start(policy))
+
+    def _groups(self, policy: str, step: int) -> int:
+        """Groups that a policy needs of a round that begins at this step."""
+        return self._of(policy).batches_from(step) * self._of(policy).groups
 
     def _given(self, policy: str) -> int:
         """Batches of its last round that a policy has pulled; negative after a loss, until it is back at that round."""
@@ -105,7 +111,7 @@ class Waves:
 
     def _published(self, policy: str) -> bool:
         """Whether a policy has published what its last round made."""
-        return self._buffers[policy].state.step >= self._start(policy) + self._of(policy).round_steps
+        return self._buffers[policy].state.step > self._start(policy)
 
     def _start(self, policy: str) -> int:
         return self.state.starts.get(policy, self.state.round * self._of(policy).round_steps)

@@ -3,22 +3,20 @@
 A round is `round_steps` steps of every trainer, each on its own batches, and ends in a version:
 
     pulse, published, diloco
-                    each trainer steps alone; the round's last step exchanges and takes the outer step
+                    each trainer steps alone; then all exchange and take the outer step (`exchange`)
     ddp             every step averages the gradients first, so the trainers never differ
 
-After a round all trainers hold the same weights; their digests prove it, so rank 0 can publish for all. Within a round
-a trainer's live weights are up to `round_steps − 1` inner steps away from the newest version. The importance ratio
-corrects for this, because its denominator is the version that made the token, whatever led to the live weights. The
-assumption is that clipping bounds this drift as it bounds staleness.
+After a round all trainers share the same weights; their digests prove it, so rank 0 can publish for all. Within a round
+a trainer's live weights are up to `round_steps − 1` inner steps away from the newest version, and up to `overlap` more
+while an exchange is under way. The importance ratio corrects for this, because its denominator is the version that made
+the token, whatever led to the live weights. The assumption is that clipping bounds this drift as it bounds staleness.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, Self
 
 import psutil
@@ -28,9 +26,9 @@ import torch.distributed as dist
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.exchange import Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
-from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.loco.wording import TRAINERS
 from pulse_rl.rl.engine import node_address
 from pulse_rl.weights.digests import digest
@@ -42,19 +40,14 @@ TIMEOUT_S = 1800
 IDLE_S = 0.02  # between polls for the rendezvous
 MEETING = "meeting"  # what rank 0 shares: the address at which it waits for the others
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
-METHODS: dict[str, Callable[..., PulseLoCo | DiLoCo]] = {
-    "pulse": PulseLoCo,
-    "published": partial(PulseLoCo, value_dtype="float32"),
-    "diloco": DiLoCo,
-}
 
 
 class TrainerGroup(Protocol):
-    """All trainers of a policy, as one of them sees them. Every method but the two of the state is collective."""
+    """All trainers of a policy, as one of them sees them. Each method is collective, but for weights and state."""
 
     @property
-    def rounds(self) -> int | None:
-        """Rounds done, where the group knows better than a checkpoint; otherwise None."""
+    def step(self) -> int | None:
+        """Steps done, where the group knows better than a checkpoint; otherwise None."""
 
     def __enter__(self) -> Self:
         """Join the others."""
@@ -71,6 +64,9 @@ class TrainerGroup(Protocol):
         Raises IntegrityError if the trainers do not hold the same weights.
         """
 
+    def weights(self) -> Weights:
+        """What all trainers share after a round: the same bits on each."""
+
     def agree(self, number: int) -> int:
         """Rank 0's number, once all have called it."""
 
@@ -78,7 +74,7 @@ class TrainerGroup(Protocol):
         """Wait until all have called it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint between two rounds must hold, in addition to the model and the optimizer."""
+        """What a checkpoint after a round must hold, in addition to the model and the optimizer."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state, before the others are joined."""
@@ -87,7 +83,10 @@ class TrainerGroup(Protocol):
 class SoloTrainer:
     """A trainer without others: nothing to exchange, nobody to wait for."""
 
-    rounds: int | None = None
+    step: int | None = None
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +99,9 @@ class SoloTrainer:
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         return [record], {}
+
+    def weights(self) -> Weights:
+        return self._model
 
     def agree(self, number: int) -> int:
         return number
@@ -118,6 +120,7 @@ class _SeveralTrainers(SoloTrainer):
     """Trainers in a process group; what they exchange is up to the subclasses."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
+        super().__init__(model)
         self._recipe = recipe
         self._group = Group.of(wording=TRAINERS)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -140,40 +143,36 @@ class _SeveralTrainers(SoloTrainer):
         self._group.gather_numbers([0])
 
     def _exchanged(self) -> dict[str, Any]:
-        """What this trainer exchanged in the round: sent_nbytes, density, seconds, and the digest of its weights."""
+        """What this trainer exchanged in the round, as `Rounds.end`."""
         raise NotImplementedError
 
 
 class RoundExchange(_SeveralTrainers):
-    """PULSELoCo or DiLoCo: the inner optimizer's last step of a round exchanges pseudo-gradients."""
+    """PULSELoCo or DiLoCo: the inner optimizer's steps exchange pseudo-gradients."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(recipe, model)
-        self._loco = METHODS[recipe.trainer_sync](model, optimizer, sync_every=recipe.round_steps)
+        self._rounds = Rounds(recipe, model, optimizer)
 
     def __enter__(self) -> Self:
-        self._loco.__enter__()
+        self._rounds.loco.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loco.__exit__(*exception)
+        self._rounds.loco.__exit__(*exception)
         super().__exit__(*exception)
 
+    def weights(self) -> Weights:
+        return self._rounds.weights()
+
     def state_dict(self) -> dict[str, Any]:
-        # Between rounds θ equals the parameters. Sharing their memory keeps it from being written twice.
-        return self._loco.state_dict() | {"theta": {name: p.detach() for name, p in self._parameters.items()}}
+        return self._rounds.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loco.load_state_dict(state)
+        self._rounds.loco.load_state_dict(state)
 
     def _exchanged(self) -> dict[str, Any]:
-        report = self._loco.reports.pop()
-        return {
-            "sent_nbytes": report.sent_nbytes,
-            "density": report.density,
-            "seconds": report.total_s,
-            "digest": report.digest,
-        }
+        return self._rounds.end()
 
 
 class GradientAverage(_SeveralTrainers):
@@ -196,7 +195,8 @@ class GradientAverage(_SeveralTrainers):
     def _exchanged(self) -> dict[str, Any]:
         sent, self._sent_nbytes = self._sent_nbytes, 0
         seconds, self._seconds = self._seconds, 0.0
-        return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "digest": digest(layout(self._parameters))}
+        held = digest(layout(self._parameters))
+        return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "stalled_s": seconds, "digest": held}
 
 
 def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,7 +219,8 @@ def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[st
         "ddp_nbytes": 4 * elements * recipe.round_steps,  # likewise by DDP
         "density": sum(each["density"] for each in exchanges) / len(exchanges),
         "exchange_s": max(each["seconds"] for each in exchanges),
-        "digests": digests,  # of each trainer's float32 weights
+        "stalled_s": max(each["stalled_s"] for each in exchanges),  # in which no step could be taken
+        "digests": digests,  # of each trainer's float32 weights after the round
     }
     return {"trainer_sync": sync}
 
@@ -229,7 +230,7 @@ def join(
 ) -> TrainerGroup:
     """The group for a policy's settings; returns when all trainers have joined its process group."""
     if recipe.trainers == 1:
-        return SoloTrainer()
+        return SoloTrainer(model)
     _form_process_group(recipe.trainers, rank, calls)
     if recipe.trainer_sync == "ddp":
         return GradientAverage(recipe, model)

@@ -11,6 +11,7 @@ from typing import Any
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.rl import metrics, model
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.sync.reports import PublishReport
@@ -23,7 +24,9 @@ CAST = "bfloat16"  # the dtype that rollout workers hold
 class Lead:
     """The publishing and bookkeeping of a policy. `begin`, then `end_round` after each round, then `end`.
 
-    loaded: the model whose weights are published. resumed: whether the policy has begun before.
+    Each is given the weights that all trainers share then, to be published.
+
+    loaded: the model that is trained. resumed: whether the policy has begun before.
     """
 
     def __init__(self, recipe: Recipe, name: str, calls: PolicyCalls, loaded: model.Loaded, *, resumed: bool) -> None:
@@ -31,7 +34,6 @@ class Lead:
         self._policy = recipe.policies[name]
         self._files = recipe.files(name)
         self._calls = calls
-        self._model = loaded.model
         self._resumed = resumed
         self._publisher = Publisher(
             recipe.store_url(name),
@@ -42,19 +44,19 @@ class Lead:
         self._assets = model.assets(loaded)
         self._dropped = 0  # groups, until the last round
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, weights: Weights) -> None:
         """Publish the version with which the policy starts, unless the history already ends with these weights.
 
         From here on the policy has begun: its metrics are written, and end at `step`.
         """
         newest, damage = self._newest_version()
         metrics.cut_back(self._files, step)
-        if newest is not None and damage is None and self._digest() == self._publisher.digest:
+        if newest is not None and damage is None and _digest(weights) == self._publisher.digest:
             self.version = newest
         else:
             self.version = 0 if newest is None else self._version_after(newest, step)
             try:
-                self._publish(anchor=damage is not None)
+                self._publish(weights, anchor=damage is not None)
             except BaseException:
                 if not self._resumed:
                     metrics.remove(self._files)  # nothing was published: another run may use the directory
@@ -65,13 +67,13 @@ class Lead:
         self._calls.begin(step, self.version)
         self._announce(step)
 
-    def end_round(self, step: int, record: dict[str, Any], started: float) -> None:
+    def end_round(self, step: int, weights: Weights, record: dict[str, Any], started: float) -> None:
         """Publish the weights after a round and write its line of metrics.
 
         step: the round's last. record: of all trainers, merged. started: when the round began, by time.perf_counter.
         """
         self.version = self._version_after(self.version, step)
-        report = self._publish()
+        report = self._publish(weights)
         self._announce(step)
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
@@ -79,9 +81,9 @@ class Lead:
         line = head | record | self._published(report) | seconds | self._workers()
         metrics.append(self._files, line)
 
-    def end(self, step: int) -> dict[str, Any]:
+    def end(self, step: int, weights: Weights) -> dict[str, Any]:
         """No batch is needed any more; return the final version, digest and step."""
-        final = {"version": self.version, "digest": self._digest(), "step": step}
+        final = {"version": self.version, "digest": _digest(weights), "step": step}
         if self._policy.trained:
             self._calls.finish()
         return final
@@ -103,11 +105,11 @@ class Lead:
         """The next version: the number of rounds done, or one more than the last version where that is higher."""
         return max(version + 1, step // self._policy.round_steps)
 
-    def _publish(self, *, anchor: bool = False) -> PublishReport:
+    def _publish(self, weights: Weights, *, anchor: bool = False) -> PublishReport:
         if self._policy.codec == "auto":  # for the slowest link that rollout workers have measured so far
             links = [held["bandwidth"] for held in self._calls.workers().values() if held.get("bandwidth")]
             self._publisher.bandwidth = min(links, default=None)
-        return self._publisher.publish(self._model, version=self.version, anchor=anchor, assets=self._assets)
+        return self._publisher.publish(weights, version=self.version, anchor=anchor, assets=self._assets)
 
     def _published(self, report: PublishReport) -> dict[str, Any]:
         # With full weights, workers read the anchor.
@@ -137,6 +139,7 @@ class Lead:
             self._calls.publish(self.version, digest, step)
         self._calls.report({"version": self.version, "digest": digest})
 
-    def _digest(self) -> str:
-        """The digest of the live masters' BF16 cast, computed in full."""
-        return digest(layout(self._model, CAST))
+
+def _digest(weights: Weights) -> str:
+    """The digest of the masters' BF16 cast, computed in full."""
+    return digest(layout(weights, CAST))

@@ -13,7 +13,8 @@ import torch
 
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.group import IDLE_S, METHODS, TIMEOUT_S, merge_exchanges
+from pulse_rl.flow.training.exchange import Rounds, Weights
+from pulse_rl.flow.training.group import IDLE_S, TIMEOUT_S, merge_exchanges
 from pulse_rl.loco.meeting.group import StoreGroup
 
 
@@ -30,45 +31,45 @@ class StoreExchange:
     ) -> None:
         assert recipe.trainer_store is not None
         self._recipe, self._rank, self._calls = recipe, rank, calls
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         group = StoreGroup(recipe.trainer_store, rank=rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
-        rounds = METHODS[recipe.trainer_sync]
-        self._loco = rounds(model, optimizer, sync_every=recipe.round_steps, process_group=group)
+        self._rounds = Rounds(recipe, model, optimizer, group)
+        self._elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._barriers = 0  # in this round
 
     def __enter__(self) -> Self:
-        self._loco.__enter__()
-        self._calls.share("joined", self._rank, self._loco.round)
+        loco = self._rounds.loco
+        loco.__enter__()
+        self._calls.share("joined", self._rank, loco.round)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loco.__exit__(*exception)
+        self._rounds.loco.__exit__(*exception)
 
     @property
-    def rounds(self) -> int:
+    def step(self) -> int:
+        """Steps done."""
+        return self._round * self._recipe.round_steps
+
+    @property
+    def _round(self) -> int:
         """Rounds done."""
-        return self._loco.round
+        return self._rounds.loco.round
 
     def average_gradients(self) -> None:
         pass
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        report = self._loco.report
-        assert report is not None
-        self._loco.reports.clear()
-        exchanged = {
-            "sent_nbytes": report.sent_nbytes,
-            "density": report.density,
-            "seconds": report.total_s,
-            "digest": report.digest,
-        }
+        exchanged = self._rounds.end()
         self._barriers = 0
         found = self._gather("record", {"record": record, "exchange": exchanged})
-        merged = merge_exchanges(self._recipe, report.elements, [each["exchange"] for each in found.values()])
+        merged = merge_exchanges(self._recipe, self._elements, [each["exchange"] for each in found.values()])
         return [each["record"] for each in found.values()], merged
 
+    def weights(self) -> Weights:
+        return self._rounds.weights()
+
     def agree(self, number: int) -> int:
-        what = f"version {self.rounds}"
+        what = f"version {self._round}"
         found = self._calls.share(what, self._rank, number)
         while 0 not in found:
             time.sleep(IDLE_S)
@@ -80,17 +81,16 @@ class StoreExchange:
         self._gather(f"barrier {self._barriers}", True)
 
     def state_dict(self) -> dict[str, Any]:
-        # Between rounds θ equals the parameters. Sharing their memory keeps it from being written twice.
-        return self._loco.state_dict() | {"theta": {name: p.detach() for name, p in self._parameters.items()}}
+        return self._rounds.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loco.load_state_dict(state)
+        self._rounds.loco.load_state_dict(state)
 
     def _gather(self, what: str, value: Any) -> dict[int, Any]:
         """The values, by rank, of all trainers that were there when the last round began."""
-        what = f"{what} {self.rounds}"
+        what = f"{what} {self._round}"
         found = self._calls.share(what, self._rank, value)
-        while not _there(self._calls.shared("joined"), self.rounds) <= found.keys():
+        while not _there(self._calls.shared("joined"), self._round) <= found.keys():
             time.sleep(IDLE_S)
             found = self._calls.shared(what)
         return dict(sorted(found.items()))

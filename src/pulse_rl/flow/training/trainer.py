@@ -3,8 +3,8 @@
 `Trainer.run` is the loop. Policies do not wait for each other: each goes at the pace at which its batches arrive.
 
 A trainer works in rounds: a round is one step where a policy has one trainer, and `sync_every` steps where it has
-several. `group` keeps the trainers' weights together. A round ends in a version, which rank 0 publishes (`lead`).
-Checkpoints are written after whole rounds, when all trainers hold the same weights.
+several (`rounds`). `group` keeps the trainers' weights together. A round ends in a version, which rank 0 publishes
+(`lead`). Checkpoints are written after whole rounds, when no exchange is under way.
 
 A trainer of rank r takes in step s the batch of number s · trainers + r, so no batch is trained on by two, and none
 depends on who asks first. Rank 0 alone tells the Dataflow of versions and checkpoints; the others have written theirs
@@ -79,34 +79,35 @@ class Trainer:
         """Train until the last step, or until the run is stopped. Rank 0 returns the final version and digest."""
         given, lead = self._policy, self._lead
         with self._group:
-            if self._group.rounds is not None:  # the others may have gone on since the checkpoint
-                self._step = self._group.rounds * given.round_steps
+            if self._group.step is not None:  # the others may have gone on since the checkpoint
+                self._step = self._group.step
             if lead:
-                lead.begin(self._step)
+                lead.begin(self._step, self._group.weights())
             elif given.trainer_store:  # it may have been started again while the others went on
                 self._calls.begin_rank(self._rank, self._step)
             while self._step < self._steps:
                 started = time.perf_counter()
                 # No trainer pulls a batch before the Dataflow knows the version of the round.
                 self._version = self._group.agree(lead.version if lead else 0)
-                steps = self._train_round()
+                end = min(given.round_end(self._step), self._steps)
+                steps = self._train_round(end)
                 if steps is None:
                     break
-                self._step += given.round_steps
+                begun, self._step = self._step, end
                 records, exchange = self._group.end_round(metrics.merge(steps, metrics.SUMMED_OVER_STEPS))
                 if lead:
                     record = metrics.merge(records, metrics.SUMMED_OVER_TRAINERS) | exchange
-                    lead.end_round(self._step, record, started)
-                if self._step % self._checkpoint_every < given.round_steps:  # the first round that reaches it
+                    lead.end_round(end, self._group.weights(), record, started)
+                if end // self._checkpoint_every > begun // self._checkpoint_every:
                     self._save()
             if self._saved != self._step and given.trained:
                 self._save()
-        return lead.end(self._step) if lead else {}
+        return lead.end(self._step, self._group.weights()) if lead else {}
 
-    def _train_round(self) -> list[dict[str, Any]] | None:
-        """The records of a round's steps; None if the run is stopped before the round's first batch."""
+    def _train_round(self, end: int) -> list[dict[str, Any]] | None:
+        """The records of the steps of a round, which ends there; None if the run is stopped before its first batch."""
         records = []
-        for step in range(self._step, self._step + self._policy.round_steps):
+        for step in range(self._step, end):
             started = time.perf_counter()
             batch = self._pull(step * self._policy.trainers + self._rank)
             if batch is None:
