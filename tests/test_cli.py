@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import OFFERED
+from pulse_rl.history.operate.targets import kind_of
 from pulse_rl.weights.layout import layout
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
@@ -344,6 +346,21 @@ def test_missing_files(run: Run, files: Files, tmp_path: Path) -> None:
     assert f"no patch, checkpoint, store or run in {empty}" in _fails(run, "inspect", empty)
     assert f"no patch, checkpoint, store or run in {empty}" in _fails(run, "verify", empty)
     assert "no .safetensors file" in _fails(run, "diff", empty, files.new, "-o", out)
+
+
+def test_a_run_whose_store_is_elsewhere_and_one_of_several_policies(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('store = "s3://bucket/a"\n[policies.solver]\n')
+    assert kind_of(str(tmp_path)) == ("store", "s3://bucket/a")
+    recipe.write_text("[policies.solver]\n")
+    assert kind_of(str(tmp_path)) == ("store", str(tmp_path / "store"))
+    recipe.write_text("[policies.solver]\n[policies.critic]\n")
+    stores = f"{tmp_path}/store/solver, {tmp_path}/store/critic"
+    with pytest.raises(ValueError, match=re.escape(f"a store for each of its policies: expected one of {stores}")):
+        kind_of(str(tmp_path))
+    recipe.write_text("[policies")
+    with pytest.raises(ValueError, match="expected TOML"):
+        kind_of(str(tmp_path))
 
 
 def test_no_store_there(run: Run, tmp_path: Path) -> None:

@@ -146,6 +146,10 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
             ["policies.verifier.trainers=2", "policies.solver.trainer_store=a", "policies.verifier.trainer_store=a"],
             "policies: expected a different trainer_store for each, found 'a' twice",
         ),
+        (
+            ["policies.solver.trainer_store=a", "deterministic=true"],
+            "policies.solver.trainer_store: expected none with deterministic = true, .* found 'a'",
+        ),
         (["policies.solver.overlap=8"], "policies.solver.overlap: expected 0 to 7 steps, .* found 8"),
         (["policies.solver.overlap=-1"], "policies.solver.overlap: expected 0 to 7 steps, .* found -1"),
         (
@@ -369,6 +373,17 @@ def test_a_run_keeps_its_recipe_and_may_have_other_workers(tmp_path: Path) -> No
     later = recipe_file.resumed(recipe.directory, sets)
     assert (later.pools[0].workers, later.pools[0].threads, later.policies["solver"].threads) == (3, 2, 2)
     assert (later.steps, later.directory, later.policies["solver"].lr) == (80, recipe.directory, 1e-3)
+
+
+def test_a_run_that_is_continued_from_elsewhere_keeps_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin another history, in a directory of the same relative path."""
+    monkeypatch.chdir(tmp_path)
+    recipe_file.save(_load("math", "out=run", "store=histories/a"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert recipe_file.resumed(Path("../run")).base_url == str(tmp_path / "histories" / "a")
 
 
 def test_a_run_of_an_older_release_is_refused(tmp_path: Path) -> None:

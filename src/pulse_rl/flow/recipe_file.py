@@ -18,7 +18,8 @@ from pulse_rl.flow import registry, values
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.rl.directory import FORMER, POLICIES, RECIPE
+from pulse_rl.history.operate.targets import RECIPE
+from pulse_rl.rl.directory import FORMER, POLICIES
 
 FILE = RECIPE  # in the run's directory
 # --set of every policy at once
@@ -223,12 +224,16 @@ def _plain(value: Any) -> Any:
 
 
 def save(recipe: Recipe) -> None:
-    """Write recipe.toml into the run's directory, whole or not at all."""
+    """Write recipe.toml into the run's directory, whole or not at all.
+
+    Stores are written as absolute paths: the run may be continued from another working directory.
+    """
     from pulse_rl.disk import write_stream  # keeps --help fast
 
     tomli_w = require("tomli_w", "run")
     recipe.directory.mkdir(parents=True, exist_ok=True)
-    write_stream(recipe.directory / FILE, [tomli_w.dumps(to_document(recipe)).encode()])
+    document = to_document(recipe.with_absolute_paths()) | {"out": recipe.out}
+    write_stream(recipe.directory / FILE, [tomli_w.dumps(document).encode()])
 
 
 def saved(directory: Path) -> Recipe:

@@ -24,10 +24,10 @@ from typing import IO
 
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
+from pulse_rl.history.operate.targets import RECIPE
 from pulse_rl.rl.metrics import METRICS
 from pulse_rl.store.objects import open_store
 
-RECIPE = "recipe.toml"
 FORMER = "config.toml"  # the settings of a run of an older release
 POLICIES = "policies"
 RUNNING = "running"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
+RECIPE = "recipe.toml"  # of a run, in its directory
 
 
 def kind_of(target: str) -> tuple[Kind, str]:
     """Tell what a path or URL names; the directory of a run stands for the store in it.
 
     Returns the kind, and the path or URL of the patch, checkpoint or store. Raises FileNotFoundError if nothing is
-    there, or a directory without any of these, and CheckpointFormatError for a file that is neither patch nor
-    checkpoint.
+    there, or a directory without any of these, ValueError for a run of several policies, which has a store for each,
+    and CheckpointFormatError for a file that is neither patch nor checkpoint.
     """
     if "://" in target or (is_url(target) and not Path(target).exists()):
         return "store", target
@@ -34,6 +36,8 @@ def kind_of(target: str) -> tuple[Kind, str]:
     if path.is_dir():
         if (path / "manifests").is_dir():
             return "store", target
+        if (path / RECIPE).is_file():
+            return "store", _store_of_run(path)
         if (path / "store").is_dir():
             return "store", str(path / "store")
         if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
@@ -43,6 +47,19 @@ def kind_of(target: str) -> tuple[Kind, str]:
         raise FileNotFoundError(f"no such file or directory: {target}")
     metadata = safetensors_header.parse(map_file(path), target).metadata
     return ("patch" if metadata.get("format") == patch_format.FORMAT else "checkpoint"), target
+
+
+def _store_of_run(directory: Path) -> str:
+    """The store of a run's only policy, which its recipe names where it is not in the run's directory."""
+    try:
+        recipe = tomllib.loads((directory / RECIPE).read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{directory / RECIPE}: expected TOML: {error}") from None
+    store = str(recipe.get("store", directory / "store"))
+    if len(names := list(recipe.get("policies", {}))) > 1:
+        stores = ", ".join(f"{store.rstrip('/')}/{name}" for name in names)
+        raise ValueError(f"{directory}: the run has a store for each of its policies: expected one of {stores}")
+    return store
 
 
 def open_history(
