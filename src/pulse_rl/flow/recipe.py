@@ -234,13 +234,13 @@ def _check_policies(recipe: Recipe) -> None:
             )
         with _under(key):
             model_name.check(policy.model, dither=policy.dither)
-        _check_trainers(key, policy, recipe.steps)
+        _check_trainers(key, policy, recipe)
     stores = [policy.trainer_store for policy in recipe.policies.values() if policy.trainer_store is not None]
     if repeated := next(_repeated(stores), None):
         raise ValueError(f"policies: expected a different trainer_store for each, found {repeated!r} twice")
 
 
-def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
+def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
     if policy.trainers == 1:
         for setting in ("trainer_sync", "trainer_store", "sync_every", "overlap"):
             if getattr(policy, setting) != getattr(PolicyRecipe(), setting):
@@ -257,6 +257,11 @@ def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
             f"{key}.trainer_store: expected trainer_sync pulse, published or diloco with it, found ddp, which "
             "exchanges every step"
         )
+    if policy.trainer_store is not None and recipe.deterministic:
+        raise ValueError(
+            f"{key}.trainer_store: expected none with deterministic = true, as trainers that start again would go on "
+            f"from the last committed round and not from their checkpoints, found {policy.trainer_store!r}"
+        )
     if not 0 <= policy.overlap < policy.sync_every:
         raise ValueError(
             f"{key}.overlap: expected 0 to {policy.sync_every - 1} steps, fewer than {key}.sync_every, found "
@@ -272,10 +277,10 @@ def _check_trainers(key: str, policy: PolicyRecipe, steps: int) -> None:
             f"{key}.overlap: expected 0 with trainer_store, as one trainer that starts again alone would be "
             f"{policy.overlap} steps behind the others, found {policy.overlap}"
         )
-    if steps % policy.sync_every:
+    if recipe.steps % policy.sync_every:
         raise ValueError(
             f"steps: expected whole rounds of the trainers, a multiple of {key}.sync_every ({policy.sync_every}), "
-            f"found {steps}"
+            f"found {recipe.steps}"
         )
 
 

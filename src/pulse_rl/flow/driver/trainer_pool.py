@@ -51,8 +51,7 @@ class TrainerPool:
 
     def _starts_again(self, rank: int, handle: ProcessHandle) -> bool:
         meet = self._recipe.policies[self._policy].trainer_store is not None
-        allowed = meet and not self._recipe.deterministic and self.restarts < RESTARTS
-        return rank > 0 and allowed and handle.ended() and _died(handle)
+        return rank > 0 and meet and self.restarts < RESTARTS and handle.ended() and _died(handle)
 
     def close(self) -> None:
         """End all processes that are left."""
