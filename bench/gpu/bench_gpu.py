@@ -1,264 +1,207 @@
-"""The kernels of a CUDA device, measured: `make bench-gpu`, or on a machine without an installation
+"""A CUDA device: kernels and whole versions measured, a run of GRPO on it, and the tests: `make bench-gpu`, or
 
     PYTHONPATH=src python3 bench/gpu/bench_gpu.py --out gpu.json
 
-It needs PyTorch with CUDA, NumPy and Numba-CUDA. Kernels are compared with a plain copy of the same weights on the
-device, with torch's own operations and, the coder, with one core of the CPU; results are checked as they are measured.
-Last, whole versions are published and received through the library, beside a stream that is at work: for this alone
-it also needs what `make gpu-packages` installs. With NUMBA_ENABLE_CUDASIM=1 and `--elements 2000` it runs through in
-Numba's simulator: then its times say nothing.
+It needs PyTorch with CUDA, NumPy and Numba-CUDA, and in part what `make gpu-packages` brings. Kernels are compared with
+a plain copy of the same weights on the device, with torch's operations, with what others do, and the coder with one
+core of the CPU; results are checked as they are measured. Every section is a process with a limit of time, and results
+are written as they come: what fails says so in them. With NUMBA_ENABLE_CUDASIM=1 and `--elements 2000` it runs through
+in Numba's simulator: then its times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
+import shutil
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple
 
-os.environ.setdefault("PULSE_THREADS", "1")  # the CPU's coder is measured on one core
+from children import Keep, Report, Results
 
-import numpy as np
-import torch
-from coder import measure_coder
-from synthetic import State, changed, fill, shapes_of, state_like
+TESTS = ("tests/test_gpu.py", "tests/test_gpu_coding.py", "tests/test_gpu_versions.py")
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+SLOWER = 10 if SIMULATED else 1  # times the limits of sections
+RUN_S = 200.0  # that are kept for the run of GRPO and the tests
 
-from pulse_rl.kernels.cpu.digests import digest_range
-from pulse_rl.kernels.gpu import casts, changes, device, digests
-from pulse_rl.kernels.gpu.regions import Regions, regions_of
 
-DENSITIES = (0.0015, 0.01)
-APPLIED = 0.005
-SECTOR = 16  # elements of the 32 bytes that device memory moves at once
+class Options(NamedTuple):
+    """What is measured."""
+
+    elements: int
+    version_elements: int
+    cpu_elements: int
+    rounds: int
+    steps: int
+    seconds: float
+
+
+class Section(NamedTuple):
+    """A part of the benchmark."""
+
+    limit: float  # seconds
+    measure: Callable[[Options, Keep], None]  # in a process for itself
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+# Each imports what it needs: the others run where that is missing or broken.
+
+
+def _machine(options: Options, keep: Keep) -> None:
+    from machine import measure_machine
+
+    measure_machine(keep)
+
+
+def _find(options: Options, keep: Keep) -> None:
+    from bandwidth import measure_find
+
+    measure_find(options.elements, options.rounds, keep)
+
+
+def _apply(options: Options, keep: Keep) -> None:
+    from bandwidth import measure_apply
+
+    measure_apply(options.elements, options.rounds, keep)
+
+
+def _digest(options: Options, keep: Keep) -> None:
+    from bandwidth import measure_digest
+
+    measure_digest(options.elements, options.rounds, keep)
+
+
+def _cast(options: Options, keep: Keep) -> None:
+    from bandwidth import measure_cast
+
+    measure_cast(options.elements, options.rounds, keep)
+
+
+def _coder(options: Options, keep: Keep) -> None:
+    from coder import measure_coder
+
+    measure_coder(options.elements, options.cpu_elements, keep)
+
+
+def _versions(
+    options: Options,
+    keep: Keep,
+    *,
+    kept_on: Literal["host", "device"],
+    codec: Literal["context", "gap"],
+    whole: bool = False,
+) -> None:
+    from library import measure_versions
+
+    measure_versions(options.elements if whole else options.version_elements, kept_on, codec, keep)
+
+
+def _one_rank(options: Options, keep: Keep) -> None:
+    from one_rank import measure_collectives
+
+    measure_collectives(keep)
+
+
+def _grpo(options: Options, keep: Keep) -> None:
+    from grpo_run import measure_run
+
+    measure_run("cpu" if SIMULATED else "cuda", options.steps, options.seconds, keep)
+
+
+SECTIONS = {
+    "machine": Section(60, _machine),
+    "find": Section(100, _find),
+    "apply": Section(60, _apply),
+    "digest": Section(45, _digest),
+    "context": Section(90, _coder, (("PULSE_THREADS", "1"),)),  # the CPU's coder is measured on one core
+    "publish_context": Section(90, partial(_versions, kept_on="device", codec="context")),
+    "publish_gap": Section(90, partial(_versions, kept_on="device", codec="gap")),
+    "publish_7b_context": Section(120, partial(_versions, kept_on="device", codec="context", whole=True)),
+    "publish_host": Section(90, partial(_versions, kept_on="host", codec="gap")),
+    "cast": Section(45, _cast),
+    "nccl_one_rank": Section(45, _one_rank),
+    "grpo": Section(450, _grpo),
+}
+
+
+def _tests(results: Results) -> None:
+    """The tests marked gpu, on the device. In the simulator they are part of the suite."""
+    if SIMULATED:
+        results.add("tests", {"state": "left out: the suite runs them in the simulator"})
+        return
+    chosen = ["--noconftest", "--continue-on-collection-errors", "-m", "gpu"]
+    command = [sys.executable, "-m", "pytest", "-W", "default", *chosen, *TESTS]
+    # pytest's own output is no JSON: it goes where errors go, and is kept if it fails.
+    shell = ["sh", "-c", 'exec "$@" >&2', "sh", *command]
+    results.run("tests", shell, 450)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=6_700_000_000, help="BF16 weights; default: 6.7 billion")
+    parser.add_argument("--version-elements", type=int, default=1 << 31, help="weights of versions by each codec")
+    parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="weights that one core of the CPU codes")
+    parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the run of GRPO")
+    parser.add_argument("--seconds", type=float, default=560, help="of everything together")
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "tests"], help="these sections alone")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in a process that the parent starts
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=6_700_000_000, help="BF16 weights; default: 6.7 billion")
-    parser.add_argument("--coder-elements", type=int, default=1 << 31, help="weights that the coder codes")
-    parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="of these, what the CPU codes")
-    parser.add_argument("--library-elements", type=int, default=1 << 31, help="weights of a whole publish and sync")
-    parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
-    options = parser.parse_args()
-    if device.SIMULATED:
+    given = _parser().parse_args()
+    elements = given.elements
+    options = Options(
+        elements,
+        min(given.version_elements, elements),
+        min(given.cpu_elements, elements),
+        given.rounds,
+        given.steps,
+        given.seconds,
+    )
+    if given.section:
+        _measure(SECTIONS[given.section], options)
+        return
+    results = Results(given.out, given.seconds)
+    results.add("options", options._asdict())
+    chosen = [name for name in SECTIONS if not given.only or name in given.only]
+    if not os.environ.get("CUDA_HOME") and (nvcc := shutil.which("nvcc")):
+        os.environ["CUDA_HOME"] = str(Path(nvcc).resolve().parent.parent)  # Numba finds its compiler there
+
+    def run(name: str, reserved: float = 0.0) -> None:
+        section = SECTIONS[name]
+        limit = min(section.limit * SLOWER, results.left_s - reserved)
+        own = ["--section", name, "--seconds", str(0.9 * limit)]  # so that a run ends in time by itself
+        results.run(name, [sys.executable, __file__, *sys.argv[1:], *own], limit, dict(section.environment))
+
+    last = [name for name in chosen if name == "grpo"]
+    for name in chosen:
+        if name not in last:
+            run(name, RUN_S if last else 0.0)
+    # No speed is measured any more: these run side by side.
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(run, name) for name in last]
+        if not given.only or "tests" in given.only:
+            tasks.append(pool.submit(_tests, results))
+        for task in tasks:
+            task.result()
+
+
+def _measure(section: Section, options: Options) -> None:
+    """In the section's own process."""
+    if SIMULATED:
         warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
         sys.setswitchinterval(1e-5)
-    bench = Bench(options.elements, options.rounds)
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "elements": int(bench.regions[0].sizes.sum()),
-        "rounds": options.rounds,
-    }
-
-    def keep(name: str, measured: object) -> None:
-        results[name] = measured
-        options.out.write_text(json.dumps(results, indent=1))
-        print(f"{time.perf_counter() - begun:7.1f} s  {name}: {json.dumps(measured)}", flush=True)
-
-    begun = time.perf_counter()
-    keep("copy", bench.copy())
-    for share in DENSITIES:
-        keep(f"find_{share:.2%}", bench.find(share))
-    keep("digest", bench.digest())
-    keep("apply", bench.apply(APPLIED))
-    keep("cast", bench.cast())
-    keep("launch", bench.launch())
-    coded = min(options.coder_elements, options.elements)
-    old, new = bench.old, bench.new
-    bench.release()
-    for share in DENSITIES:
-        changed(old, new, share, 5)
-        keep(f"context_{share:.2%}", measure_coder(old, new, coded, options.cpu_elements))
-    del bench, old, new
-    try:
-        from library import measure_library
-    except ModuleNotFoundError as error:
-        keep("library", f"not measured: {error}; make gpu-packages")
-    else:
-        keep("library", measure_library(min(options.library_elements, options.elements)))
-
-
-def machine() -> dict[str, object]:
-    found: dict[str, object] = {"torch": torch.__version__, "simulated": device.SIMULATED}
-    if not device.SIMULATED:
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"device": properties.name, "memory": properties.total_memory}
-    return found
-
-
-def there(tensor: torch.Tensor) -> Any:
-    """A tensor as a device array."""
-    return tensor.numpy().view(f"<u{tensor.element_size()}") if device.SIMULATED else tensor
-
-
-class Bench:
-    """Two versions of a model on the device, and memory for a copy and for changes."""
-
-    def __init__(self, elements: int, rounds: int) -> None:
-        self._rounds = rounds
-        where = "cpu" if device.SIMULATED else "cuda"
-        shapes = shapes_of(elements)
-        self.old, self.new, self.spare = (state_like(shapes, where) for _ in range(3))
-        fill(self.old, 1)
-        self.regions = [regions_of([there(each.view(-1)) for each in state.tensors]) for state in self._states()]
-        self.nbytes = 2 * int(self.regions[0].sizes.sum())
-        count = len(self.regions[0])
-        sizes = self.regions[0].sizes
-        self.flat = digests.Flat(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64), sizes)
-        self._copy_s = 0.0
-
-    def _states(self) -> Sequence[State]:
-        return self.old, self.new, self.spare
-
-    def release(self) -> None:
-        """Give back the memory for the copy."""
-        self.spare, self.regions = self.old, self.regions[:2]
-
-    def timed(self, function: Callable[[], object], rounds: int | None = None) -> float:
-        """Median seconds on the device."""
-        function()  # compiles
-        seconds = []
-        for _ in range(rounds or self._rounds):
-            if device.SIMULATED:
-                begin = time.perf_counter()
-                function()
-                seconds.append(time.perf_counter() - begin)
-                continue
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            start.record()
-            function()
-            stop.record()
-            stop.synchronize()
-            seconds.append(start.elapsed_time(stop) / 1e3)
-        return statistics.median(seconds)
-
-    def copy(self) -> dict[str, object]:
-        """A plain copy of the model: what others are compared with. Twice, for the spread."""
-        first, again = (self.timed(lambda: self.spare.flat.copy_(self.old.flat)) for _ in range(2))
-        self._copy_s = first
-        return {"s": first, "again_s": again, "gbs_read_and_written": 2 * self.nbytes / first / 1e9}
-
-    def _bandwidth(self, nbytes: float, seconds: float) -> dict[str, float]:
-        of_copy = (nbytes / seconds) / (2 * self.nbytes / self._copy_s)
-        return {"s": seconds, "gbs": nbytes / seconds / 1e9, "of_copy": of_copy}
-
-    def _memory(self, count: int) -> tuple[Any, Any, Any]:
-        return device.empty(count, np.uint32), device.empty(count, np.uint16), device.empty(count, np.uint16)
-
-    def find(self, share: float) -> dict[str, object]:
-        """find_changes and compaction, with and without the bits replaced; torch's ne and nonzero, tensor by tensor."""
-        changed(self.old, self.new, share, 2)
-        old, new, _ = self.regions
-        indices, values, replaced = self._memory(int(self.nbytes * share) + 1000)
-        edges = device.download(changes.find(old, new, indices, values, replaced))
-
-        def ne() -> list[torch.Tensor]:
-            pairs = zip(self.old.tensors, self.new.tensors, strict=True)
-            return [(a.view(-1) != b.view(-1)).nonzero() for a, b in pairs]
-
-        expected = ne()
-        assert edges.tolist() == np.concatenate([[0], np.cumsum([len(each) for each in expected])]).tolist()
-        for a, b, where in zip(edges, edges[1:], expected, strict=False):
-            part = torch.from_numpy(device.download(indices[a:b]).astype(np.int64)).to(where.device)
-            assert torch.equal(part, where.view(-1))
-        del expected
-        found = self._bandwidth(2 * self.nbytes, self.timed(lambda: changes.find(old, new, indices, values)))
-        both = self._bandwidth(2 * self.nbytes, self.timed(lambda: changes.find(old, new, indices, values, replaced)))
-        torch_s = self.timed(ne, 3)
-        share_found = int(edges[-1]) / (self.nbytes // 2)
-        return {"share": share_found, **found, "with_replaced": both, "torch_ne_nonzero_s": torch_s}
-
-    def digest(self) -> dict[str, object]:
-        """Of the whole model; and the change of it from the changes of the last step."""
-        old, new, _ = self.regions
-        whole = int(device.download(digests.digest(old, self.flat))[0])
-        first = self.old.tensors[0].view(-1)[:50_000].cpu().numpy().view("<u2")
-        assert digests.digest_range(3, 9, there(self.old.tensors[0].view(-1)[:50_000])) == digest_range(3, 9, first)
-        memory = self._memory(int(self.nbytes * DENSITIES[-1]) + 1000)
-        edges = changes.find(old, new, *memory)
-        count = int(device.download(edges)[-1])
-        indices, values, replaced = (each[:count] for each in memory)
-
-        def delta() -> Any:
-            return digests.delta(old, self.flat, edges, indices, replaced, values)
-
-        target = int(device.download(digests.digest(new, self.flat))[0])
-        assert (whole + int(device.download(delta())[0])) % 2**64 == target
-        found = self._bandwidth(self.nbytes, self.timed(lambda: digests.digest(old, self.flat)))
-        return {**found, "delta_s": self.timed(delta), "delta_changes": count}
-
-    def apply(self, share: float) -> dict[str, object]:
-        """Overwrite the changes of a step, and read them back; torch's indexed writes, tensor by tensor."""
-        changed(self.old, self.new, share, 3)
-        old, new, live = self.regions
-        memory = self._memory(int(self.nbytes * share) + 1000)
-        edges = changes.find(old, new, *memory)
-        at = device.download(edges)
-        indices, values, _ = (each[: at[-1]] for each in memory)
-        self.spare.flat.copy_(self.old.flat)
-        changes.scatter_all(live, edges, indices, values)
-        assert int(device.download(changes.find_wrong(live, edges, indices, values))[0]) == 0
-        pairs = zip(self.spare.tensors, self.new.tensors, strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-        seconds = self.timed(lambda: changes.scatter_all(live, edges, indices, values))
-        back = self.timed(lambda: changes.find_wrong(live, edges, indices, values))
-        touched = 0
-        parts = []
-        for target, a, b in zip(self.spare.tensors, at, at[1:], strict=False):
-            where = torch.from_numpy(device.download(indices[a:b]).astype(np.int64)).to(target.device)
-            touched += len(torch.unique_consecutive(where // SECTOR))
-            parts.append((target.view(-1), where, target.view(-1)[where]))
-
-        def put() -> None:
-            for target, where, bits in parts:
-                target[where] = bits
-
-        sectors = 2 * SECTOR * touched
-        return {
-            "share": int(at[-1]) / (self.nbytes // 2),
-            "s": seconds,
-            "of_copy_s": seconds / self._copy_s,
-            "read_back_s": back,
-            "torch_index_put_s": self.timed(put, 3),
-            # 32 bytes are the least that device memory moves: what a copy's speed allows for what must be moved.
-            "floor_s": (2 * sectors + 6 * int(at[-1])) / (2 * self.nbytes / self._copy_s),
-        }
-
-    def cast(self) -> dict[str, object]:
-        """float32 to bfloat16, against torch's own; and float32 compared with bfloat16, without a cast copy."""
-        count = min(self.nbytes // 2, 1 << 30)
-        floats = torch.randn(count, device=self.old.flat.device)
-        bits = self.spare.flat[:count]
-        casts.cast(there(floats), there(bits))
-        assert torch.equal(bits, floats.bfloat16().view(torch.int16))
-        ours = self._bandwidth(6 * count, self.timed(lambda: casts.cast(there(floats), there(bits))))
-        torch_s = self.timed(lambda: bits.view(torch.bfloat16).copy_(floats))
-        floats.copy_(self.new.flat[:count].view(torch.bfloat16))
-        old, new = regions_of([there(self.old.flat[:count])]), regions_of([there(floats)])
-        memory = self._memory(count // 20 + 1000)[:2]
-        found = int(device.download(changes.find(old, new, *memory, cast=True))[-1])
-        assert found == int((self.old.flat[:count] != self.new.flat[:count]).sum())
-        find = self._bandwidth(6 * count, self.timed(lambda: changes.find(old, new, *memory, cast=True)))
-        return {**ours, "torch_s": torch_s, "find": find}
-
-    def launch(self) -> dict[str, object]:
-        """A search in 64 elements: five launches and what Python does for them."""
-        one: Regions = regions_of([there(self.old.flat[:64])])
-        memory = self._memory(64)
-        seconds = []
-        for _ in range(max(3, self._rounds)):
-            begin = time.perf_counter()
-            device.download(changes.find(one, one, *memory))
-            seconds.append(time.perf_counter() - begin)
-        return {"find_64_elements_s": statistics.median(seconds)}
+    report = Report()
+    section.measure(options, report.keep)
+    sys.exit(report.failed)
 
 
 if __name__ == "__main__":

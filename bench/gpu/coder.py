@@ -5,6 +5,7 @@ Blocks have as many segments as those of a patch with few changes. The bytes of 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from synthetic import State
+from bandwidth import DENSITIES, fitting
+from children import Keep
+from synthetic import State, changed, fill, shapes_of, state_like
 
 from pulse_rl.codecs import context
 from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec
@@ -26,6 +29,7 @@ from pulse_rl.weights.changes import Changes
 
 SEGMENT = 1 << 18  # elements: a tile of 512 · 512
 BLOCK = 1024  # segments
+PATIENCE_S = 20.0  # what coding the whole model may take
 Block = tuple[bytes, list[bytes]]  # what its spans share, and its only span
 
 
@@ -110,32 +114,61 @@ def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def measure_coder(old: State, new: State, elements: int, on_cpu: int) -> dict[str, object]:
-    """Encode and decode this many elements on the device, and `on_cpu` elements on both."""
-    there = Timed()
-    gpu_parts, cpu_parts = segments_of(old, new, min(on_cpu, elements), there)
-    cpu_elements = sum(part.spec.size for part in cpu_parts)
-    encoded(cpu_parts[:1])  # compiles
-    cpu_encode_s, coded = clocked(lambda: encoded(cpu_parts))
-    cpu_decode_s, expected = clocked(lambda: decoded(coded, cpu_parts))
-    assert encoded(gpu_parts) == coded  # compiles, too
-    same = zip(decoded(coded, gpu_parts), expected, strict=True)
-    assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
-    parts, _ = segments_of(old, new, elements, there)
-    count = sum(part.spec.size for part in parts)
-    there.taken = {}
-    encode_s, coded = clocked(lambda: encoded(parts))
-    decode_s, _ = clocked(lambda: decoded(coded, parts))
-    return {
-        "elements": count,
-        "changes": sum(part.spec.changed for part in parts),
-        "nbytes": sum(len(head) + len(span) for head, (span,) in coded),
-        "encode_s": encode_s,
-        "decode_s": decode_s,
-        "kernels_s": there.taken,
-        "cpu_elements": cpu_elements,
-        "cpu_encode_s": cpu_encode_s,
-        "cpu_decode_s": cpu_decode_s,
-        "encode_over_a_core": cpu_encode_s / cpu_elements / (encode_s / count),
-        "decode_over_a_core": cpu_decode_s / cpu_elements / (decode_s / count),
-    }
+def measure_coder(elements: int, on_cpu: int, keep: Keep) -> None:
+    """Encode and decode `on_cpu` elements on the device and on the CPU, then more of them on the device alone."""
+    shapes = shapes_of(fitting(elements))
+    old, new = (state_like(shapes, "cpu" if device.SIMULATED else "cuda") for _ in range(2))
+    fill(old, 1)
+    for share in DENSITIES:
+        changed(old, new, share, 5)
+        coder = Coder(old, new, on_cpu)
+        keep(f"{share:.2%}_against_a_core", coder.against_a_core)
+        keep(f"{share:.2%}_quarter", partial(coder.on_device, elements // 4))
+        if coder.seconds_for(elements) < PATIENCE_S:
+            keep(f"{share:.2%}_whole", partial(coder.on_device, elements))
+
+
+class Coder:
+    """The changes of two versions, coded."""
+
+    def __init__(self, old: State, new: State, on_cpu: int) -> None:
+        self._old, self._new, self._on_cpu = old, new, on_cpu
+        self._there = Timed()
+        self._cpu_s = dict[str, float]()  # of the CPU for an element
+        self._device_s = math.inf  # of the device for an element, both ways
+
+    def seconds_for(self, elements: int) -> float:
+        return elements * self._device_s
+
+    def against_a_core(self) -> dict[str, object]:
+        """The same bytes, and the same changes from them."""
+        on_gpu, on_cpu = segments_of(self._old, self._new, self._on_cpu, self._there)
+        elements = sum(part.spec.size for part in on_cpu)
+        decoded(encoded(on_cpu[:1]), on_cpu[:1])  # compiles
+        encode_s, coded = clocked(lambda: encoded(on_cpu))
+        decode_s, expected = clocked(lambda: decoded(coded, on_cpu))
+        self._cpu_s = {"encode": encode_s / elements, "decode": decode_s / elements}
+        compiled_s, found = clocked(lambda: encoded(on_gpu))
+        assert found == coded
+        same = zip(decoded(coded, on_gpu), expected, strict=True)
+        assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
+        return {"elements": elements, "cpu_encode_s": encode_s, "cpu_decode_s": decode_s, "first_encode_s": compiled_s}
+
+    def on_device(self, elements: int) -> dict[str, object]:
+        """How long the device takes, and how many cores of the CPU take as long."""
+        parts, _ = segments_of(self._old, self._new, elements, self._there)
+        count = sum(part.spec.size for part in parts)
+        self._there.taken = {}
+        encode_s, coded = clocked(lambda: encoded(parts))
+        decode_s, _ = clocked(lambda: decoded(coded, parts))
+        self._device_s = (encode_s + decode_s) / count
+        return {
+            "elements": count,
+            "changes": sum(part.spec.changed for part in parts),
+            "nbytes": sum(len(head) + len(span) for head, (span,) in coded),
+            "encode_s": encode_s,
+            "decode_s": decode_s,
+            "kernels_s": dict(self._there.taken),
+            "encode_over_a_core": self._cpu_s["encode"] / (encode_s / count),
+            "decode_over_a_core": self._cpu_s["decode"] / (decode_s / count),
+        }

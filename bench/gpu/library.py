@@ -1,120 +1,113 @@
 """Versions published and received through the library, of weights on the device: what is read where, and who waits.
 
 The same versions are published with the baseline on the device, by either codec, and in host memory; those from the
-device are received there. While one is published, a training stream multiplies matrices: what that takes longer than
-alone is its stall.
+device are received there. While one is published, a training stream multiplies matrices: what it waits is its stall.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from bandwidth import fitting
+from children import Keep
+from clock import event, wait, wall
 from synthetic import State, changed, fill, shapes_of, state_like
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn
+from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.weights import devices
 
 SHARES = (0.0015, 0.01)
+TURNS = 3  # versions of a share, of which the first one compiles
+WAITED = 1.25  # times the usual: a product that takes longer has waited
 MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms each on a Hopper GPU
 
 
-def measure_library(elements: int) -> dict[str, object]:
+T = TypeVar("T")
+
+
+def measure_versions(elements: int, kept_on: KeptOn, codec: CodecName, keep: Keep) -> None:
     """Publish, stage and apply versions of a model of about this many weights."""
     if device.SIMULATED:
         devices.on_cuda = lambda tensor: True
-    where = "cpu" if device.SIMULATED else "cuda"
-    shapes = shapes_of(elements)
-    states = [state_like(shapes, where) for _ in range(2)]
-    fill(states[0], 7)
-    found: dict[str, object] = {"elements": sum(tensor.numel() for tensor in states[0].tensors)}
-    live = named(state_like(shapes, where))
-    found["device"] = _measure("device", "gap", states, live, where)
-    found["device_context"] = _measure("device", "context", states, live, where)
-    found["host"] = _measure("host", "gap", states, None, where)
-    return found
+    found = Versions(fitting(elements), kept_on, codec)
+    keep("first", found.first)
+    for share in SHARES:
+        keep(f"{share:.2%}", partial(found.next, share))
 
 
 def named(state: State) -> dict[str, torch.Tensor]:
     return {f"layers.{number}": tensor.view(torch.bfloat16) for number, tensor in enumerate(state.tensors)}
 
 
-def _measure(
-    kept_on: KeptOn, codec: CodecName, states: list[State], live: dict[str, torch.Tensor] | None, where: str
-) -> dict[str, object]:
-    before, after = states
-    publisher = pulse.Publisher("memory://", codec=codec, baseline=kept_on, anchor_every=1000)
-    subscriber = pulse.Subscriber(publisher.history.store)
-    first = timed(lambda: publisher.publish(named(before), version=0))
-    if live is not None:
-        subscriber.sync(live)
-    found: dict[str, object] = {"first_s": first}
-    for share in SHARES:
-        results: list[dict[str, float]] = []
-        for turn in range(3):  # the first one compiles
-            changed(before, after, share, turn)
-            before.flat.copy_(after.flat)
-            results.append(_version(publisher, subscriber, named(before), live, where))
-        found[f"{share:.2%}"] = {name: statistics.median(each[name] for each in results[1:]) for name in results[0]}
-    return found
+class Versions:
+    """A trainer's weights and a worker's on one device, and a history in host memory between them.
 
+    A worker follows where the baseline is kept on the device.
+    """
 
-def _version(
-    publisher: pulse.Publisher,
-    subscriber: pulse.Subscriber,
-    weights: dict[str, torch.Tensor],
-    live: dict[str, torch.Tensor] | None,
-    where: str,
-) -> dict[str, float]:
-    """Publish a version beside a stream that is at work, and receive it."""
-    reports: list[Any] = []
-    stream = Training(where)
-    alone_s = stream.alone()
-    publish_s, stall_s, gap_s = stream.beside(lambda: reports.append(publisher.publish(weights)), alone_s)
-    report = reports[0]
-    found = {
-        "publish_s": publish_s,
-        "find_s": report.diff_s,
-        "read_s": report.cast_s,
-        "encode_s": report.encode_s,
-        "prove_s": report.prove_s,
-        "skip_s": report.skip_s,
-        "changes": float(report.changes),
-        "stall_s": stall_s,
-        "longest_gap_s": gap_s,
-    }
-    if live is None:
+    def __init__(self, elements: int, kept_on: KeptOn, codec: CodecName) -> None:
+        where = "cpu" if device.SIMULATED else "cuda"
+        shapes = shapes_of(elements)
+        self._state = state_like(shapes, where)
+        fill(self._state, 7)
+        self._weights = named(self._state)
+        self._live = named(state_like(shapes, where)) if kept_on == "device" else None
+        self._publisher = pulse.Publisher("memory://", codec=codec, baseline=kept_on, anchor_every=1000)
+        self._subscriber = pulse.Subscriber(self._publisher.history.store)
+        self._training = Training(where)
+
+    def first(self) -> dict[str, object]:
+        """An anchor, put and read."""
+        publish_s = wall(lambda: self._publisher.publish(self._weights, version=0))
+        found: dict[str, object] = {"elements": sum(map(torch.numel, self._weights.values())), "publish_s": publish_s}
+        if self._live is not None:
+            found["sync_s"] = wall(lambda: self._subscriber.sync(self._live))
         return found
-    copies = [torch.empty_like(tensor) for tensor in live.values()]
-    copy_s = timed(lambda: torch._foreach_copy_(copies, list(live.values())))
-    staged: list[Any] = []
-    found["stage_s"] = timed(lambda: staged.append(subscriber.stage(live)))
-    found["apply_s"] = timed(lambda: staged[0].apply())
-    found["apply_of_copy"] = found["apply_s"] / copy_s
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in live.items())
-    return found
 
+    def next(self, share: float) -> dict[str, float]:
+        """Medians of several versions."""
+        results = []
+        for turn in range(TURNS):
+            changed(self._state, self._state, share, turn)
+            results.append(self._publish() | self._receive())
+        return {name: statistics.median(each[name] for each in results[1:]) for name in results[0]}
 
-def wait() -> None:
-    if not device.SIMULATED:
-        torch.cuda.synchronize()
+    def _publish(self) -> dict[str, float]:
+        """Publish a version beside a stream that is at work."""
+        report, taken = self._training.beside(lambda: self._publisher.publish(self._weights))
+        return taken | {
+            "find_s": report.diff_s,
+            "read_s": report.cast_s,
+            "encode_s": report.encode_s,
+            "prove_s": report.prove_s,
+            "skip_s": report.skip_s,
+            "changes": float(report.changes),
+            "patch_nbytes": float(report.patch_nbytes),
+        }
 
-
-def timed(function: Any) -> float:
-    """Seconds until all is done."""
-    wait()
-    begin = time.perf_counter()
-    function()
-    wait()
-    return time.perf_counter() - begin
+    def _receive(self) -> dict[str, float]:
+        """Stage a version and write it; against a copy of the model."""
+        if self._live is None:
+            return {}
+        live, weights = list(self._live.values()), list(self._weights.values())
+        staged: list[Staged] = []
+        stage_s = wall(lambda: staged.append(self._subscriber.stage(self._live)))
+        apply_s = wall(lambda: staged[0].apply())
+        assert all(map(torch.equal, live, weights))
+        copy_s = wall(lambda: torch._foreach_copy_(live, weights))
+        return {"stage_s": stage_s, "apply_s": apply_s, "apply_of_copy": apply_s / copy_s}
 
 
 class Training:
@@ -132,46 +125,47 @@ class Training:
             torch.matmul(self._one, self._other, out=self._out)
             events.append(time.perf_counter())
             if not device.SIMULATED:
-                events[-1] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                events[-1] = event()
                 events[-1].record()
         return events
 
     def alone(self) -> float:
         """Seconds of one product."""
         self._queue(3)
-        return timed(lambda: self._queue(20)) / 20
+        return wall(lambda: self._queue(20)) / 20
 
-    def beside(self, function: Any, alone_s: float) -> tuple[float, float, float]:
+    def beside(self, function: Callable[[], T]) -> tuple[T, dict[str, float]]:
         """Run a function in a thread, while products run for as long as it does.
 
-        Returns its seconds, how much longer the products took than alone, and the longest time between two of them.
+        Returns what it returned, its seconds, and what it did to the products: how much longer they usually took than
+        alone, how much longer than usual those took that waited, together, and the longest of them.
         """
+        alone_s = self.alone()
         stream = nullcontext() if device.SIMULATED else torch.cuda.stream(_new_stream())
-        taken: list[float] = []
-        wait()
-        thread = threading.Thread(target=lambda: taken.append(timed_here(function)))
-        thread.start()
         events: list[Any] = []
-        with stream:
-            while thread.is_alive():
+        wait()
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool, stream:
+            running = pool.submit(lambda: (function(), time.perf_counter() - begin))
+            while not running.done():
                 events += self._queue(8)  # not far ahead of the device, so that all of them run beside the function
                 if not device.SIMULATED:
                     events[-8].synchronize()
-        thread.join()
+            result, seconds = running.result()
         wait()
-        gaps = [_between(one, other) for one, other in zip(events, events[1:], strict=False)]
-        return taken[0], max(0.0, math.fsum(gaps) - alone_s * len(gaps)), max(gaps, default=0.0)
+        gaps = [_between(one, other) for one, other in zip(events, events[1:], strict=False)] or [alone_s]
+        usual = statistics.median(gaps)
+        waited = [gap - usual for gap in gaps if gap > WAITED * usual]
+        return result, {
+            "publish_s": seconds,
+            "training_slower": usual / alone_s - 1,
+            "stall_s": math.fsum(waited),
+            "longest_stall_s": max(waited, default=0.0),
+        }
 
 
 def _new_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-
-def timed_here(function: Any) -> float:
-    """Seconds of the host."""
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 def _between(one: Any, other: Any) -> float:

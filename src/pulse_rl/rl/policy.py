@@ -79,7 +79,7 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
     logits, cache = _prefill(model, ids, mask, group)
     seen = mask.repeat_interleave(group, 0)
     position = seen.sum(1, keepdim=True)
-    alive = torch.ones(len(seen), dtype=torch.bool)
+    alive = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
     tokens, masks, logprobs = [], [], []
     for number in range(1, (most if isinstance(most, int) else int(most.max())) + 1):
         scores, token = _draw(logits, temperature, generator)
@@ -128,7 +128,7 @@ def score(model: Any, completions: Completions, temperature: float, group: torch
     logits = first[:, None]
     if tokens.shape[1] > 1:
         seen = mask.repeat_interleave(size, 0)
-        position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1)
+        position = seen.sum(1, keepdim=True) + torch.arange(tokens.shape[1] - 1, device=seen.device)
         # All tokens may attend, also those after a completion's end: the loss leaves these out.
         out = model(
             input_ids=tokens[:, :-1],

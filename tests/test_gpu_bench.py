@@ -1,0 +1,84 @@
+"""What `make bench-gpu` relies on: sections that break, what others do with the same changes, and the run of GRPO."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import children
+import grpo_run
+import peers
+import pytest
+import torch
+from children import Results
+
+SENDS = "import json, sys; print(json.dumps({'found': 1}), flush=True); "
+
+
+def test_a_section_that_breaks_leaves_its_results_and_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that raises, one that dies, one that hangs, and one after them; after the time is over, none."""
+    monkeypatch.setattr(children, "LEAST_S", 0.5)
+    path = tmp_path / "gpu.json"
+    results = Results(path, seconds=60)
+    ends = {
+        "raises": "raise ValueError('broken')",
+        "dies": "import os; os.abort()",
+        "hangs": "import time; time.sleep(100)",
+        "works": "pass",
+    }
+    for name, end in ends.items():
+        results.run(name, [sys.executable, "-c", SENDS + end], limit=1 if name == "hangs" else 60)
+    found: dict[str, Any] = json.loads(path.read_text())
+    assert all(found[name]["found"] == 1 for name in ends if name != "hangs")
+    states = {name: found[name]["state"] for name in ends}
+    assert states == {
+        "raises": "failed, exit code 1",
+        "dies": "failed, exit code -6",
+        "hangs": "out of time",
+        "works": "done",
+    }
+    assert "broken" in found["raises"]["printed"]
+    Results(path, seconds=0.1).run("late", [sys.executable, "-c", "raise AssertionError"], limit=60)
+    assert json.loads(path.read_text())["late"] == {"state": "left out: no time left"}
+
+
+def test_what_others_do_finds_and_writes_the_same_changes() -> None:
+    torch.manual_seed(0)
+    olds = [torch.randn(shape).bfloat16() for shape in ((9, 7), (5,), (3, 3))]
+    news = [old.clone() for old in olds]
+    news[0].view(-1)[[0, 13, 62]] *= 2
+    news[2][1, 1] = 3
+    olds_bits, news_bits = ([each.view(-1).view(torch.int16) for each in s] for s in (olds, news))
+    wheres = [where.view(-1) for where in peers.find_by_ne(olds_bits, news_bits)]
+    assert [where.tolist() for where in wheres] == [[0, 13, 62], [], [4]]
+    snapshots = [bits.clone() for bits in olds_bits]
+    positions, values = peers.find_as_verl(snapshots, news_bits, news_bits)
+    assert positions.view(torch.int32).tolist() == torch.cat(wheres).tolist()
+    assert values.tolist() == torch.cat([bits[where] for bits, where in zip(news_bits, wheres, strict=True)]).tolist()
+    assert all(map(torch.equal, snapshots, news_bits))
+    live = [old.clone() for old in olds]
+    patches = [peers.Sparse(where.int(), new.view(-1)[where]) for where, new in zip(wheres, news, strict=True)]
+    peers.apply_as_vllm(live, patches)
+    assert all(map(torch.equal, live, news))
+    twice = peers.Sparse(torch.tensor([4, 4], dtype=torch.int32), torch.ones(2).bfloat16())
+    with pytest.raises(ValueError, match="occur once"):
+        peers.apply_as_vllm(live, [*patches[:2], twice])
+
+
+def test_a_run_of_grpo_counts_what_its_steps_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with a model of a few thousand weights: the same code as on a device."""
+    monkeypatch.setattr(grpo_run, "BACK", 2)
+    monkeypatch.setattr(grpo_run, "MAX_NEW_TOKENS", 2)
+    found: dict[str, Any] = {}
+    grpo_run.measure_run("cpu", 3, 600.0, lambda name, measure: found.update({name: measure()}))
+    assert found["model"]["model"] == "tiny"
+    table = found["table"]
+    one, back = table["changed"], table["changed_over_2"]
+    assert (table["steps"], len(one), len(back)) == (3, 3, 2)
+    # Over two steps no more changes than in both together, and those of one alone where the other changed others.
+    for at, both in enumerate(back):
+        assert abs(one[at] - one[at + 1]) <= both <= one[at] + one[at + 1]
+    assert 0 < max(one) == pytest.approx(1 - table["sparsity"]["lowest"])
+    assert grpo_run.reward(" 7\n9", 7) == 1.0 > grpo_run.reward("-7", 7) > grpo_run.reward("seven", 7) == 0.0
