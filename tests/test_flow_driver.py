@@ -116,3 +116,11 @@ def test_a_run_whose_tasks_all_fail_ends_with_their_error(driver: run._Driver, m
     monkeypatch.setattr(run, "wait", lambda *_: _fail(driver._dataflow, "w0", "no such tool"))
     with pytest.raises(PulseError, match="no such tool"):
         driver.watch()
+
+
+@pytest.mark.parametrize("kind", [ValueError, PulseError])
+def test_every_error_that_ends_a_run_says_how_to_go_on(kind: type[Exception], tmp_path: Path) -> None:
+    """Also one of the user's code, as a module that a worker cannot import."""
+    with pytest.raises(kind) as found, run._on_failure(Recipe(out=str(tmp_path / "run"))):
+        raise kind("wrong")
+    assert "start again" in found.value.__notes__[-1]

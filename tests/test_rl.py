@@ -293,7 +293,7 @@ def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other
 
     monkeypatch.setattr(ray, "get", raise_it)
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    handle = ProcessHandle("worker-0", "node", MagicMock(), lambda: None, ())
+    handle = ProcessHandle("worker-0", MagicMock(), MagicMock(), lambda: None, ())
     with pytest.raises(pulse.ProcessDiedError, match="worker-0's process died") as found:
         handle.result()
     assert found.value.process == "worker-0"

@@ -1,4 +1,4 @@
-"""The pool that starts workers again, with workers that always die."""
+"""The pool that starts workers again, with workers that always die, or cannot start."""
 
 from typing import Any, cast
 
@@ -9,49 +9,86 @@ from pulse_rl.flow.driver.worker_pool import DEATHS, WorkerPool
 from pulse_rl.rl.engine import ProcessHandle
 
 
-class _Dead:
+class _Handle:
+    """Of a process that has ended with an error, or that goes on."""
+
+    host = "node-3"
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
     def ended(self) -> bool:
-        return True
+        return self._error is not None
 
     def result(self) -> Any:
-        raise ProcessDiedError("its process died", process="worker-0")
+        assert self._error is not None
+        raise self._error
+
+    def close(self) -> None:
+        assert self.ended()
 
 
-class _Alive:
-    def ended(self) -> bool:
-        return False
+DIED = ProcessDiedError("its process died", process="worker-0")
+NO_MODULE = ValueError("hot_cold cannot be imported")
 
 
 class _Crew:
-    """The first worker always dies; the others live. working: whether these have proved a version."""
+    """The first worker always fails; the others live. working: those that have proved a version."""
 
-    def __init__(self, *, working: bool) -> None:
-        self._working = working
+    def __init__(self, *working: str, error: Exception = DIED) -> None:
+        self._working, self._error = working, error
+        self.gone: dict[str, Any] = {}
 
     def start(self, name: str) -> ProcessHandle:
-        return cast(ProcessHandle, _Dead() if name == "worker-0" else _Alive())
+        return cast(ProcessHandle, _Handle(self._error if name == "worker-0" else None))
 
     def facts(self, name: str) -> dict[str, Any]:
-        return {"pid": 7, "verified": self._working and name != "worker-0"}
+        return {"pid": 7, "verified": name in self._working}
 
     def lost(self, name: str, facts: Any) -> None:
         assert name == "worker-0"
         assert not facts["verified"]
+        self.gone = facts
 
 
-@pytest.mark.parametrize("working", [False, True])
-def test_one_worker_that_keeps_dying_ends_the_run_only_if_no_other_works(working: bool) -> None:
+def _pool(crew: _Crew) -> tuple[WorkerPool, list[str]]:
     said: list[str] = []
-    pool = WorkerPool(_Crew(working=working), said.append, "worker")
+    pool = WorkerPool(crew, said.append, "worker")
     pool.add()
     pool.add()
+    return pool, said
+
+
+def test_one_worker_that_keeps_dying_ends_a_run_in_which_no_other_works() -> None:
+    pool, said = _pool(_Crew())
     for _ in range(DEATHS - 1):
         pool.poll()
-    if working:
-        for _ in range(DEATHS):
-            pool.poll()
-    else:
-        with pytest.raises(ProcessDiedError, match="worker-0 .pid 7. died 5 times without proving a version"):
-            pool.poll()
-    assert len(said) == (2 * DEATHS - 1 if working else DEATHS - 1)
-    assert pool.names() == ["worker-0", "worker-1"]
+    with pytest.raises(ProcessDiedError, match="worker-0 .pid 7 on node-3. died 5 times without proving a version"):
+        pool.poll()
+    assert said == ["worker-0 (pid 7 on node-3) died; starting again"] * (DEATHS - 1)
+
+
+@pytest.mark.parametrize("error", [DIED, NO_MODULE])
+def test_one_worker_that_keeps_failing_is_left_out_where_others_work(error: Exception) -> None:
+    """As on a node that was added without the user's module: the run goes on, and does not wait for it at its end."""
+    crew = _Crew("worker-1", error=error)
+    pool, said = _pool(crew)
+    for _ in range(2 * DEATHS):
+        pool.poll()
+    assert len(said) == DEATHS
+    assert said[-1].endswith("left out after 5 times in a row")
+    assert (str(error) in said[0]) == (error is NO_MODULE)
+    assert pool.names() == ["worker-1"]
+    assert len(pool.running()) == 1
+    assert pool.results() == []
+    assert crew.gone["left_out"]
+    assert (crew.gone["restarting"], crew.gone["restarts"]) == (False, DEATHS - 1)
+
+
+@pytest.mark.parametrize("working", [[], ["worker-0", "worker-1"]])
+def test_what_a_worker_raises_ends_the_run_where_it_had_started_or_no_other_works(working: list[str]) -> None:
+    pool, said = _pool(_Crew(*working, error=ValueError("wrong")))
+    with pytest.raises(ValueError, match="wrong") as found:
+        pool.poll()
+    assert "raised by worker-0 on node-3" in found.value.__notes__
+    assert not said

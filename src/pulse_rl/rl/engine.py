@@ -103,12 +103,14 @@ class RolloutProcess(Process):
 class ProcessHandle:
     """A process that has been started. It lives until its object's `run` returns.
 
-    node: the id of the node that it was sent to.
+    node: as Ray lists the one that it was sent to.
     """
 
-    def __init__(self, name: str, node: str, actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, name: str, node: Mapping[str, Any], actor: Any, kind: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
         self._name = name
-        self.node = node
+        self.node, self.host = str(node["NodeID"]), str(node["NodeManagerHostname"])
         self._actor = actor
         self.future = actor.run.remote(kind, *arguments)
         _handles.add(self)
@@ -225,13 +227,14 @@ def start(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
     node = ray.get_runtime_context().get_node_id()
     if where == "anywhere":
-        node = least_loaded(ray.nodes(), Counter(handle.node for handle in _handles), region)
+        node = least_loaded(list(nodes.values()), Counter(handle.node for handle in _handles), region)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)  # Ray takes a soft one to be for any node
     needed = {region: SHARE} if ray.cluster_resources().get(region) else {}
     actor = ray.remote(num_cpus=0, resources=needed)(process).options(scheduling_strategy=strategy).remote()
-    return ProcessHandle(name, node, actor, kind, arguments)
+    return ProcessHandle(name, nodes[node], actor, kind, arguments)
 
 
 def least_loaded(nodes: Sequence[Mapping[str, Any]], processes: Mapping[str, int], region: str = "") -> str:

@@ -103,7 +103,7 @@ class Display:
                 name,
                 worker["kind"],
                 worker["region"],
-                "restarting" if facts.get("restarting") else worker["state"] if held else "starting",
+                worker["state"] if held else _waiting(facts),
                 _text(facts.get("pid")),
                 f"{worker['tasks']}/{worker['slots']}",
                 str(worker["done"]),
@@ -144,8 +144,11 @@ def _held(board: Mapping[str, Any], policy: str) -> list[str]:
     workers = sorted((name, facts) for name, facts in board.items() if "policies" in facts)
     held = [(name, facts, facts["policies"].get(policy, {})) for name, facts in workers]
     return [
-        f"{name} at {found['version']} proved"
-        if found.get("verified")
-        else f"{name} {'restarting' if facts.get('restarting') else 'starting'}"
+        f"{name} at {found['version']} proved" if found.get("verified") else f"{name} {_waiting(facts)}"
         for name, facts, found in held
     ]
+
+
+def _waiting(facts: Mapping[str, Any]) -> str:
+    """The state of a worker that holds nothing."""
+    return "left out" if facts.get("left_out") else "restarting" if facts.get("restarting") else "starting"

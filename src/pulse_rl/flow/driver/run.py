@@ -96,7 +96,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
             workers = sum(pool.workers for pool in recipe.pools)
             names = ", ".join(f"{name} ({_kind(policy)})" for name, policy in recipe.policies.items())
             display.log(f"starting {recipe.name}: {names}, {workers} rollout workers, in {recipe.out} …")
-            with _nothing_left(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
+            with _on_failure(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
                 driver = _Driver(absolute, dataflow, display, stop_requested)
@@ -104,9 +104,6 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
                 result = driver.finish(finals)
     except KeyboardInterrupt:
         raise PulseError(f"stopped; {_recovery_hint(recipe)}") from None
-    except PulseError as error:
-        error.add_note(_recovery_hint(recipe))
-        raise
     (recipe.directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
     try:
         report.write(recipe, result)
@@ -234,14 +231,19 @@ class _Records:
 
 
 @contextmanager
-def _nothing_left(recipe: Recipe) -> Iterator[None]:
-    """If a run fails before a policy has begun, remove what it has made; but not `ray.log` if a process died."""
+def _on_failure(recipe: Recipe) -> Iterator[None]:
+    """If a run fails, note in the error how to go on; before a policy has begun, also remove what the run has made.
+
+    But `ray.log` stays if a process died.
+    """
     try:
         yield
     except BaseException as error:
         if not _begun(recipe):
             words = () if isinstance(error, ProcessDiedError) else (run_directory.LOG,)
             run_directory.remove(recipe.directory, *OF_SERVICES, *words)
+        if isinstance(error, Exception):  # the others are a stop
+            error.add_note(_recovery_hint(recipe))
         raise
 
 

@@ -1,16 +1,17 @@
 """The rollout workers of a run, as the driver sees them: it starts them, restarts those that die, collects results.
 
-After a worker died, the run's board shows it as `restarting` until its new process reports itself.
+After a worker died, the run's board shows it as `restarting` until its new process reports itself. One that cannot
+start, as on a node where the user's module is missing, ends a run only in which no other worker has proved a version.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pulse_rl.errors import ProcessDiedError
+from pulse_rl.errors import ProcessDiedError, one_line
 from pulse_rl.rl.engine import CAUSES, ProcessHandle
 
-DEATHS = 5  # of one worker without a proved version between them; then the run ends, if no other one has proved any
+DEATHS = 5  # of one worker without a proved version between them; then it is left out, or ends a run without others
 
 
 class Crew(Protocol):
@@ -33,6 +34,11 @@ class _Worker:
     restarts: int = 0
     futile: int = 0  # deaths since it last proved a version
     result: dict[str, Any] | None = None
+    left_out: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.left_out or self.result is not None
 
 
 class WorkerPool:
@@ -55,45 +61,56 @@ class WorkerPool:
 
     def names(self) -> list[str]:
         """The workers that have not ended, in the order in which they were started."""
-        return [worker.name for worker in self._workers if worker.result is None]
+        return [worker.name for worker in self._workers if not worker.ended]
 
     def running(self) -> list[ProcessHandle]:
         """The workers that have not ended."""
-        return [worker.handle for worker in self._workers if worker.result is None]
+        return [worker.handle for worker in self._workers if not worker.ended]
 
     def results(self) -> list[dict[str, Any]]:
         """What each ended worker returned, with the number of its restarts."""
         return [w.result | {"restarts": w.restarts} for w in self._workers if w.result is not None]
 
     def poll(self) -> None:
-        """Collect the results of workers that ended, and restart those that died.
+        """Collect the results of workers that ended, and restart those that died or could not start.
 
-        Raises what a worker raised, ProcessDiedError if one dies again and again while no other has proved a version.
+        Raises what a worker raised that had started, or while no other one has proved a version; then also
+        ProcessDiedError if one dies again and again.
         """
         for worker in self._workers:
-            if worker.result is None and worker.handle.ended():
+            if not worker.ended and worker.handle.ended():
                 try:
                     worker.result = worker.handle.result()
                     worker.handle.close()
                 except ProcessDiedError:
-                    self._restart(worker)
+                    self._restart(worker, "died")
+                except Exception as error:
+                    worker.handle.close()
+                    if self._crew.facts(worker.name).get("verified") or not self._others_work(worker):
+                        error.add_note(f"raised by {worker.name} on {worker.handle.host}")
+                        raise
+                    self._restart(worker, f"could not start: {one_line(error)}")
 
-    def _restart(self, worker: _Worker) -> None:
+    def _restart(self, worker: _Worker, why: str) -> None:
         facts = self._crew.facts(worker.name)
         worker.futile = 1 if facts.get("verified") else worker.futile + 1
         pid = facts.get("pid")
-        who = f"{worker.name} (pid {pid})" if pid else worker.name
-        if worker.futile >= DEATHS and not self._others_work(worker):
+        who = f"{worker.name} ({f'pid {pid} ' if pid else ''}on {worker.handle.host})"
+        worker.left_out = worker.futile >= DEATHS
+        if worker.left_out and not self._others_work(worker):
             raise ProcessDiedError(
                 f"{who} died {DEATHS} times without proving a version in between ({CAUSES})", process=worker.name
             )
-        worker.restarts += 1
-        gone = {"pid": None, "version": None, "verified": False, "restarting": True, "restarts": worker.restarts}
-        self._crew.lost(worker.name, gone)
-        self._log(f"{who} died; starting again")
-        worker.handle = self._crew.start(worker.name)
+        worker.restarts += not worker.left_out
+        gone = {"pid": None, "version": None, "verified": False, "restarts": worker.restarts}
+        self._crew.lost(worker.name, gone | {"restarting": not worker.left_out, "left_out": worker.left_out})
+        if worker.left_out:
+            self._log(f"{who} {why}; left out after {DEATHS} times in a row")
+        else:
+            self._log(f"{who} {why}; starting again")
+            worker.handle = self._crew.start(worker.name)
 
     def _others_work(self, worker: _Worker) -> bool:
         """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
-        others = (each.name for each in self._workers if each is not worker and each.result is None)
+        others = (each.name for each in self._workers if each is not worker and not each.ended)
         return any(self._crew.facts(name).get("verified") for name in others)
