@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flow_world import group, started
 
+from pulse_rl import Publisher
 from pulse_rl.errors import PulseError
+from pulse_rl.flow import recipe_file
 from pulse_rl.flow.driver import run
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.failures import SHOWN, Failures
@@ -124,3 +127,14 @@ def test_every_error_that_ends_a_run_says_how_to_go_on(kind: type[Exception], tm
     with pytest.raises(kind) as found, run._on_failure(Recipe(out=str(tmp_path / "run"))):
         raise kind("wrong")
     assert "start again" in found.value.__notes__[-1]
+
+
+def test_a_new_run_leaves_the_history_of_another_alone(tmp_path: Path) -> None:
+    """It would put its versions behind those of the other run."""
+    store = tmp_path / "store"
+    Publisher(store).publish({"w": np.zeros(4, np.float32)}, version=7)
+    sets = ["model=tiny", f"out={tmp_path / 'run'}", f"store={store}"]
+    with pytest.raises(FileExistsError, match="holds the history of a run already, with versions up to 7"):
+        run.prepare(recipe_file.load("math", sets))
+    assert not (tmp_path / "run").exists()
+    assert run.prepare(recipe_file.load("math", [*sets, f"store={tmp_path / 'other'}"])).out == str(tmp_path / "run")

@@ -24,6 +24,7 @@ from pulse_rl.flow.driver.summary import summary
 from pulse_rl.flow.driver.trainers import Trainers
 from pulse_rl.flow.driver.windows import Evaluations
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.history.log import History
 from pulse_rl.rl import directory as run_directory
 from pulse_rl.rl import metrics, model_name
 from pulse_rl.rl.checkpoints import saved_step
@@ -37,8 +38,8 @@ OF_SERVICES = (JOURNAL, LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trai
 def prepare(recipe: Recipe) -> Recipe:
     """Check what a new run needs, and make its directory. No process is started yet.
 
-    Raises ValueError for a bad setting, FileExistsError if the directory holds a run already, OSError or StoreError if
-    the directory or the store cannot be written.
+    Raises ValueError for a bad setting, FileExistsError if the directory holds a run already, or the store the history
+    of another, OSError or StoreError if the directory or the store cannot be written.
     """
     _check(recipe)
     run_directory.refuse_running(recipe.directory)
@@ -47,7 +48,20 @@ def prepare(recipe: Recipe) -> Recipe:
             f"{recipe.out} holds a run already: continue it with --resume {recipe.out}, or choose another --out"
         )
     run_directory.make(recipe.out, recipe.base_url)
+    for policy in recipe.policies:
+        _refuse_history(recipe, policy)
     return recipe
+
+
+def _refuse_history(recipe: Recipe, policy: str) -> None:
+    """A new run would go on with the history of another one, which may be of the same tensors."""
+    url = recipe.store_url(policy)
+    if head := History(url).head():
+        run_directory.remove(recipe.directory)
+        raise FileExistsError(
+            f"store: {url} holds the history of a run already, with versions up to {head.version}: continue that run "
+            "with --resume, or name another --store"
+        )
 
 
 def resume(directory: Path, sets: Sequence[str] = ()) -> Recipe:
