@@ -121,7 +121,7 @@ def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     with pytest.raises(pulse.MissingExtraError, match="numba-cuda") as caught:
         pulse.Publisher("memory://", baseline="device")
     assert caught.value.extra == "gpu"
-    with pytest.raises(ValueError, match="baseline: expected 'host' or 'device', found 'disk'"):
+    with pytest.raises(ValueError, match="baseline: expected 'host', 'pinned' or 'device', found 'disk'"):
         pulse.Publisher("memory://", baseline="disk")  # type: ignore[arg-type]
 
 

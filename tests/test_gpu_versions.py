@@ -152,6 +152,35 @@ def test_a_device_and_a_host_publish_the_same_bytes(
     assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 16 * 40)
 
 
+def test_a_pinned_baseline_is_compared_by_the_device(
+    the_device: TheDevice, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the host's memory, also after the publisher has resumed; and the patches are the same."""
+    made, empty = list[torch.Tensor](), devices.Cuda.empty
+
+    def noted(device: devices.Cuda, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        assert pinned
+        made.append(empty(device, shape, dtype, pinned=pinned))
+        return made[-1]
+
+    monkeypatch.setattr(devices.Cuda, "empty", noted)
+    here = {"up": torch.randn(5, 9).bfloat16(), "norm": torch.randn(300)}
+    there = the_device.put(here)
+    host, pinned = (pulse.Publisher("memory://", codec="gap", baseline=kept_on) for kept_on in ("host", "pinned"))
+    store = pinned.history.store
+    for version in range(3):
+        if version == 2:
+            pinned = pulse.Publisher(store, codec="gap", baseline="pinned")
+        for publisher, weights in ((host, here), (pinned, there)):
+            step(weights, version)
+            publisher.publish(weights, version=version)
+    assert patches(host) == patches(pinned)
+    assert len(patches(host)) == 2
+    assert sum(searched) == 2 * (5 * 9 + 300)
+    assert [tensor.shape for tensor in made] == 2 * [here[name].shape for name in sorted(here)]
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() == gpu_device.CUDA for tensor in made)
+
+
 class Coding:
     """Which functions of a device's coder are called, each with how many segments; and what is read of a device."""
 

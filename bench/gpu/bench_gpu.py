@@ -27,7 +27,7 @@ from children import Keep, Report, Results
 TESTS = ("tests/test_gpu.py", "tests/test_gpu_coding.py", "tests/test_gpu_versions.py")
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 SLOWER = 10 if SIMULATED else 1  # times the limits of sections
-RUN_S = 200.0  # that are kept for the run of GRPO and the tests
+RUN_S = 240.0  # that are kept for the run of GRPO and the tests
 
 
 class Options(NamedTuple):
@@ -92,13 +92,14 @@ def _versions(
     options: Options,
     keep: Keep,
     *,
-    kept_on: Literal["host", "device"],
+    kept_on: Literal["host", "pinned", "device"],
     codec: Literal["context", "gap"],
     whole: bool = False,
 ) -> None:
-    from library import measure_versions
+    from library import SHARES, measure_versions
 
-    measure_versions(options.elements if whole else options.version_elements, kept_on, codec, keep)
+    elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
+    measure_versions(elements, shares, kept_on, codec, keep)
 
 
 def _one_rank(options: Options, keep: Keep) -> None:
@@ -119,12 +120,13 @@ SECTIONS = {
     "apply": Section(60, _apply),
     "digest": Section(45, _digest),
     "context": Section(90, _coder, (("PULSE_THREADS", "1"),)),  # the CPU's coder is measured on one core
-    "publish_context": Section(90, partial(_versions, kept_on="device", codec="context")),
-    "publish_gap": Section(90, partial(_versions, kept_on="device", codec="gap")),
-    "publish_7b_context": Section(120, partial(_versions, kept_on="device", codec="context", whole=True)),
-    "publish_host": Section(90, partial(_versions, kept_on="host", codec="gap")),
     "cast": Section(45, _cast),
     "nccl_one_rank": Section(45, _one_rank),
+    "publish_7b_context": Section(110, partial(_versions, kept_on="device", codec="context", whole=True)),
+    "publish_context": Section(70, partial(_versions, kept_on="device", codec="context")),
+    "publish_gap": Section(70, partial(_versions, kept_on="device", codec="gap")),
+    "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),
+    "publish_host": Section(70, partial(_versions, kept_on="host", codec="gap")),
     "grpo": Section(450, _grpo),
 }
 
@@ -144,7 +146,7 @@ def _tests(results: Results) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=6_700_000_000, help="BF16 weights; default: 6.7 billion")
-    parser.add_argument("--version-elements", type=int, default=1 << 31, help="weights of versions by each codec")
+    parser.add_argument("--version-elements", type=int, default=1 << 30, help="weights of versions by each codec")
     parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="weights that one core of the CPU codes")
     parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the run of GRPO")

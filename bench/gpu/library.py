@@ -1,7 +1,8 @@
 """Versions published and received through the library, of weights on the device: what is read where, and who waits.
 
-The same versions are published with the baseline on the device, by either codec, and in host memory; those from the
-device are received there. While one is published, a training stream multiplies matrices: what it waits is its stall.
+The same versions are published with the baseline on the device, by either codec, and in host memory, pinned and not;
+those from the device are received there. While one is published, a training stream multiplies matrices: what it waits
+is its stall.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -37,13 +38,13 @@ MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms
 T = TypeVar("T")
 
 
-def measure_versions(elements: int, kept_on: KeptOn, codec: CodecName, keep: Keep) -> None:
+def measure_versions(elements: int, shares: Sequence[float], kept_on: KeptOn, codec: CodecName, keep: Keep) -> None:
     """Publish, stage and apply versions of a model of about this many weights."""
     if device.SIMULATED:
         devices.on_cuda = lambda tensor: True
     found = Versions(fitting(elements), kept_on, codec)
     keep("first", found.first)
-    for share in SHARES:
+    for share in shares:
         keep(f"{share:.2%}", partial(found.next, share))
 
 

@@ -119,10 +119,16 @@ class Cuda:
 
         return torch.cuda.stream(self._stream)
 
-    @property
-    def place(self) -> torch.device | str:
-        """Where torch makes tensors that lie here."""
-        return "cpu" if self._device is None else self._device
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        """New memory that this device's kernels reach: its own or, pinned, the host's, which they read over PCIe."""
+        import torch
+
+        if self._device is None:
+            return torch.empty(shape, dtype=dtype)
+        if pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        with self.own_stream():
+            return torch.empty(shape, dtype=dtype, device=self._device)
 
     def wait(self) -> None:
         """Wait until what is queued on the stream of this device's kernels is done."""

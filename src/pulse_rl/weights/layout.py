@@ -79,13 +79,15 @@ class Layout(dict[str, Bits]):
         """Whether this process holds parts of tensors."""
         return any(isinstance(bits, Pieces) for bits in self.values())
 
-    def clone(self, beside: "Layout | None" = None) -> "Layout":
+    def clone(self, beside: "Layout | None" = None, *, pinned: bool = False) -> "Layout":
         """A copy of all bits, made segment by segment.
 
         beside: the same tensors, each copied to where it lies in these, if that is a device; None for host memory.
+        pinned: instead of to a device, each is copied to pinned host memory that this device's kernels read.
         """
         near = beside if beside is not None else Layout()
-        return Layout({name: _clone(bits, device_at(near.get(name))) for name, bits in self.items()}, self.tied)
+        copies = {name: _clone(bits, device_at(near.get(name)), pinned=pinned) for name, bits in self.items()}
+        return Layout(copies, self.tied)
 
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
@@ -100,19 +102,19 @@ def device_at(tensor: Bits | None) -> Cuda | None:
     return None
 
 
-def _clone(tensor: Bits, device: Cuda | None) -> Bits:
+def _clone(tensor: Bits, device: Cuda | None, *, pinned: bool) -> Bits:
     if isinstance(tensor, Pieces):
-        copies = [piece._replace(bits=_clone(piece.bits, device)) for piece in tensor.pieces]
+        copies = [piece._replace(bits=_clone(piece.bits, device, pinned=pinned)) for piece in tensor.pieces]
         return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, copies)
     if device is not None and isinstance(tensor, TorchBits) and tensor.device is device:
-        copy = TorchBits.new(tensor.dtype, tensor.shape, device)
+        copy = TorchBits.new(tensor.dtype, tensor.shape, device, pinned=pinned)
         copy.copy_from(tensor)
         return copy
     found: HostBits | TorchBits
     if device is None:
         found = HostBits(tensor.dtype, np.empty(tensor.shape, UINTS[tensor.itemsize]))
     else:
-        found = TorchBits.new(tensor.dtype, tensor.shape, device)
+        found = TorchBits.new(tensor.dtype, tensor.shape, device, pinned=pinned)
     for start, stop in segments(tensor.size):
         found.write(start, tensor.read(start, stop))
     return found

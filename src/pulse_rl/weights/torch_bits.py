@@ -68,16 +68,18 @@ class TorchBits:
         self._place(self._tensor)
 
     @classmethod
-    def new(cls, dtype: str, shape: tuple[int, ...], device: Cuda) -> TorchBits:
-        """Bits over new memory of a device, of undefined contents. dtype: as safetensors spells it."""
+    def new(cls, dtype: str, shape: tuple[int, ...], device: Cuda, *, pinned: bool) -> TorchBits:
+        """Bits over new memory that a device's kernels reach, of undefined contents.
+
+        dtype: as safetensors spells it. pinned: the memory is the host's, pinned, and not the device's own.
+        """
         import torch
 
         made = cls.__new__(cls)
         made._cast, made._on_stream, made.device = None, device.own_stream, device
         made.dtype, made.itemsize = dtype, ITEMSIZES[dtype]
         made.stored_itemsize, made._uint = made.itemsize, getattr(torch, f"uint{8 * made.itemsize}")
-        with device.own_stream():
-            made._place(torch.empty(shape, dtype=_integers(made.itemsize), device=device.place))
+        made._place(device.empty(shape, _integers(made.itemsize), pinned=pinned))
         return made
 
     def copy_from(self, other: TorchBits) -> None:

@@ -18,8 +18,8 @@ from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.weights.layout import Layout, device_at
 from pulse_rl.weights.pieces import place_view
 
-# Where a baseline is kept: in host memory, or, of each tensor that lies on a device, there.
-KeptOn: TypeAlias = Literal["host", "device"]
+# Where a baseline is kept: in host memory or, of each tensor that lies on a device, in pinned host memory or there.
+KeptOn: TypeAlias = Literal["host", "pinned", "device"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,14 @@ class Baseline:
         """Whether it holds what this rank owns by a plan."""
         return self.plan.fingerprint == plan.fingerprint
 
-    def beside(self, own: Layout) -> "Baseline":
-        """The same bits, on a device where the weights are; itself, if it is there. own: the weights."""
+    def beside(self, own: Layout, *, pinned: bool) -> "Baseline":
+        """The same bits, where kernels of the device reach them on which the weights are; itself, if they do.
+
+        own: the weights. pinned: in host memory, and not on the device.
+        """
         if all(device_at(self.tensors[name]) is device_at(bits) for name, bits in own.items()):
             return self
-        return Baseline(self.tensors.clone(own), self.manifest, self.plan)
+        return Baseline(self.tensors.clone(own, pinned=pinned), self.manifest, self.plan)
 
     def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> "Move":
         """Write a proved patch into the memory.

@@ -153,7 +153,7 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Enc
     copies: list[Layout] = []
 
     def copy_mine() -> _Found:
-        copies.append(share.own.clone(share.own if kept_on == "device" else None))
+        copies.append(share.own.clone(None if kept_on == "host" else share.own, pinned=kept_on == "pinned"))
         return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
 
     found = ranks.share("copy the weights", copy_mine, _Found)

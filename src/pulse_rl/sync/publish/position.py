@@ -65,7 +65,7 @@ class Position:
             self.baseline = None  # the weights are sharded otherwise than before
         weights = self._beside(share)
         if self.baseline is not None and weights is not None and self._ranks.size == 1:
-            self.baseline = self.baseline.beside(weights)  # after `resume`, which knows no weights
+            self.baseline = self.baseline.beside(weights, pinned=self._pinned)  # after `resume`, which knows no weights
         found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
         first = found[0]
         if first.before is None:
@@ -82,8 +82,12 @@ class Position:
         return first, self._head, None if blind else self.baseline
 
     def _beside(self, share: Share | None) -> Layout | None:
-        """The weights on whose device a baseline is kept; None for host memory. share: what this rank holds."""
-        return share.own if share is not None and self._kept_on == "device" else None
+        """The weights whose device's kernels reach a baseline; None for host memory. share: what this rank holds."""
+        return share.own if share is not None and self._kept_on != "host" else None
+
+    @property
+    def _pinned(self) -> bool:
+        return self._kept_on == "pinned"
 
     def _look(self, anchor: bool, bandwidth: float | None) -> Beginning:
         """Where this rank stands; on the first one also where the history ends."""
@@ -123,7 +127,7 @@ class Position:
         with add_recovery_hint(), scratch() as directory:
             nbytes = share.plan.nbytes if share else None
             files = restore(self._history, head, directory, Effort(), faults, nbytes)
-            own = files.clone(self._beside(share))
+            own = files.clone(self._beside(share), pinned=self._pinned)
             own.tied = dict(head.tied)
             self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
         return head.sequence
@@ -154,7 +158,7 @@ class Position:
             found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
 
             def take_up() -> int:
-                own = taken(found, share.own).clone(self._beside(share))
+                own = taken(found, share.own).clone(self._beside(share), pinned=self._pinned)
                 self._take_up(Baseline(own, head, share.plan), faults, resumed)
                 return head.sequence
 

@@ -38,7 +38,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
@@ -105,9 +105,10 @@ class Publisher:
             first, the codec with the fewest bytes is taken.
         cast: The dtype that floating-point tensors are published in: torch.bfloat16, or "bfloat16", where the trainer
             holds FP32 masters. None publishes them as they are.
-        baseline: Where the published bits are kept to which the next version is compared: "host", or "device", where
-            each tensor that is on a CUDA device has them there too, so that changes are found on it. Weights on a
-            device are read through the host without. Needs the extra `gpu`.
+        baseline: Where the published bits are kept to which the next version is compared. "host": in host memory;
+            weights on a CUDA device are read through it. "device": of each tensor on a CUDA device, there, so that
+            changes are found on it. "pinned": of these, in pinned host memory, which the device reads as it finds
+            changes. Both need the extra `gpu`.
         sign_with: An Ed25519 private key, or the path of its PEM file, that signs every manifest; needs the extra
             `sign`. None: manifests are not signed, and a history that is signed is not continued.
         retain: Keep at least this many of the newest versions, and delete older ones. None keeps all.
@@ -126,7 +127,7 @@ class Publisher:
 
     Raises:
         ValueError: A setting makes no sense.
-        MissingExtraError: baseline="device" without kernels for CUDA devices.
+        MissingExtraError: baseline="device" or "pinned" without kernels for CUDA devices.
         ExchangeError: The group is not one, or a rank is lost.
 
     Attributes:
@@ -158,9 +159,9 @@ class Publisher:
                 raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
             if retain is None and keep_every is not None:
                 raise ValueError("keep_every: expected together with retain, which says how many versions are kept")
-            if baseline not in ("host", "device"):
-                raise ValueError(f"baseline: expected 'host' or 'device', found {baseline!r}")
-            if baseline == "device":
+            if baseline not in get_args(KeptOn):
+                raise ValueError(f"baseline: expected 'host', 'pinned' or 'device', found {baseline!r}")
+            if baseline != "host":
                 require_kernels()
             self.bandwidth = bandwidth
             history = History(store, sign_with=sign_with, patience=patience)
