@@ -141,7 +141,9 @@ class SmallEngine:
         self.resets += reset_caches
         self._paused = True
 
-    async def resume(self) -> None:
+    async def resume(self, version: str | None = None) -> None:
+        if version is not None:
+            self._version = version
         self._paused = False
 
     async def is_paused(self) -> bool:

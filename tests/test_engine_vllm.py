@@ -158,6 +158,29 @@ def test_a_pause_does_not_wait_for_clients(has_core: bool, reset: bool) -> None:
     assert called.mock_calls == [*clear, pause(mode="keep", clear_cache=reset)]
 
 
+@pytest.mark.parametrize("has_core", [True, False])
+def test_the_core_is_sent_the_version_and_then_goes_on(has_core: bool) -> None:
+    """Before the version is answered, if the client has a core, which does one after the other."""
+    found: list[str] = []
+
+    async def call(what: str) -> None:
+        found.append(what)
+        await asyncio.sleep(0)
+        found.append(f"{what} is answered")
+
+    client = SimpleNamespace(
+        update_weight_version=lambda version: call(f"version {version}"), resume_generation=lambda: call("go on")
+    )
+    if has_core:
+        client.engine_core = client
+    asyncio.run(_Engine(client, "model").resume("7"))
+    assert found[0] == "version 7"
+    assert found.index("go on") == (1 if has_core else 2)
+    found.clear()
+    asyncio.run(_Engine(client, "model").resume())
+    assert found == ["go on", "go on is answered"]
+
+
 def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
     trainer: Trainer, servers: list[Server], tmp_path: Path
 ) -> None:

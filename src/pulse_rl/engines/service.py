@@ -60,8 +60,8 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode, reset_caches: bool) -> None:
         """Pause generation."""
 
-    async def resume(self) -> None:
-        """Go on."""
+    async def resume(self, version: str | None = None) -> None:
+        """Go on. version: what it says from then on, as by `report`; None: what it says already."""
 
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
@@ -205,10 +205,11 @@ class Service:
         applied = await self._call("apply", "apply", Applied, {"version": staged.version})
         ranks = [each.state for each in applied]
         after = merge(ranks, Outside(before.model, pauses, before.weight_version))
-        if after.version is not None:
-            await self._attempt("apply", engine.report(str(after.version)))
+        version = None if after.version is None else str(after.version)
         if pauses and not is_stopped(ranks) and (stopped or not before.paused):
-            await self._attempt("apply", engine.resume())
+            await self._attempt("apply", engine.resume(version))
+        elif version is not None:
+            await self._attempt("apply", engine.report(version))
         end = time.perf_counter()
         if after.failure is not None:
             raise _RefusedError(FAILED, after.failure, await self._state(ranks))

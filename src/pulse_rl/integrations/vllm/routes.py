@@ -4,6 +4,7 @@ vLLM attaches them as an endpoint plug-in. Those below /v1 want the server's API
 reached as vLLM's own handlers reach them, by `EngineClient.collective_rpc`.
 """
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,15 @@ class _Engine:
             await self._client.renderer.clear_mm_cache_async()
         await core.pause_scheduler_async(mode=mode, clear_cache=reset_caches)
 
-    async def resume(self) -> None:
-        await self._client.resume_generation()
+    async def resume(self, version: str | None = None) -> None:
+        """The core does what it is sent in order: it has the version before it goes on, and nobody waits in between."""
+        if version is None:
+            await self._client.resume_generation()
+        elif getattr(self._client, "engine_core", None) is None:  # another client than that of vLLM 0.32
+            await self.report(version)
+            await self._client.resume_generation()
+        else:
+            await asyncio.gather(self.report(version), self._client.resume_generation())
 
     async def is_paused(self) -> bool:
         return bool(await self._client.is_paused())
