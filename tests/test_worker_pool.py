@@ -16,13 +16,15 @@ class _Handle:
 
     def __init__(self, error: Exception | None) -> None:
         self._error = error
+        self.done = error is not None
 
     def ended(self) -> bool:
-        return self._error is not None
+        return self.done
 
     def result(self) -> Any:
-        assert self._error is not None
-        raise self._error
+        if self._error is not None:
+            raise self._error
+        return {"id": "worker-1"}
 
     def close(self) -> None:
         assert self.ended()
@@ -83,6 +85,19 @@ def test_one_worker_that_keeps_failing_is_left_out_where_others_work(error: Exce
     assert pool.results() == []
     assert crew.gone["left_out"]
     assert (crew.gone["restarting"], crew.gone["restarts"]) == (False, DEATHS - 1)
+
+
+def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended() -> None:
+    """At the end of a run: they have proved what they hold, and their places on the board may be gone."""
+    crew = _Crew("worker-1", error=NO_MODULE)
+    pool, _ = _pool(crew)
+    pool.running()[1].done = True  # type: ignore[attr-defined]
+    pool.poll()
+    crew.facts = lambda name: {}  # type: ignore[method-assign]
+    for _ in range(DEATHS):
+        pool.poll()
+    assert pool.running() == []
+    assert pool.results() == [{"id": "worker-1", "restarts": 0}]
 
 
 @pytest.mark.parametrize("working", [[], ["worker-0", "worker-1"]])

@@ -112,5 +112,5 @@ class WorkerPool:
 
     def _others_work(self, worker: _Worker) -> bool:
         """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
-        others = (each.name for each in self._workers if each is not worker and not each.ended)
-        return any(self._crew.facts(name).get("verified") for name in others)
+        others = [each for each in self._workers if each is not worker and not each.left_out]
+        return any(each.result or self._crew.facts(each.name).get("verified") for each in others)
