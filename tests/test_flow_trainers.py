@@ -68,6 +68,32 @@ def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_po
 
 
 @pytest.mark.slow
+def test_trainers_that_share_a_model_make_the_versions_of_trainers_that_each_hold_it(tmp_path: Path) -> None:
+    """The bits of DDP, whose two gradients are added alike; also where one trainer is killed and all go on."""
+    sets = ("deterministic=true", "steps=8", "checkpoint_every=2", *SEVERAL)
+    whole = run(tmp_path / "ddp", *sets, "policies.digits.trainer_sync=ddp")
+    out = tmp_path / "fsdp"
+    process = start(out, *sets, "policies.digits.trainer_sync=fsdp")
+    try:
+        wait_for(lambda: steps(out) >= 2 or process.poll() is not None, PATIENCE_S)
+        _kill_second(process.pid)
+        sharded, said = finish(process)
+    finally:
+        process.kill()
+    assert "one of the 2 trainers of digits died; all" in said
+    check(sharded, out)
+    assert sharded["policies"]["digits"]["trainer_sync"]["digests_equal"]
+    for name in ROLES:
+        expected, found = whole["policies"][name], sharded["policies"][name]
+        assert found["trainer_digest"] == expected["trainer_digest"]
+        assert found["reward"] == expected["reward"]
+    # A trainer's checkpoint holds its share: half of the parameters, and of two moments for each.
+    sizes = [file.stat().st_size for file in files(out, "digits").glob("trainer*.pt")]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.7 * (files(tmp_path / "ddp", "digits") / "trainer.pt").stat().st_size
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["network", "store", "network, with overlap"])
 def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resumed(tmp_path: Path, by: str) -> None:
     out, store = tmp_path / "run", by == "store"

@@ -123,7 +123,7 @@ def train(
         _option(
             "What trainers exchange. pulse: few bits of what the forward pass can see, every round (PULSELoCo). "
             "published: the same as published, which learns later. diloco: the whole pseudo-gradient, every round. "
-            "ddp: the gradients, every step.",
+            "ddp: the gradients, every step. fsdp: likewise, and each trainer holds a share of the model.",
             _TRAINERS,
         ),
     ] = "pulse",
@@ -135,7 +135,7 @@ def train(
             _TRAINERS,
         ),
     ] = None,
-    sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp too.", _TRAINERS)] = 8,
+    sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp and fsdp too.", _TRAINERS)] = 8,
     overlap: Annotated[
         int,
         _option(

@@ -40,7 +40,7 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dither: int | None = None  # seed; adds noise to dequantised weights, within their quantisation step
     trained: bool = True  # False: a frozen partner, published once as version 0
     trainers: int = 1  # each with its own batches; together they publish one version a round
-    trainer_sync: Literal["pulse", "published", "diloco", "ddp"] = "pulse"  # what several trainers exchange
+    trainer_sync: Literal["pulse", "published", "diloco", "ddp", "fsdp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     sync_every: int = 8  # steps of a round of several trainers
     overlap: int = 0  # steps that they take while a round is exchanged
@@ -66,6 +66,16 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def round_steps(self) -> int:
         """Steps from one version to the next."""
         return 1 if self.trainers == 1 else self.sync_every
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each trainer holds a share of the model."""
+        return self.trainer_sync == "fsdp"
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the trainers exchange every step."""
+        return self.trainer_sync in ("ddp", "fsdp")
 
     def round_end(self, step: int) -> int:
         """The step at which a round ends that begins at this step, unless the run ends before."""
@@ -252,10 +262,10 @@ def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         raise ValueError(
             f"{key}.trainer_store: expected a place that every process reaches; memory:// lives in one process only"
         )
-    if policy.trainer_store is not None and policy.trainer_sync == "ddp":
+    if policy.trainer_store is not None and policy.in_step:
         raise ValueError(
-            f"{key}.trainer_store: expected trainer_sync pulse, published or diloco with it, found ddp, which "
-            "exchanges every step"
+            f"{key}.trainer_store: expected trainer_sync pulse, published or diloco with it, found "
+            f"{policy.trainer_sync}, which exchanges every step"
         )
     if policy.trainer_store is not None and recipe.deterministic:
         raise ValueError(
@@ -267,10 +277,10 @@ def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
             f"{key}.overlap: expected 0 to {policy.sync_every - 1} steps, fewer than {key}.sync_every, found "
             f"{policy.overlap}"
         )
-    if policy.overlap and policy.trainer_sync == "ddp":
+    if policy.overlap and policy.in_step:
         raise ValueError(
-            f"{key}.overlap: expected trainer_sync pulse, published or diloco with it, found ddp, which exchanges "
-            "every step"
+            f"{key}.overlap: expected trainer_sync pulse, published or diloco with it, found {policy.trainer_sync}, "
+            "which exchanges every step"
         )
     if policy.overlap and policy.trainer_store is not None:
         raise ValueError(

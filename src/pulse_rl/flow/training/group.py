@@ -5,6 +5,7 @@ A round is `round_steps` steps of every trainer, each on its own batches, and en
     pulse, published, diloco
                     each trainer steps alone; then all exchange and take the outer step (`exchange`)
     ddp             every step averages the gradients first, so the trainers never differ
+    fsdp            as ddp, and each trainer holds a share of the model (`sharded`)
 
 After a round all trainers share the same weights; their digests prove it, so rank 0 can publish for all. Within a round
 a trainer's live weights are up to `round_steps − 1` inner steps away from the newest version, and up to `overlap` more
@@ -13,32 +14,21 @@ the token, whatever led to the live weights. The assumption is that clipping bou
 """
 
 import json
-import os
-import socket
-import time
-from datetime import timedelta
+from collections.abc import Iterable
 from typing import Any, Protocol, Self
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.wording import TRAINERS
-from pulse_rl.rl.engine import node_address
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
 
-# A trainer that dies is noticed at once. This limit is for a silent network. It is longer than a trainer may wait for
-# its batches while the others wait for it at the exchange.
-TIMEOUT_S = 1800
-IDLE_S = 0.02  # between polls for the rendezvous
-MEETING = "meeting"  # what rank 0 shares: the address at which it waits for the others
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round
 
 
@@ -54,6 +44,9 @@ class TrainerGroup(Protocol):
 
     def __exit__(self, *exception: object) -> None:
         """Leave the others."""
+
+    def passes(self, number: int) -> int:
+        """How many forward and backward passes to make in a step of which this trainer needs so many."""
 
     def average_gradients(self) -> None:
         """Call in every step, between the backward pass and the clipping of gradients."""
@@ -94,6 +87,9 @@ class SoloTrainer:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def passes(self, number: int) -> int:
+        return number
+
     def average_gradients(self) -> None:
         pass
 
@@ -116,7 +112,7 @@ class SoloTrainer:
         pass
 
 
-class _SeveralTrainers(SoloTrainer):
+class SeveralTrainers(SoloTrainer):
     """Trainers in a process group; what they exchange is up to the subclasses."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
@@ -147,7 +143,7 @@ class _SeveralTrainers(SoloTrainer):
         raise NotImplementedError
 
 
-class RoundExchange(_SeveralTrainers):
+class RoundExchange(SeveralTrainers):
     """PULSELoCo or DiLoCo: the inner optimizer's steps exchange pseudo-gradients."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -175,7 +171,7 @@ class RoundExchange(_SeveralTrainers):
         return self._rounds.end()
 
 
-class GradientAverage(_SeveralTrainers):
+class GradientAverage(SeveralTrainers):
     """DDP: every step averages the gradients of all trainers, added in rank order as the other methods add."""
 
     def __init__(self, recipe: PolicyRecipe, model: torch.nn.Module) -> None:
@@ -218,48 +214,13 @@ def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[st
         "dense_nbytes": 4 * elements,  # what one trainer would send by DiLoCo
         "ddp_nbytes": 4 * elements * recipe.round_steps,  # likewise by DDP
         "density": sum(each["density"] for each in exchanges) / len(exchanges),
-        "exchange_s": max(each["seconds"] for each in exchanges),
-        "stalled_s": max(each["stalled_s"] for each in exchanges),  # in which no step could be taken
+        "exchange_s": _longest(each["seconds"] for each in exchanges),
+        "stalled_s": _longest(each["stalled_s"] for each in exchanges),  # in which no step could be taken
         "digests": digests,  # of each trainer's float32 weights after the round
     }
     return {"trainer_sync": sync}
 
 
-def join(
-    recipe: PolicyRecipe, rank: int, calls: PolicyCalls, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> TrainerGroup:
-    """The group for a policy's settings; returns when all trainers have joined its process group."""
-    if recipe.trainers == 1:
-        return SoloTrainer(model)
-    _form_process_group(recipe.trainers, rank, calls)
-    if recipe.trainer_sync == "ddp":
-        return GradientAverage(recipe, model)
-    return RoundExchange(recipe, model, optimizer)
-
-
-def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:
-    """Rank 0 opens a rendezvous on a free port; it shares its address with the others."""
-    timeout = timedelta(seconds=TIMEOUT_S)
-    host = node_address()
-    if interface := _interface(host):  # otherwise Gloo resolves the host name, often to the loopback
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    port = 0
-    while rank and not port:
-        if meeting := calls.shared(MEETING):
-            host, port = meeting[0]
-        else:
-            time.sleep(IDLE_S)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=not rank, wait_for_workers=False, timeout=timeout
-    )
-    if rank == 0:
-        calls.share(MEETING, 0, [host, store.port])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=trainers, timeout=timeout)
-
-
-def _interface(address: str) -> str | None:
-    """This machine's network interface with the address by which the engine's nodes reach each other."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.family in (socket.AF_INET, socket.AF_INET6) and one.address == address for one in addresses):
-            return str(name)
-    return None
+def _longest(seconds: Iterable[float | None]) -> float | None:
+    """None where they are not measured."""
+    return max((each for each in seconds if each is not None), default=None)

@@ -1,24 +1,17 @@
-"""What rank 0 does for all trainers of a policy: it publishes versions and writes the metrics.
+"""What rank 0 does for all trainers of a policy: it keeps the books of a run, and tells the Dataflow of versions.
 
-Rollout workers learn about new weights only by the patches published here. Versions only increase: steps between the
-last checkpoint and a crash are repeated under new versions. A round's line of metrics is written before the checkpoint
-that includes its steps, so no line is ever missing.
+A round's line of metrics is written before the checkpoint that includes its steps, so no line is ever missing.
 """
 
 import time
 from typing import Any
 
-from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
-from pulse_rl.rl import metrics, model
-from pulse_rl.sync.publish.publisher import Publisher
+from pulse_rl.flow.training.versions import Versions
+from pulse_rl.rl import metrics
 from pulse_rl.sync.reports import PublishReport
-from pulse_rl.weights.digests import digest
-from pulse_rl.weights.layout import layout
-
-CAST = "bfloat16"  # the dtype that rollout workers hold
 
 
 class Lead:
@@ -26,41 +19,35 @@ class Lead:
 
     Each is given the weights that all trainers share then, to be published.
 
-    loaded: the model that is trained. resumed: whether the policy has begun before.
+    resumed: whether the policy has begun before.
     """
 
-    def __init__(self, recipe: Recipe, name: str, calls: PolicyCalls, loaded: model.Loaded, *, resumed: bool) -> None:
-        self.version = 0  # the newest one published
+    def __init__(self, recipe: Recipe, name: str, calls: PolicyCalls, versions: Versions, *, resumed: bool) -> None:
         self._policy = recipe.policies[name]
         self._files = recipe.files(name)
         self._calls = calls
+        self._versions = versions
         self._resumed = resumed
-        self._publisher = Publisher(
-            recipe.store_url(name),
-            anchor_every=1 if self._policy.sync == "full" else self._policy.anchor_every,
-            codec=self._policy.codec,  # type: ignore[arg-type]  # Publisher checks it
-            cast=CAST,
-        )
-        self._assets = model.assets(loaded)
         self._dropped = 0  # groups, until the last round
 
+    @property
+    def version(self) -> int:
+        """The newest one published."""
+        return self._versions.newest
+
     def begin(self, step: int, weights: Weights) -> None:
-        """Publish the version with which the policy starts, unless the history already ends with these weights.
+        """Publish the version with which the policy starts, if need be.
 
         From here on the policy has begun: its metrics are written, and end at `step`.
         """
-        newest, damage = self._newest_version()
+        damage = self._versions.resume()
         metrics.cut_back(self._files, step)
-        if newest is not None and damage is None and _digest(weights) == self._publisher.digest:
-            self.version = newest
-        else:
-            self.version = 0 if newest is None else self._version_after(newest, step)
-            try:
-                self._publish(weights, anchor=damage is not None)
-            except BaseException:
-                if not self._resumed:
-                    metrics.remove(self._files)  # nothing was published: another run may use the directory
-                raise
+        try:
+            self._versions.begin(step, weights)
+        except BaseException:
+            if not self._resumed:
+                metrics.remove(self._files)  # nothing was published: another run may use the directory
+            raise
         if damage is not None:
             note = f"the history is damaged: {damage}; version {self.version} is a full checkpoint that gets past it"
             self._calls.report({"note": note})
@@ -72,8 +59,7 @@ class Lead:
 
         step: the round's last. record: of all trainers, merged. started: when the round began, by time.perf_counter.
         """
-        self.version = self._version_after(self.version, step)
-        report = self._publish(weights)
+        report = self._versions.publish(step, weights, bandwidth=self._bandwidth())
         self._announce(step)
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
@@ -83,33 +69,17 @@ class Lead:
 
     def end(self, step: int, weights: Weights) -> dict[str, Any]:
         """No batch is needed any more; return the final version, digest and step."""
-        final = {"version": self.version, "digest": _digest(weights), "step": step}
+        final = {"version": self.version, "digest": self._versions.digest_of(weights), "step": step}
         if self._policy.trained:
             self._calls.finish()
         return final
 
-    def _newest_version(self) -> tuple[int | None, str | None]:
-        """The newest version of the history, and what is damaged there; None and None for an empty history.
-
-        Raises PulseError if a new run is to begin on a damaged history.
-        """
-        try:
-            return self._publisher.resume(), None
-        except PulseError as error:
-            if not self._resumed:
-                raise
-            _, head = self._publisher.history.end()
-            return head.version if head else None, str(error)
-
-    def _version_after(self, version: int, step: int) -> int:
-        """The next version: the number of rounds done, or one more than the last version where that is higher."""
-        return max(version + 1, step // self._policy.round_steps)
-
-    def _publish(self, weights: Weights, *, anchor: bool = False) -> PublishReport:
-        if self._policy.codec == "auto":  # for the slowest link that rollout workers have measured so far
-            links = [held["bandwidth"] for held in self._calls.workers().values() if held.get("bandwidth")]
-            self._publisher.bandwidth = min(links, default=None)
-        return self._publisher.publish(weights, version=self.version, anchor=anchor, assets=self._assets)
+    def _bandwidth(self) -> float | None:
+        """Of the slowest link that rollout workers have measured so far, bits per second; codec="auto" asks for it."""
+        if self._policy.codec != "auto":
+            return None
+        links = [held["bandwidth"] for held in self._calls.workers().values() if held.get("bandwidth")]
+        return min(links, default=None)
 
     def _published(self, report: PublishReport) -> dict[str, Any]:
         # With full weights, workers read the anchor.
@@ -134,12 +104,7 @@ class Lead:
 
     def _announce(self, step: int) -> None:
         """Tell of the version that was published, with so many steps."""
-        digest = str(self._publisher.digest)
+        digest = self._versions.digest
         if self._policy.trained:
             self._calls.publish(self.version, digest, step)
         self._calls.report({"version": self.version, "digest": digest})
-
-
-def _digest(weights: Weights) -> str:
-    """The digest of the masters' BF16 cast, computed in full."""
-    return digest(layout(weights, CAST))

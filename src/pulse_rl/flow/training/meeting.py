@@ -14,7 +14,8 @@ import torch
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Rounds, Weights
-from pulse_rl.flow.training.group import IDLE_S, TIMEOUT_S, merge_exchanges
+from pulse_rl.flow.training.group import merge_exchanges
+from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
 from pulse_rl.loco.meeting.group import StoreGroup
 
 
@@ -54,6 +55,9 @@ class StoreExchange:
     def _round(self) -> int:
         """Rounds done."""
         return self._rounds.loco.round
+
+    def passes(self, number: int) -> int:
+        return number
 
     def average_gradients(self) -> None:
         pass

@@ -6,6 +6,8 @@ A trainer works in rounds: a round is one step where a policy has one trainer, a
 several (`rounds`). `group` keeps the trainers' weights together. A round ends in a version, which rank 0 publishes
 (`lead`). Checkpoints are written after whole rounds, when no exchange is under way.
 
+Where the trainers hold one model in shares (`sharded`), all of them publish each version together (`versions`).
+
 A trainer of rank r takes in step s the batch of number s · trainers + r, so no batch is trained on by two, and none
 depends on who asks first. Rank 0 alone tells the Dataflow of versions and checkpoints; the others have written theirs
 by then. A batch is forgotten by the Dataflow once a checkpoint holds its step.
@@ -22,11 +24,14 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import Batch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.group import TrainerGroup, join
+from pulse_rl.flow.training.group import TrainerGroup
+from pulse_rl.flow.training.join import join
 from pulse_rl.flow.training.lead import Lead
 from pulse_rl.flow.training.losses import PolicyLoss
 from pulse_rl.flow.training.meeting import StoreExchange
 from pulse_rl.flow.training.rows import parts
+from pulse_rl.flow.training.sharded import load_shares, shares, whole
+from pulse_rl.flow.training.versions import Versions
 from pulse_rl.rl import directory as run_directory
 from pulse_rl.rl import metrics, model, policy
 from pulse_rl.rl.checkpoints import Checkpoints
@@ -63,12 +68,16 @@ class Trainer:
         begun = metrics.begun(files)
         loaded = model.load(given.model, seed=recipe.seed, dither=given.dither)
         self._model = loaded.model.eval()  # no dropout: trainer and workers must compute the same probabilities
-        self._lead = Lead(recipe, name, self._calls, loaded, resumed=begun) if rank == 0 else None
+        publishes = rank == 0 or given.sharded
+        assets = model.assets(loaded) if publishes else {}
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=given.lr, betas=given.betas, weight_decay=given.weight_decay, fused=True
         )
         meet = join if given.trainer_store is None else StoreExchange
         self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
+        versions = Versions(given, recipe.store_url(name), assets, resumed=begun) if publishes else None
+        self._versions = versions
+        self._lead = Lead(recipe, name, self._calls, versions, resumed=begun) if versions and rank == 0 else None
         self._step = 0
         self._saved: int | None = None  # step of the last checkpoint
         self._version = 0  # with which the round starts
@@ -77,12 +86,16 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train until the last step, or until the run is stopped. Rank 0 returns the final version and digest."""
-        given, lead = self._policy, self._lead
+        given, lead, versions = self._policy, self._lead, self._versions
+        final: dict[str, Any] = {}
         with self._group:
             if self._group.step is not None:  # the others may have gone on since the checkpoint
                 self._step = self._group.step
             if lead:
                 lead.begin(self._step, self._group.weights())
+            elif versions:
+                versions.resume()
+                versions.begin(self._step, self._group.weights())
             elif given.trainer_store:  # it may have been started again while the others went on
                 self._calls.begin_rank(self._rank, self._step)
             while self._step < self._steps:
@@ -98,11 +111,17 @@ class Trainer:
                 if lead:
                     record = metrics.merge(records, metrics.SUMMED_OVER_TRAINERS) | exchange
                     lead.end_round(end, self._group.weights(), record, started)
+                elif versions:
+                    versions.publish(end, self._group.weights())
                 if end // self._checkpoint_every > begun // self._checkpoint_every:
                     self._save()
             if self._saved != self._step and given.trained:
                 self._save()
-        return lead.end(self._step, self._group.weights()) if lead else {}
+            if lead:
+                final = lead.end(self._step, self._group.weights())
+            elif versions:
+                versions.digest_of(self._group.weights())
+        return final
 
     def _train_round(self, end: int) -> list[dict[str, Any]] | None:
         """The records of the steps of a round, which ends there; None if the run is stopped before its first batch."""
@@ -138,7 +157,7 @@ class Trainer:
             parameters["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return record | {"grad_norm": float(norm), "lr": lr}
+        return record | {"grad_norm": float(whole(norm)), "lr": lr}
 
     def _add_gradients(self, batch: Batch) -> dict[str, Any]:
         """Add a batch's gradients, by the policy's loss. Returns what is recorded of it."""
@@ -146,14 +165,16 @@ class Trainer:
         batch_parts = parts(groups, self._advantages)
         weight = sum(self._loss.weight(part.completions.mask) for part in batch_parts)
         loss_sum = clipped = 0.0
-        for part in batch_parts:
+        for number in range(self._group.passes(len(batch_parts))):
+            counts = number < len(batch_parts)
+            part = batch_parts[number if counts else 0]
             done = part.completions
             with torch.autocast("cpu", torch.bfloat16):
                 logprobs = policy.score(self._model, done, self._temperature, part.group)
             loss = self._loss(logprobs, done.logprobs, done.mask, part.advantage)
-            (loss.total / weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += loss.total.item()
-            clipped += loss.clipped
+            (loss.total * counts / weight).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.total.item() * counts
+            clipped += loss.clipped * counts
         rewards = [group.rewards for group in groups]
         facts = metrics.mean_facts([group.facts for group in groups])
         tokens = sum(int(part.completions.mask.sum()) for part in batch_parts)
@@ -173,8 +194,7 @@ class Trainer:
     def _save(self) -> None:
         """Write this trainer's checkpoint, after those of the other ranks where this is rank 0."""
         state = {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            **shares(self._model, self._optimizer),
             "step": self._step,
             "peers": self._group.state_dict(),
         }
@@ -200,7 +220,6 @@ class Trainer:
             state = None  # it was being started again when the others wrote theirs: a newcomer
         if state is None:
             return
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_shares(state, self._model, self._optimizer)
         self._group.load_state_dict(state.get("peers", {}))  # older checkpoints have none: they are of one trainer
         self._step = self._saved = state["step"]
