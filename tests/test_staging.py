@@ -3,8 +3,10 @@
 import gc
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.trail import link_of
 from pulse_rl.kernels import cpu
-from pulse_rl.patch import merging
+from pulse_rl.patch import apply, merging
 from pulse_rl.store.base import Store
 from pulse_rl.sync.subscribe import landings
 from pulse_rl.weights.bits import HostBits, as_bits
@@ -279,6 +281,26 @@ def test_apply_reads_back_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert staged.nbytes == 0
     assert subscriber.sync(live).version == 2
     assert equal(live, run.states[2])
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_one_thread_stages_few_changes(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other work; several threads where a patch is written at once, is large, or takes long to decode."""
+    monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", tuple(CODECS))
+    run = Run(2, codec=codec)
+    several = mock.Mock(side_effect=apply.ordered_map)
+    monkeypatch.setattr(apply, "ordered_map", several)
+
+    def checks_in_threads(bring: Callable[[pulse.Subscriber, dict[str, Any]], object]) -> bool:
+        subscriber, live = pulse.Subscriber(run.store), run.copy(0)
+        several.reset_mock()
+        bring(subscriber, live)
+        return any(call.args[0].__name__ == "_check" for call in several.call_args_list)
+
+    assert checks_in_threads(lambda subscriber, live: subscriber.stage(live)) == (codec == "context")
+    assert checks_in_threads(lambda subscriber, live: subscriber.sync(live))
+    monkeypatch.setattr(apply, "FEW", 0)
+    assert checks_in_threads(lambda subscriber, live: subscriber.stage(live))
 
 
 def test_merged_changes_of_any_memory_are_written_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,10 @@ class Landing(Protocol):
         """Memory that the decoded changes of the next patch may take until it is written."""
 
     @property
+    def later(self) -> bool:
+        """Whether patches are written by a later call, and other work goes on until then."""
+
+    @property
     def added(self) -> int:
         """How often `complete` has added pieces to the weights."""
 
@@ -117,7 +121,7 @@ class Landing(Protocol):
 class Written:
     """Each patch is written to the weights at once: those of one process, in files or in memory."""
 
-    added = 0
+    added, later = 0, False
     keep_nbytes: float = KEEP_NBYTES
 
     def __init__(self, weights: Layout, effort: Effort) -> None:
@@ -279,7 +283,7 @@ class _Step:
             live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
             self.application = Application(fetched.parts, live, landing.keep_nbytes, landing.before(live))
             try:
-                return self.application.own_delta()
+                return self.application.own_delta(sparing=landing.later)
             finally:
                 effort.decode_s += self.application.decode_s
                 effort.prove_s += self.application.prove_s

@@ -34,6 +34,7 @@ from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.pieces import Place, pieces_of, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
+FEW = 1 << 20  # changes that one thread checks as fast as two do
 
 
 def finish_despite_interrupt(write: Callable[[], object]) -> None:
@@ -123,17 +124,22 @@ class Application:
                 found=reached,
             )
 
-    def own_delta(self) -> int:
+    def own_delta(self, *, sparing: bool = False) -> int:
         """Decode what was read of the patch and check it: what this process adds to what the digest gains, mod 2^64.
 
-        Raises PatchFormatError or BaseMismatchError; nothing is written. A second call returns the same.
+        sparing: whether other work needs the processors meanwhile. Then one thread checks few changes: two wait for
+        each other so much that they take a seventh more of the processors (measured: 136 and 118 ms for 898,000
+        changes, 106 and 110 ms from begin to end). Raises PatchFormatError or BaseMismatchError; nothing is written. A
+        second call returns the same.
         """
         if self._delta is None:
             work = plan(
                 self._parts, self._live, self._before, self._keep_nbytes, self._shared, overlapping=self._overlapping
             )
             self._work, delta = list(work), 0
-            for checked in ordered_map(self._check, self._work):
+            few = sum(part.header.changes for part in self._parts) <= FEW
+            alone = sparing and few and not any(part.codec.conditional for part in self._parts)
+            for checked in (map if alone else ordered_map)(self._check, self._work):
                 delta += checked.delta
                 self.decode_s += checked.decode_s
                 self.prove_s += checked.prove_s

@@ -72,6 +72,7 @@ class Writing:
     """Everything is written at once; the proof says what the weights hold."""
 
     keep_nbytes: float = KEEP_NBYTES
+    later = False
 
     def __init__(self, live: Held, proof: Proof, peers: RankPeers, effort: Effort) -> None:
         self._live, self._proof, self._peers, self._effort = live, proof, peers, effort
@@ -131,6 +132,7 @@ class InFiles:
     """Patches are written to a share of a version in files, as it is restored."""
 
     keep_nbytes: float = KEEP_NBYTES
+    later = False
 
     def __init__(self, files: Layout, live: HasPlan, peers: RankPeers, effort: Effort) -> None:
         self._files, self._live, self._peers, self._effort = files, live, peers, effort
@@ -183,6 +185,8 @@ class _Patch:
 
 class Keeping:
     """Everything is kept. A patch is proved against the weights as those that are kept will leave them."""
+
+    later = True
 
     def __init__(self, live: Held, peers: RankPeers) -> None:
         self._live, self._peers = live, peers
