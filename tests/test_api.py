@@ -127,6 +127,15 @@ def test_missing_extra_names_it() -> None:
     assert (raised.value.name, raised.value.extra) == ("no_such_module_here", "run")
 
 
+def test_a_module_is_found_without_an_import_which_takes_seconds() -> None:
+    with pytest.raises(pulse.MissingExtraError) as raised:
+        errors.require_installed("no_such_module_here", "run")
+    assert (raised.value.name, raised.value.extra) == ("no_such_module_here", "run")
+    sys.modules.pop("this", None)
+    errors.require_installed("this", "run")
+    assert "this" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

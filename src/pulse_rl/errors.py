@@ -372,8 +372,17 @@ def require(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise MissingExtraError(
-            f"{module} is needed for this and is not installed: {install_hint(extra)}",
-            name=module,
-            extra=extra,
-        ) from error
+        raise _missing(module, extra) from error
+
+
+def require_installed(module: str, extra: str) -> None:
+    """Raise MissingExtraError, which names the extra to install, unless a module is there. It is not imported."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise _missing(module, extra)
+
+
+def _missing(module: str, extra: str) -> MissingExtraError:
+    message = f"{module} is needed for this and is not installed: {install_hint(extra)}"
+    return MissingExtraError(message, name=module, extra=extra)

@@ -190,10 +190,10 @@ def train(
             changes = recipes.resumed(resume, sets or [], given)
         else:
             settings = recipes.new(recipe, sets or [], given)
-    from pulse_rl.errors import require
+    from pulse_rl.errors import require_installed
 
     for module in ("torch", "ray", "reasoning_gym"):
-        require(module, "run")
+        require_installed(module, "run")
     from pulse_rl.flow.driver import run
     from pulse_rl.flow.driver.display import Display
 

@@ -18,7 +18,7 @@ from pulse_rl.flow import registry, values
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.history.operate.targets import RECIPE
+from pulse_rl.history.operate.runs import RECIPE
 from pulse_rl.rl.directory import FORMER, POLICIES
 
 FILE = RECIPE  # in the run's directory

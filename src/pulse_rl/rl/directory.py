@@ -24,7 +24,7 @@ from typing import IO
 
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
-from pulse_rl.history.operate.targets import RECIPE
+from pulse_rl.history.operate.runs import RECIPE
 from pulse_rl.rl.metrics import METRICS
 from pulse_rl.store.objects import open_store
 

@@ -2,6 +2,6 @@
 
 `status` and `describe` summarize a store, `subscribers` judges what heartbeats report, `verify` proves a history by
 `walk`, `prune` deletes what is not kept and `partial` finds unfinished uploads, `copying` copies a history, `targets`
-tells what a path names. The rooms above use it; what publishes, finds and restores versions is in `history` itself and
-needs none of it.
+tells what a path names, `runs` where the store of a run is. The rooms above use it; what publishes, finds and restores
+versions is in `history` itself and needs none of it.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -10,6 +9,7 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import map_file
 from pulse_rl.history.log import History
+from pulse_rl.history.operate.runs import RECIPE, store_of_run
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pulse_rl.history.signing import PublicKey
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
-RECIPE = "recipe.toml"  # of a run, in its directory
 
 
 def kind_of(target: str) -> tuple[Kind, str]:
@@ -37,7 +36,7 @@ def kind_of(target: str) -> tuple[Kind, str]:
         if (path / "manifests").is_dir():
             return "store", target
         if (path / RECIPE).is_file():
-            return "store", _store_of_run(path)
+            return "store", store_of_run(path)
         if (path / "store").is_dir():
             return "store", str(path / "store")
         if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
@@ -47,19 +46,6 @@ def kind_of(target: str) -> tuple[Kind, str]:
         raise FileNotFoundError(f"no such file or directory: {target}")
     metadata = safetensors_header.parse(map_file(path), target).metadata
     return ("patch" if metadata.get("format") == patch_format.FORMAT else "checkpoint"), target
-
-
-def _store_of_run(directory: Path) -> str:
-    """The store of a run's only policy, which its recipe names where it is not in the run's directory."""
-    try:
-        recipe = tomllib.loads((directory / RECIPE).read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{directory / RECIPE}: expected TOML: {error}") from None
-    store = str(recipe.get("store", directory / "store"))
-    if len(names := list(recipe.get("policies", {}))) > 1:
-        stores = ", ".join(f"{store.rstrip('/')}/{name}" for name in names)
-        raise ValueError(f"{directory}: the run has a store for each of its policies: expected one of {stores}")
-    return store
 
 
 def open_history(
