@@ -104,7 +104,7 @@ def study(
 
 
 def _is_run(target: str) -> bool:
-    from pulse_rl.history.operate.targets import RECIPE
+    from pulse_rl.history.operate.runs import RECIPE
 
     return "://" not in target and (Path(target) / RECIPE).is_file()
 

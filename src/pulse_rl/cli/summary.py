@@ -28,7 +28,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table.add_section()
     if failed := summary["tasks"].get("failed"):
         given_up = summary["tasks"].get("given_up", 0)
-        table.add_row("tasks", f"{failed:,} failures, each tried again; {given_up:,} tasks given up")
+        table.add_row("tasks", f"{failed:,} tries failed; {given_up:,} tasks were given up")
     for window, found in summary["windows"].items():
         passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
         table.add_row(f"window {escape(printable(window))}", passed or "nothing was played")
