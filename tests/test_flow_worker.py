@@ -140,6 +140,18 @@ def _versions(batch: Batch) -> list[int]:
     return sorted({int(v) for group in batch.groups for turn in group.turns for v in turn.versions})
 
 
+def test_a_worker_imports_what_it_needs_while_it_waits_for_the_first_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a trainer waits for that, with its first version published."""
+    imported = threading.Event()
+    monkeypatch.setattr(model, "import_early", imported.set)
+    world = World(tmp_path)
+    with world.worker():
+        assert imported.wait(60)
+    assert world.result["policies"] == {}
+
+
 def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> None:
     """A problem that cannot be played is given back with its error, again and again, and does not stop the others."""
     world = World(tmp_path, broken=1)

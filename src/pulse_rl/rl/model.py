@@ -133,6 +133,11 @@ def assets(loaded: Loaded) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir()) if path.is_file()}
 
 
+def import_early() -> None:
+    """Import what `build` needs. It takes seconds, which a process may spend while it waits for a first version."""
+    require("transformers.modeling_utils", "run")
+
+
 def build(files: dict[str, bytes]) -> Loaded:
     """A BF16 model with random weights and its tokenizer, from `assets`; a subscriber then loads the weights."""
     transformers = require("transformers", "run")

@@ -37,6 +37,7 @@ from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, Group, Orders, Task
 from pulse_rl.history.assets import load_assets
 from pulse_rl.logs import logger
+from pulse_rl.rl import model
 from pulse_rl.rl.sampler import BuiltinSampler, Sampler, Settings
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
@@ -136,6 +137,8 @@ class RolloutWorker:
 
     async def _load(self) -> bool:
         """Load the newest version of every policy, once there is one; False if it is asked to stop before."""
+        if self._pool.kind == "builtin":
+            await asyncio.to_thread(model.import_early)
         while not self._orders.versions.keys() >= set(self._policies):
             if self._orders.stop:
                 return False
