@@ -34,7 +34,11 @@ def test_a_run_of_which_no_task_succeeds_cannot_go_on() -> None:
     assert why is not None
     assert "no task has succeeded" in why
     assert "(game.py, line 7)" in why
-    assert shown == ["a task failed on w0, and is tried again: KeyError: 'sum' (game.py, line 7)"]  # once
+    assert shown == [
+        "a task failed on w0, and is tried again: KeyError: 'sum' (game.py, line 7)",  # once
+        "w0 has failed several times in a row: no task for 5 s",
+        "w1 has failed several times in a row: no task for 5 s",
+    ]
 
 
 def test_failures_after_a_success_end_no_run_and_are_shown_up_to_a_number() -> None:
@@ -51,7 +55,12 @@ def test_failures_after_a_success_end_no_run_and_are_shown_up_to_a_number() -> N
     for number in range(SHOWN + 5):
         status["workers"]["w0"]["error"] = f"another {number}"
         failures.look(status)
-    assert len(shown) == SHOWN
+    assert sum("a task failed" in line for line in shown) == SHOWN
+    for _ in range(SHOWN + 5):  # a worker that is paused again and again
+        for paused_s in (5.0, 0.0):
+            status["workers"]["w0"]["paused_s"] = paused_s
+            failures.look(status)
+    assert sum("no task for 5 s" in line for line in shown) == SHOWN
 
 
 class _Services:

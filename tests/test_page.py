@@ -19,6 +19,7 @@ from study_example import example
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
+from pulse_rl.cli.summary import print_summary
 from pulse_rl.flow.driver import report as run_report
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.summary import HELD, WORKER, summary
@@ -342,6 +343,17 @@ def test_the_summary_says_who_waited_in_the_whole_run_and_what_was_counted(tmp_p
     assert "tool_errors" in page
     assert page.index("What was played") < page.index(">done<") < page.index("What became of workers")
     assert page.index("What became of workers") < page.index(">registered<")
+
+
+def test_the_summary_on_the_console_counts_failed_tries_and_pauses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last try of a task that was given up is not tried again."""
+    _, found, _ = _run(tmp_path, 2)
+    found["tasks"] = {"failed": 35, "given_up": 7, "paused": 12}
+    print_summary(found)
+    text = re.sub(r"[^\w;×]+", " ", capsys.readouterr().out)
+    assert "35 tries failed; 7 tasks were given up; workers paused 12 ×" in text
 
 
 def test_the_times_of_a_worker_add_up_and_its_host_is_named(tmp_path: Path) -> None:

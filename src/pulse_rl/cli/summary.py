@@ -28,7 +28,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table.add_section()
     if failed := summary["tasks"].get("failed"):
         given_up = summary["tasks"].get("given_up", 0)
-        table.add_row("tasks", f"{failed:,} tries failed; {given_up:,} tasks were given up")
+        pauses = summary["tasks"].get("paused", 0)  # in which workers wait, as the row below says
+        table.add_row(
+            "tasks", f"{failed:,} tries failed; {given_up:,} tasks were given up; workers paused {pauses:,} ×"
+        )
     for window, found in summary["windows"].items():
         passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
         table.add_row(f"window {escape(printable(window))}", passed or "nothing was played")
