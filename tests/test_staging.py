@@ -18,6 +18,7 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.trail import link_of
 from pulse_rl.kernels import cpu
+from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import apply, merging
 from pulse_rl.store.base import Store
 from pulse_rl.sync.subscribe import landings
@@ -288,7 +289,7 @@ def test_one_thread_stages_few_changes(codec: str, monkeypatch: pytest.MonkeyPat
     """Beside other work; several threads where a patch is written at once, is large, or takes long to decode."""
     monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", tuple(CODECS))
     run = Run(2, codec=codec)
-    several = mock.Mock(side_effect=apply.ordered_map)
+    several = mock.Mock(side_effect=ordered_map)
     monkeypatch.setattr(apply, "ordered_map", several)
 
     def checks_in_threads(bring: Callable[[pulse.Subscriber, dict[str, Any]], object]) -> bool:
