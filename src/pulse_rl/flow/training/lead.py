@@ -52,6 +52,8 @@ class Lead:
             note = f"the history is damaged: {damage}; version {self.version} is a full checkpoint that gets past it"
             self._calls.report({"note": note})
         self._calls.begin(step, self.version)
+        if self._policy.trained:
+            self._dropped = self._calls.dropped()
         self._announce(step)
 
     def end_round(self, step: int, weights: Weights, record: dict[str, Any], started: float) -> None:
