@@ -127,5 +127,6 @@ def test_advantages_are_their_formulas() -> None:
 )
 def test_a_setting_that_is_no_bound_is_refused(name: str, setting: str) -> None:
     for value in (0, -1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"{setting}: expected more than 0"):
+        expected = "a whole number" if setting == "length" and isinstance(value, float) else "more than 0"
+        with pytest.raises(ValueError, match=f"{setting}: expected {expected}"):
             _build(name, **{setting: value})
