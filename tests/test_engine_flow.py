@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from flow_runs import check, finish, start
-from runs import children, wait_for
+from flow_runs import check, finish, start, until
+from runs import children
 from vllm_world import tied_model
 
 from pulse_rl.rl import metrics
@@ -14,8 +14,6 @@ from pulse_rl.rl import metrics
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 psutil = pytest.importorskip("psutil")
-
-PATIENCE_S = 600  # for an engine to start, with other work on the machine
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_b
         return len(metrics.read(out))
 
     try:
-        wait_for(lambda: done() >= 3 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: done() >= 3)
         (worker,) = children("ray::RolloutProcess", process.pid)
         engine = psutil.Process(worker).children(recursive=True)
         assert any("VLLM" in part for each in engine for part in each.cmdline())
@@ -46,7 +44,7 @@ def test_a_killed_worker_leaves_no_engine_and_its_next_life_ends_with_the_last_b
         _, alive = psutil.wait_procs(engine, timeout=60)
         assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
         before = done()
-        wait_for(lambda: done() > before + 5 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: done() > before + 5)
         process.send_signal(signal.SIGINT)
         summary, _ = finish(process)
     finally:

@@ -3,10 +3,11 @@
 import signal
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
-from flow_runs import GAME, ROLES, Nodes, check, files, finish, kill, run, start, steps
+from flow_runs import GAME, PATIENCE_S, ROLES, Nodes, check, files, finish, kill, run, start, steps, until
 from runs import COMMAND, children, wait_for
 
 from pulse_rl.errors import PulseError
@@ -14,14 +15,12 @@ from pulse_rl.flow.recipe import Recipe
 from pulse_rl.rl import metrics
 from pulse_rl.rl.engine import engine
 
-PATIENCE_S = 300  # with other work on the machine
-
 
 def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "steps=100000", "checkpoint_every=5")
     try:
-        wait_for(lambda: steps(out) >= 6 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 6)
         assert len(children("ray::TrainerProcess", process.pid)) == len(ROLES)
         dataflow = kill("DataflowProcess", process.pid)
         assert kill("TrainerProcess", process.pid) is not None
@@ -95,7 +94,7 @@ def test_a_deterministic_run_gives_the_same_bits_whatever_the_workers_and_the_de
     process = start(out, "deterministic=true", "steps=6", "pools.near.workers=3", "checkpoint_every=2")
     try:
         for number, title in enumerate(("RolloutProcess", "TrainerProcess", "DataflowProcess")):
-            wait_for(lambda number=number: steps(out) >= 1 + number or process.poll() is not None, PATIENCE_S)
+            until(process, partial(_reached, out, 1 + number))
             assert kill(title, process.pid) is not None
         killed, _ = finish(process)
     finally:
@@ -117,7 +116,7 @@ def test_a_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> Non
     out = tmp_path / "run"
     process = start(out, "steps=100000", "checkpoint_every=5")
     try:
-        wait_for(lambda: steps(out) > 7 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) > 7)
         left = children("ray::", process.pid)
     finally:
         process.kill()
@@ -135,7 +134,7 @@ def test_a_worker_leaves_while_the_run_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "steps=100000", "pools.near.workers=2")
     try:
-        wait_for(lambda: steps(out) >= 3 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 3)
         subprocess.run([*COMMAND, "rollout", str(out), "--remove", "2"], check=True, timeout=60)
         wait_for(lambda: len(children("ray::RolloutProcess", process.pid)) == 1)
         before = steps(out)
@@ -150,6 +149,10 @@ def test_a_worker_leaves_while_the_run_goes_on(tmp_path: Path) -> None:
     for policy in summary["policies"].values():
         assert [worker["verified"] for worker in policy["workers"]] == [True, True]
         assert policy["workers"][1]["version"] < policy["trainer_version"]
+
+
+def _reached(out: Path, least: int) -> bool:
+    return steps(out) >= least
 
 
 def _alive(pid: int) -> bool:
@@ -174,13 +177,13 @@ def test_a_pool_grows_while_trainers_wait_and_shrinks_when_they_do_not(tmp_path:
         return len(children("ray::RolloutProcess", process.pid))
 
     try:
-        wait_for(lambda: process.poll() is not None or workers() == 3, PATIENCE_S)
+        until(process, lambda: workers() == 3)
         before = steps(out)
-        wait_for(lambda: steps(out) > before + 2 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) > before + 2)
         quick.touch()
-        wait_for(lambda: process.poll() is not None or workers() < 3, PATIENCE_S)
+        until(process, lambda: workers() < 3)
         before = steps(out)
-        wait_for(lambda: steps(out) > before + 2 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) > before + 2)
         process.send_signal(signal.SIGINT)
         summary, said = finish(process)
     finally:
@@ -218,10 +221,10 @@ def test_a_run_on_a_cluster_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     try:
         pools = ["pools.near.region=far", "pools.near.workers=2"]
         process = start(out, "steps=100000", "checkpoint_every=5", f'address="{nodes.address}"', *pools)
-        wait_for(lambda: steps(out) >= 3 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 3)
         nodes.lose()
         before = steps(out)
-        wait_for(lambda: steps(out) > before + 20 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) > before + 20)
         process.send_signal(signal.SIGINT)
         summary, _ = finish(process)
     finally:

@@ -8,12 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from flow_runs import ROLES, check, ends, files, finish, kill, run, start, steps
-from runs import children, wait_for
+from flow_runs import ROLES, check, ends, files, finish, kill, run, start, steps, until
+from runs import children
 
 from pulse_rl.rl import metrics
 
-PATIENCE_S = 600  # with other work on the machine
 SEVERAL = ("policies.digits.trainers=2", "policies.digits.sync_every=2")
 
 
@@ -52,7 +51,7 @@ def test_several_trainers_of_a_policy_give_the_same_bits_twice_beside_another_po
     sets = ("deterministic=true", "steps=8", "pools.near.workers=2", "checkpoint_every=2", *several)
     process = start(out, *sets)
     try:
-        wait_for(lambda: steps(out) >= 2 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 2)
         assert len(children("ray::TrainerProcess", process.pid)) == 3
         assert kill("TrainerProcess", process.pid) is not None
         killed, said = finish(process)
@@ -75,7 +74,7 @@ def test_trainers_that_share_a_model_make_the_versions_of_trainers_that_each_hol
     out = tmp_path / "fsdp"
     process = start(out, *sets, "policies.digits.trainer_sync=fsdp")
     try:
-        wait_for(lambda: steps(out) >= 2 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 2)
         _kill_second(process.pid)
         sharded, said = finish(process)
     finally:
@@ -101,10 +100,10 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     sets = [f"policies.digits.{more[by]}"] if by in more else []
     process = start(out, "steps=100000", "checkpoint_every=4", *SEVERAL, *sets)
     try:
-        wait_for(lambda: _rounds(out) >= 4 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: _rounds(out) >= 4)
         _kill_second(process.pid)
         before = _rounds(out)
-        wait_for(lambda: _rounds(out) >= before + 3 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: _rounds(out) >= before + 3)
         process.send_signal(signal.SIGINT)
         summary, said = finish(process)
     finally:
