@@ -2,8 +2,8 @@
 
 Each holds 1 / trainers of every parameter, of its gradient and of the optimizer's state, and trains on its own batches.
 A block of layers is gathered for its forward pass and again for its backward pass, after which its gradients are
-averaged. So all trainers make the same number of passes in a step, and every round ends with the same weights. All of
-them publish together: each codes and puts the changes of its own share.
+averaged. So all trainers make the same number of passes in a step, and every round ends with the same weights. All
+trainers publish a version together: each trainer codes the changes of its share and uploads them.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.group import SeveralTrainers
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.bits import is_dtensor
-from pulse_rl.weights.digests import MASK, empty_digest, state_digest
+from pulse_rl.weights.digests import MASK, empty_digest, state_digest, to_hex
 from pulse_rl.weights.layout import layout
 
 MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW's state: sharded as their parameter
@@ -39,18 +39,14 @@ class ShardedTrainers(SeveralTrainers):
         fully_shard(model, mesh=mesh)
         optimizer.param_groups[0]["params"] = list(model.parameters())
         super().__init__(recipe, model)
-        self._steps = 0
 
     def passes(self, number: int) -> int:
         return int(self._group.gather_numbers([number]).max())
 
-    def average_gradients(self) -> None:
-        self._steps += 1  # the backward passes have averaged them
-
     def _exchanged(self) -> dict[str, Any]:
         # What is gathered and averaged goes over the network within the passes: neither bytes nor seconds are measured.
         # A trainer sends its gradients in each step, as with DDP; the weights that are gathered are not counted.
-        sent, self._steps = 4 * self._elements * self._steps, 0
+        sent = 4 * self._elements * self._recipe.round_steps
         held = shared_digest(self._group, self._parameters)
         return {"sent_nbytes": sent, "density": 1.0, "seconds": None, "stalled_s": None, "digest": held}
 
@@ -60,7 +56,7 @@ def shared_digest(group: Group, weights: Weights, cast: str | None = None) -> st
     tensors = layout(weights, cast)
     mine = state_digest(tensors) - (empty_digest(tensors) if group.rank else 0)
     shares = group.gather((mine & MASK).to_bytes(8, "little"), 8)
-    return f"{sum(int.from_bytes(share, 'little') for share in shares) & MASK:016x}"
+    return to_hex(sum(int.from_bytes(share, "little") for share in shares))
 
 
 def shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
