@@ -5,17 +5,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-from runs import COMMAND, children, wait_for
+import runs
+from runs import COMMAND, children
 
 from pulse_rl.rl import metrics
 
 PATIENCE_S = 600  # with other work on the machine
+until = partial(runs.until, seconds=PATIENCE_S)
 HERE = Path(__file__).parent
 GAME = HERE / "flow_game.toml"
 ROLES = ("digits", "letters")
@@ -74,13 +75,6 @@ def start(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> "
         text=True,
         env=ENVIRONMENT,
     )
-
-
-def until(process: "subprocess.Popen[str]", condition: Callable[[], object]) -> None:
-    """Wait for what a run comes to. Fails with what the run said if it ends before."""
-    wait_for(lambda: condition() or process.poll() is not None, PATIENCE_S)
-    if process.poll() is not None:
-        pytest.fail(f"the run has ended: {process.communicate()[1]}")
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:

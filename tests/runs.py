@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def wait_for(condition: Any, seconds: float = 120) -> Any:
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
     return found
+
+
+def until(process: "subprocess.Popen[str]", condition: Callable[[], object], seconds: float = 120) -> None:
+    """Wait for what a run comes to. Fails with what the run said if it ends before."""
+    wait_for(lambda: condition() or process.poll() is not None, seconds)
+    lives(process)
+
+
+def lives(process: "subprocess.Popen[str]") -> None:
+    """Raise AssertionError with what a run said, if it has ended."""
+    assert process.poll() is None, process.communicate()[1]
 
 
 def children(title: str, below: int) -> list[int]:

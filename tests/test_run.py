@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import COMMAND, WIDE, children, resume, run, start, wait_for
+from runs import COMMAND, WIDE, children, resume, run, start, until, wait_for
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
@@ -126,7 +126,7 @@ def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "10")
     try:
-        wait_for(lambda: len(metrics.read(out)) > 12 or process.poll() is not None)
+        until(process, lambda: len(metrics.read(out)) > 12)
         for pid in children("ray::TrainerProcess", process.pid):
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: metrics.read(out)[-1]["version"] > metrics.read(out)[-1]["step"])  # repeated, as new versions
@@ -169,7 +169,7 @@ def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path
 def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
-    wait_for(lambda: len(metrics.read(out)) > 7 or process.poll() is not None)
+    until(process, lambda: len(metrics.read(out)) > 7)
     left = children("ray::TrainerProcess", process.pid)
     process.kill()
     process.communicate()

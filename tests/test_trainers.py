@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import run, start, wait_for
+from runs import run, start, until
 
 import pulse_rl as pulse
 from pulse_rl.flow.training.meeting import _there
@@ -50,7 +50,7 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
     several = ("--trainers", "4", "--trainer-sync", "diloco", "--sync-every", "3")
     process = start(out, "--steps", "99999", "--workers", "1", "--checkpoint-every", "4", *several)
     try:
-        wait_for(lambda: len(metrics.read(out)) >= 2 or process.poll() is not None)
+        until(process, lambda: len(metrics.read(out)) >= 2)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     finally:

@@ -20,13 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flow_runs import Nodes, check, finish, kill, start, steps
-from runs import children, wait_for
+from flow_runs import PATIENCE_S, Nodes, check, finish, kill, start, steps, until
+from runs import children, lives, wait_for
 
 PROCESSES = ("RolloutProcess", "TrainerProcess", "DataflowProcess")
 SERVICES = (*PROCESSES, "driver")
 FAR = 2  # nodes beside the head's
-PATIENCE_S = 600  # for a run to go on
 
 
 def main() -> None:
@@ -62,10 +61,10 @@ def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
             where = [f'address="{nodes.address}"', "pools.near.region=far"]
         process = start(out, "steps=100000", "checkpoint_every=4", "pools.near.workers=2", *where)
         stack.callback(lambda: process.kill())  # the last one
-        wait_for(lambda: steps(out) >= 1 or process.poll() is not None, PATIENCE_S)
+        until(process, lambda: steps(out) >= 1)
         while sum(killed.values()) < kills:
             time.sleep(chance.expovariate(1 / 2))
-            _lives(process)
+            lives(process)
             service, before = chance.choice(services), steps(out)
             above = nodes.pid if nodes else process.pid
             if service == "driver":
@@ -101,20 +100,12 @@ def one(out: Path, seed: int, kills: int, far: int) -> dict[str, Any]:
 
 def _go_on(out: Path, process: "subprocess.Popen[str]", before: int) -> None:
     """Wait until the run has done another step, as all of it must."""
-    wait_for(lambda: steps(out) > before + 1 or process.poll() is not None, PATIENCE_S)
-    _lives(process)
-
-
-def _lives(process: "subprocess.Popen[str]") -> None:
-    """Raise AssertionError with what the driver said, if it has ended."""
-    assert process.poll() is None, process.communicate()[1][-3000:]
+    until(process, lambda: steps(out) > before + 1)
 
 
 def _wait_for_all(process: "subprocess.Popen[str]", above: int) -> None:
     """Wait until all services have processes again."""
-    wait_for(
-        lambda: all(children(f"ray::{title}", above) for title in PROCESSES) or process.poll() is not None, PATIENCE_S
-    )
+    until(process, lambda: all(children(f"ray::{title}", above) for title in PROCESSES))
 
 
 def _alive(pid: int) -> bool:

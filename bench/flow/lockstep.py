@@ -25,7 +25,7 @@ from pulse_rl.rl import metrics
 WAYS = {
     "own pace": [],
     "fresh": ["max_staleness=0"],
-    "lockstep": ["deterministic=true", "pools.near.slots=1"],
+    "lockstep": ["deterministic=true"],
 }
 
 
