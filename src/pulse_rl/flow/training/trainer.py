@@ -35,6 +35,7 @@ from pulse_rl.flow.training.versions import Versions
 from pulse_rl.rl import directory as run_directory
 from pulse_rl.rl import metrics, model, policy
 from pulse_rl.rl.checkpoints import Checkpoints
+from pulse_rl.sync.freed import keep_freed
 
 IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
 IDLE_SHARE = 0.02  # of the time waited so far, until the next poll: each costs about a millisecond of two processes
@@ -52,6 +53,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, name: str, dataflow: Any, rank: int = 0, life: str = "") -> None:
         given = recipe.policies[name]
         torch.set_num_threads(given.threads)
+        keep_freed()
         self._policy, self._rank = given, rank
         self._steps = recipe.steps if given.trained else 0
         self._checkpoint_every = recipe.checkpoint_every
