@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.errors import PulseError, StoreError, VersionSkewError, one_line
+from pulse_rl.errors import CannotListError, PulseError, StoreError, VersionSkewError, one_line
 from pulse_rl.history.anchor import put_anchor
 from pulse_rl.history.ending import END
 from pulse_rl.history.log import History
@@ -111,6 +111,7 @@ class Delivery:
         self._skips = Skips()
         self._committing: str | None = None  # the token of the last attempt that may have been committed
         self._files: list[_File] = []  # the parts of the last patch that was put, by rank
+        self._one_store = ranks.size == 1  # whether the first rank is known to have the store of all others
 
     def resume(self, head: Manifest) -> None:
         """Continue after this version of the history."""
@@ -210,6 +211,7 @@ class Delivery:
         """On the first rank: put the list of parts and the trail, and commit. Returns when."""
         if self._ranks.rank:
             return 0.0
+        self._check_one_store(manifest)
         trail = Trail(manifest.sequence)
         if manifest.patch is not None and upcoming.patch is not None and upcoming.move.base is not None:
             link = PatchLink(manifest.patch, upcoming.move.base.sequence, state_of(manifest))
@@ -230,6 +232,30 @@ class Delivery:
         self._trail, self._unlisted = trail, []
         self.committed = manifest
         return manifest.created
+
+    def _check_one_store(self, manifest: Manifest) -> None:
+        """Find in the store of the first rank what the others have put, until a part of each was there once.
+
+        A directory that is not shared by all machines takes every put. Raises StoreError.
+        """
+        if self._one_store:
+            return
+        parts = [part.name for part in _parts(manifest.patch.name, self._files)] if manifest.patch else []
+        names = [*parts, *(file.name for file in manifest.anchor)]
+        store = self._history.store
+        try:
+            found = {info.name for folder in {name.rpartition("/")[0] for name in names} for info in store.list(folder)}
+        except CannotListError:  # one of the caller's own
+            return
+        for name in names:
+            if name not in found:
+                who = f"rank {parts.index(name)}" if name in parts else "another rank"
+                raise StoreError(
+                    f"expected one store on all ranks: what {who} has put is missing from {store.url}: {name}",
+                    url=store.url,
+                    name=name,
+                )
+        self._one_store = bool(parts)
 
     def _first_object(self, patch: EncodedPatch, ref: PatchObject) -> bytes:
         """What is put under a patch's name: the patch, or the list of its parts."""
