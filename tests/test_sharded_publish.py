@@ -222,7 +222,7 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
         ("version", "ExchangeError", "version on all ranks"),
         ("dtype", "ExchangeError", "'norm'"),
         ("shape", "ExchangeError", "'norm'"),
-        ("replica", "ExchangeError", "replicas"),
+        ("replica", "ExchangeError", "different bits of norm: expected"),
         ("missing", "BaseMismatchError", "'columns'"),
         ("type", "TypeError", "rank 1"),
         ("anchor", "ExchangeError", "anchor on all ranks"),

@@ -88,6 +88,15 @@ class Share:
 
     def replicas(self, rank: int) -> dict[str, int]:
         """The digest of what this rank and others hold, for each set of such ranks, as "0,2"."""
+        return {holders: digests.state_digest(layout) for holders, layout in self._replicated(rank).items()}
+
+    def replica_digests(self, rank: int, holders: str) -> dict[str, int]:
+        """The same of one set of ranks, for each tensor."""
+        layout = self._replicated(rank)[holders]
+        return {name: digests.state_digest({name: bits}) for name, bits in layout.items()}
+
+    def _replicated(self, rank: int) -> dict[str, dict[str, Bits]]:
+        """What this rank and others hold, for each set of such ranks."""
         sets: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
         for name, parts in self.plan.parts.items():
             for part in parts if name in self.held else ():
@@ -95,11 +104,10 @@ class Share:
                 if len(holders) > 1 and rank in holders:
                     piece = next(p for p in pieces_of(self.held[name]) if p.box == part.box)
                     sets.setdefault(holders, {}).setdefault(name, []).append(piece._replace(times=1))
-        found = {}
-        for holders, names in sets.items():
-            layout = {name: _pieces(self.held[name], pieces) for name, pieces in names.items()}
-            found[",".join(map(str, holders))] = digests.state_digest(layout)
-        return found
+        return {
+            ",".join(map(str, holders)): {name: _pieces(self.held[name], pieces) for name, pieces in names.items()}
+            for holders, names in sets.items()
+        }
 
 
 def share_of(
@@ -263,12 +271,36 @@ def _nothing(spec: TensorSpec) -> Bits:
 
 def compare_replicas(found: Sequence[Mapping[str, int]]) -> None:
     """Raise ExchangeError if ranks that hold the same elements hold different bits. found: of each rank."""
+    if differing := _differing(found):
+        raise _unequal(*differing)
+
+
+def check_replicas(ranks: Gathering, share: Share, found: Sequence[Mapping[str, int]]) -> None:
+    """As `compare_replicas`, and the error names the tensors. A collective if replicas differ."""
+    differing = _differing(found)
+    if differing is None:
+        return
+    first, rank, holders = differing
+    mine = share.replica_digests(ranks.rank, holders) if ranks.rank in (first, rank) else {}
+    said = ranks.gather(msgspec.json.encode(mine), MAX_NBYTES)
+    one, other = (decode_json(said[at], dict[str, int], "replicas") for at in (first, rank))
+    names = [name for name in one if one[name] != other.get(name)]
+    raise _unequal(*differing, f" of {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "")
+
+
+def _differing(found: Sequence[Mapping[str, int]]) -> tuple[int, int, str] | None:
+    """Two ranks whose replicas differ, and all ranks that hold these."""
     for rank, sets in enumerate(found):
         for holders, digest in sets.items():
             first = int(holders.split(",")[0])
             if found[first].get(holders) != digest:
-                raise ExchangeError(
-                    f"ranks {first} and {rank} hold replicas of the same weights, with different bits: expected equal "
-                    f"ones on ranks {holders}",
-                    ranks=(first, rank),
-                )
+                return first, rank, holders
+    return None
+
+
+def _unequal(first: int, rank: int, holders: str, names: str = "") -> ExchangeError:
+    return ExchangeError(
+        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{names}: expected equal ones "
+        f"on ranks {holders}",
+        ranks=(first, rank),
+    )

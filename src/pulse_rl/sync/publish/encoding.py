@@ -17,7 +17,7 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch, find
 from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, compare_replicas
+from pulse_rl.sync.group.shares import Share, check_replicas
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.weights import digests
@@ -94,7 +94,7 @@ class Encoder:
             return _Found(coded[0].delta, coded[0].changes, replicas, [one.nbytes for one in coded])
 
         found = self._ranks.share("find changes", find_mine, _Found)
-        compare_replicas([one.replicas for one in found])
+        check_replicas(self._ranks, share, [one.replicas for one in found])
         self._changes = sum(one.changes for one in found)
         total = sum(one.delta for one in found)
         made: list[tuple[Trial, Application, EncodedPatch]] = []
@@ -157,6 +157,6 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Enc
         return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
 
     found = ranks.share("copy the weights", copy_mine, _Found)
-    compare_replicas([one.replicas for one in found])
+    check_replicas(ranks, share, [one.replicas for one in found])
     digest = digests.to_hex(sum(one.delta for one in found))
     return copies[0], Encoded(digest, None, None, None, time.perf_counter() - start, 0.0, 0.0)

@@ -16,7 +16,7 @@ from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
 from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.shares import Share, compare_replicas
+from pulse_rl.sync.group.shares import Share, check_replicas
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -57,7 +57,7 @@ def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityE
     if share.plan.replicated:
         found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])
         try:
-            compare_replicas(found)
+            check_replicas(peers.ranks, share, found)
         except ExchangeError as error:
             return IntegrityError(str(error), ranks=error.ranks)
     aliases = sorted(tied.keys() & share.plan.tensors.keys())
