@@ -167,6 +167,53 @@ def test_a_rank_with_other_settings(ranks: Ranks, tmp_path: Path, option: str, o
     assert all(seconds < 10 for *_, seconds in found)
 
 
+def publish_to_own_disks(group: Any, rank: int, size: int, path: str) -> Any:
+    """The path is another directory on the machine of rank 1."""
+    made = pulse.Publisher(f"{path}/{rank == 1}", group=group, group_timeout=20, codec="gap")
+    made.publish(shares(model(0), rank, size))  # of one file, which rank 0 puts
+    return caught(lambda: made.publish(shares(model(1), rank, size)))
+
+
+def test_ranks_that_have_not_one_store(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(publish_to_own_disks, 3, str(tmp_path))
+    assert [type(error) for error in found] == [pulse.StoreError, pulse.ExchangeError, pulse.ExchangeError]
+    assert all("what rank 1 has put is missing from" in str(error) for error in found)
+    report = pulse.verify(str(tmp_path / "False"))
+    assert (report.good_versions, report.problems) == ((0,), ())
+
+
+def lose_after_a_commit(rank: int, size: int, store: str) -> Any:
+    """Rank 0 is killed when it has committed version 1, and before it says so."""
+    made = pulse.Publisher(store, group=dist.group.WORLD, group_timeout=20, codec="gap")
+    made.publish(shares(model(0), rank, size))
+    commit = made.history.commit
+
+    def commit_and_die(manifest: Any) -> None:
+        commit(manifest)
+        os.kill(os.getpid(), 9)
+
+    if rank == 0:
+        made.history.commit = commit_and_die  # type: ignore[method-assign]
+    return caught(lambda: made.publish(shares(model(1), rank, size))), made.version
+
+
+def go_on(rank: int, size: int, store: str) -> int | None:
+    return pulse.Publisher(store, group=dist.group.WORLD).resume()
+
+
+def test_a_version_whose_first_rank_is_lost_after_the_commit(tmp_path: Path) -> None:
+    """Who is left does not know of it, and says nothing else; the next group goes on from it."""
+    store = str(tmp_path / "store")
+    killed, *found = group_world.run(lose_after_a_commit, 3, store)
+    assert killed is None
+    for error, version in found:
+        assert error.ranks == (0,)
+        assert "goes on from the newest version in the store" in str(error)
+        assert version == 0
+    assert group_world.run(go_on, 2, store) == [1, 1]
+    assert pulse.verify(store).problems == ()
+
+
 def race(rank: int, size: int, store: str) -> list[tuple[str, str]]:
     """Two groups of two ranks publish to one history at once."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -10,7 +10,9 @@ from pulse_rl.group.collectives import Wording, name_ranks
 WORDING = Wording(
     failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
     "same calls",
-    advice="the version before stands; if a rank is lost, make a new process group and a new Publisher on all ranks",
+    # A lost first rank may have committed the version: who is left cannot know.
+    advice="if a rank is lost, make a new process group and a new Publisher on all ranks: it goes on from the newest "
+    "version in the store, and none is there in part",
 )
 
 
