@@ -18,6 +18,7 @@ from shares import shares
 
 import pulse_rl as pulse
 from pulse_rl.sync.publish import anchors, publisher
+from pulse_rl.sync.subscribe import subscriber
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,30 @@ def test_ctrl_c_between_two_steps_is_told_to_all(ranks: Ranks, tmp_path: Path, w
     assert all(seconds < 10 for _, _, seconds, _ in found)  # no rank waits for its timeout
     assert all("rank 1" in again for *_, again in found)
     assert pulse.verify(str(tmp_path / "store")).problems == ()
+
+
+def interrupt_the_making(group: Any, rank: int, size: int, store: str) -> tuple[str, tuple[int, ...], float]:
+    """Ctrl-C on rank 1 when all ranks have made their subscribers, and before it has its own."""
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(subscriber, "RankPeers", stop)
+            return type(caught(lambda: pulse.Subscriber(store, group=group, group_timeout=20))).__name__, (), 0.0
+        made = pulse.Subscriber(store, group=group, group_timeout=20)
+    begun = time.monotonic()
+    error: Any = caught(lambda: made.sync(shares(model(0), rank, size)))
+    return type(error).__name__, error.ranks, time.monotonic() - begun
+
+
+def test_ctrl_c_at_the_end_of_the_making_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, interrupted, third = ranks(interrupt_the_making, 3, str(tmp_path))
+    assert interrupted[0] == "KeyboardInterrupt"
+    for kind, names, seconds in (first, third):
+        assert (kind, names) == ("ExchangeError", (1,))
+        assert seconds < 15
 
 
 def fail_a_skip_patch(group: Any, rank: int, size: int, store: str) -> list[Any]:

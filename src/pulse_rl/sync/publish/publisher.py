@@ -172,15 +172,15 @@ class Publisher:
 
         with self._ranks.collective():
             self._ranks.share("make a publisher", make, bool)
-        history, self._encoder, self._delivery, self._cast = made[0]
-        self.history = history
-        self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
-        self._plan: SharePlan | None = None  # who owns what, as it was agreed last
-        self._turn = Turn("Publisher", nested=True)
-        # The state: see the module's docstring.
-        self._position = Position(self.history, self._ranks, baseline)
-        self._in_flight: _InFlight | None = None
-        self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
+            history, self._encoder, self._delivery, self._cast = made[0]
+            self.history = history
+            self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
+            self._plan: SharePlan | None = None  # who owns what, as it was agreed last
+            self._turn = Turn("Publisher", nested=True)
+            # The state: see the module's docstring.
+            self._position = Position(self.history, self._ranks, baseline)
+            self._in_flight: _InFlight | None = None
+            self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
     @property
     def bandwidth(self) -> float | None:

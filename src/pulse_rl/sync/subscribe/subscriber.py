@@ -74,7 +74,8 @@ class Subscriber:
             synced to, and the report's `recovered` says so. A recount reads all weights once, those on a device
             through the host.
         public_key: An Ed25519 public key, or the path of its PEM file: a history that it did not sign, or that was
-            altered, is refused. Needs the extra `sign`. None: signatures are not looked at.
+            altered, is refused. Needs the extra `sign`. None: signatures are not looked at. Of ranks the first one's
+            counts, which checks for all.
         heartbeat: An id for this subscriber, of at most 64 letters, digits and `. _ -`. After each sync, failed ones
             too, it then writes to the store what it holds and what went wrong, for `pulse-rl status`: in the
             background, at once if that is news, every 15 s otherwise. A heartbeat that cannot be written is a logged
@@ -126,14 +127,14 @@ class Subscriber:
 
         with self._ranks.collective():
             self._ranks.share("make a subscriber", make, bool)
-        history, heart = made[0]
-        self.history = history
-        self._poll, self._poll_max = poll, poll_max
-        self._peers = RankPeers(self._ranks)
-        self._proof = Proof(self._peers, int(verify_live), overwrite)
-        self._beating = Beating(heart, self._proof)
-        self._reached: Manifest | None = None  # of the last sync that succeeded: the next one is of the same history
-        self._turn = Turn("Subscriber", nested=False)
+            history, heart = made[0]
+            self.history = history
+            self._poll, self._poll_max = poll, poll_max
+            self._peers = RankPeers(self._ranks)
+            self._proof = Proof(self._peers, int(verify_live), overwrite)
+            self._beating = Beating(heart, self._proof)
+            self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
+            self._turn = Turn("Subscriber", nested=False)
 
     @property
     def version(self) -> int | None:
