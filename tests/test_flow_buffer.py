@@ -213,6 +213,31 @@ def test_a_rank_that_starts_again_gets_what_it_had_and_it_is_counted() -> None:
     assert not buffer.in_round()
 
 
+def test_nothing_is_kept_for_a_rank_that_is_away_and_what_it_had_is_ready_again() -> None:
+    buffer = _buffer(ranks=3, round_steps=2, max_staleness=1, elastic=True)
+    groups = buffer.settings.groups
+    for number in range(4 * groups):
+        buffer.add(part(number, 0))
+    assert buffer.room() == (6 + 6 - 4) * groups
+    assert [group.number for group in buffer.give(2).groups] == [0, 1]  # not of the ranks before it
+    assert [group.number for group in buffer.give(1).groups] == [2, 3]
+    buffer.lose_rank(1)
+    assert buffer.room() == (4 + 4 - 1 - 3) * groups
+    assert [(group.number, group.repeated) for group in buffer.give(0).groups] == [(2, True), (3, True)]
+    for number in (3, 5):
+        assert buffer.in_round()
+        buffer.give(number)
+    assert not buffer.in_round()  # the others have all their batches
+    assert not buffer.has(4)
+    buffer.publish(2, 1, "d")
+    assert not buffer.in_round()
+    assert (buffer.state.owed, buffer.state.pulled, buffer.state.repeated) == ([], 5 * groups, groups)
+    buffer.begin_rank(1, 2)
+    assert buffer.room() == (6 + 6) * groups
+    buffer.commit(6)
+    assert not buffer.has(4)
+
+
 def test_what_no_rank_had_is_not_repeated_when_all_start_again() -> None:
     for deterministic in (False, True):
         buffer = PolicyBuffer(PolicySettings(groups=1, ranks=2, max_staleness=9), deterministic=deterministic)

@@ -270,11 +270,12 @@ class RanksMachine(Machine):
     With overlap the first round has one step more.
     """
 
-    ranks, round_steps = 2, 2
+    ranks, round_steps, elastic = 2, 2, False
 
     def __init__(self) -> None:
         super().__init__()
         self.pulled: dict[tuple[str, int], int] = {}  # batches of the open round that a rank has had
+        self.away: set[tuple[str, int]] = set()  # ranks that are lost, and not back
 
     @initialize(
         order=st.sampled_from(["task", "deadline", "newest"]), staleness=st.integers(0, 2), overlap=st.integers(0, 1)
@@ -283,6 +284,7 @@ class RanksMachine(Machine):
         self.groups = 1  # fewer, so that rounds end
         self.overlap = overlap
         self.arguments = {"ranks": self.ranks, "round_steps": self.round_steps, "overlap": overlap}
+        self.arguments["elastic"] = self.elastic
         super().begin(False, order, staleness)
 
     def _steps(self, name: str) -> int:
@@ -292,7 +294,7 @@ class RanksMachine(Machine):
     @rule(name=st.sampled_from(POLICIES), rank=st.integers(0, 1))
     def pull(self, name: str, rank: int = 0) -> None:
         had = self.pulled.get((name, rank), 0)
-        if had == self._steps(name):
+        if had == self._steps(name) or (name, rank) in self.away:
             return
         number = (self.step[name] + had) * self.ranks + rank
         batch = self.flow.pull(name, number)
@@ -303,7 +305,8 @@ class RanksMachine(Machine):
 
     @rule(name=st.sampled_from(POLICIES))
     def publish(self, name: str) -> None:
-        if all(self.pulled.get((name, rank), 0) == self._steps(name) for rank in range(self.ranks)):
+        ranks = [rank for rank in range(self.ranks) if (name, rank) not in self.away]
+        if all(self.pulled.get((name, rank), 0) == self._steps(name) for rank in ranks):
             self._forget(name)
             self.step[name] += self._steps(name)
             self.version[name] += 1
@@ -334,6 +337,37 @@ class DeterministicRanksMachine(RanksMachine):
     deterministic = True
 
 
+class ElasticRanksMachine(RanksMachine):
+    """Rounds go on without one of the trainers, until it is back."""
+
+    elastic = True
+
+    @rule(name=st.sampled_from(POLICIES))
+    def lose_rank(self, name: str) -> None:
+        self.lost_trainers += 1
+        self.pulled.pop((name, 1), None)
+        self.away.add((name, 1))
+        self.flow.lose_rank(name, 1)
+
+    @rule(name=st.sampled_from(POLICIES))
+    def join_rank(self, name: str) -> None:
+        if (name, 1) in self.away and not self.pulled.get((name, 0)):  # between rounds
+            self.away.discard((name, 1))
+            self.flow.begin_rank(name, 1, self.step[name])
+
+    @invariant()
+    def a_stop_waits_for_nobody_who_is_away(self) -> None:
+        for name in POLICIES:
+            ranks = [rank for rank in range(self.ranks) if (name, rank) not in self.away]
+            had = [self.pulled.get((name, rank), 0) for rank in ranks]
+            assert self.flow._buffers[name].in_round() == (0 < sum(had) < len(ranks) * self._steps(name))
+
+    @rule(name=st.sampled_from(POLICIES))
+    def lose_trainer(self, name: str) -> None:
+        self.away.discard((name, 1))
+        super().lose_trainer(name)
+
+
 LIMITS = settings(
     max_examples=25,
     stateful_step_count=50,
@@ -347,11 +381,13 @@ TestAnyOrderDeterministic = DeterministicMachine.TestCase
 TestAnyOrderDeterministic.settings = LIMITS
 TestAnyOrderOfRanks = RanksMachine.TestCase
 TestAnyOrderOfRanks.settings = LIMITS
+TestAnyOrderOfElasticRanks = ElasticRanksMachine.TestCase
+TestAnyOrderOfElasticRanks.settings = LIMITS
 
 
 @pytest.mark.slow
 def test_many_orders() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    for machine in (Machine, DeterministicMachine, RanksMachine, DeterministicRanksMachine):
+    for machine in (Machine, DeterministicMachine, RanksMachine, DeterministicRanksMachine, ElasticRanksMachine):
         run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=300, stateful_step_count=100))

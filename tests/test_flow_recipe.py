@@ -87,6 +87,7 @@ BAD = [
     ("policies.solver.threads=0", ["policies.solver.threads: expected at least 1, found 0"]),
     ("policies.solver.trainer_sync=ddp", ["policies.solver.trainer_sync", "trainers of at least 2", "found 1"]),
     ("policies.solver.sync_every=4", ["policies.solver.sync_every", "trainers of at least 2", "found 1"]),
+    ("policies.solver.elastic=true", ["policies.solver.elastic", "trainers of at least 2", "found 1"]),
     ("policies.solver.overlap=1", ["policies.solver.overlap", "trainers of at least 2", "found 1"]),
     ("policies.solver.trainer_sync=pigeon", ["policies.solver.trainer_sync: expected pulse or", "'pigeon'"]),
     ("workflow.name=maths", ["workflow", "did you mean math?"]),
@@ -159,6 +160,22 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
         (
             ["policies.solver.overlap=2", "policies.solver.trainer_store=a"],
             "policies.solver.overlap: expected 0 with trainer_store, .* found 2",
+        ),
+        (
+            ["policies.solver.elastic=true", "policies.solver.trainer_sync=fsdp"],
+            "policies.solver.elastic: expected trainer_sync pulse, .* found fsdp",
+        ),
+        (
+            ["policies.solver.elastic=true", "policies.solver.trainer_store=a"],
+            "policies.solver.elastic: expected no trainer_store with it, .* found 'a'",
+        ),
+        (
+            ["policies.solver.elastic=true", "deterministic=true"],
+            "policies.solver.elastic: expected false with deterministic = true, .* found true",
+        ),
+        (
+            ["policies.solver.elastic=true", "policies.solver.overlap=2"],
+            "policies.solver.elastic: expected overlap 0 with it, .* found 2",
         ),
     ],
 )
@@ -344,6 +361,7 @@ OPTIONS = [
     ({"sync_every": 4}, "--sync-every: expected --trainers of at least 2 with it, found 1"),
     ({"trainers": 2, "overlap": 8}, "--overlap: expected 0 to 7 steps, fewer than --sync-every, found 8"),
     ({"trainer_sync": "ddp"}, "--trainer-sync: expected --trainers of at least 2 with it, found 1"),
+    ({"elastic": True}, "--elastic: expected --trainers of at least 2 with it, found 1"),
     ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* --sync-every \(8\), found 10"),
 ]
 

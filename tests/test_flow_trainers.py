@@ -2,7 +2,7 @@
 
 import os
 import signal
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_trainers_that_share_a_model_make_the_versions_of_trainers_that_each_hol
     process = start(out, *sets, "policies.digits.trainer_sync=fsdp")
     try:
         until(process, lambda: steps(out) >= 2)
-        _kill_second(process.pid)
+        _kill(1, process.pid)
         sharded, said = finish(process)
     finally:
         process.kill()
@@ -101,7 +101,7 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     process = start(out, "steps=100000", "checkpoint_every=4", *SEVERAL, *sets)
     try:
         until(process, lambda: _rounds(out) >= 4)
-        _kill_second(process.pid)
+        _kill(1, process.pid)
         before = _rounds(out)
         until(process, lambda: _rounds(out) >= before + 3)
         process.send_signal(signal.SIGINT)
@@ -118,14 +118,57 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     _check(again, out)
 
 
+@pytest.mark.slow
+def test_rounds_go_on_without_a_killed_trainer_that_joins_again_and_all_start_again_with_rank_0(tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    out = tmp_path / "run"
+    elastic = ("trainers=3", "sync_every=2", "elastic=true")
+    process = start(out, "steps=100000", "checkpoint_every=4", *(f"policies.digits.{text}" for text in elastic))
+    try:
+        until(process, lambda: _rounds(out) >= 4)
+        _kill(1, process.pid)
+        until(process, lambda: _took_part(out)[-3:] == [2, 2, 2])
+        until(process, lambda: _took_part(out)[-2:] == [3, 3])
+        assert [number for number, _ in groupby(_took_part(out))] == [3, 2, 3]
+        _kill(0, process.pid)
+        before = _rounds(out)
+        until(process, lambda: _rounds(out) >= before + 3)
+        process.send_signal(signal.SIGINT)
+        summary, said = finish(process)
+    finally:
+        process.kill()
+    assert "trainer-1 of digits was killed: starting it again; it joins" in said
+    assert "one of the 3 trainers of digits died; all go on from step" in said
+    _check_elastic(summary, out)
+    assert summary["policies"]["digits"]["restarts"] == 2
+    longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
+    again = run(out, f"steps={longer - longer % 2}", resume=True)
+    _check_elastic(again, out)
+
+
+def _check_elastic(summary: dict[str, Any], out: Path) -> None:
+    """Whoever took part held the same weights after each round, and trained on one batch a step."""
+    check(summary, out)
+    digits = summary["policies"]["digits"]
+    assert digits["trainer_sync"]["digests_equal"]
+    records = metrics.read(files(out, "digits"))
+    assert [record["turns"] for record in records] == [2 * 4 * 2 * 2 * number for number in _took_part(out)]
+
+
+def _took_part(out: Path) -> list[int]:
+    """How many trainers took part in each round."""
+    return [len(record["trainer_sync"]["digests"]) for record in metrics.read(files(out, "digits"))]
+
+
 def _rounds(out: Path) -> int:
     return len(metrics.read(files(out, "digits")))
 
 
-def _kill_second(below: int) -> None:
-    """Kill the trainer of rank 1, which is known by the lock that it holds."""
+def _kill(rank: int, below: int) -> None:
+    """Kill the trainer of a rank of `digits`, which is known by the lock that it holds."""
+    lock = Path("digits") / (f"trainer-{rank}.lock" if rank else "trainer.lock")
     for pid in children("ray::TrainerProcess", below):
-        if any(Path(file.path).name == "trainer-1.lock" for file in psutil.Process(pid).open_files()):
+        if any(Path(file.path).match(str(lock)) for file in psutil.Process(pid).open_files()):
             os.kill(pid, signal.SIGKILL)
             return
-    pytest.fail("no trainer holds the lock of rank 1")
+    pytest.fail(f"no trainer holds the lock of rank {rank}")

@@ -10,6 +10,15 @@ import torch
 from runs import run, start, until
 
 import pulse_rl as pulse
+from pulse_rl.cli import recipes
+from pulse_rl.errors import ProcessDiedError
+from pulse_rl.flow import recipe_file
+from pulse_rl.flow.data import service
+from pulse_rl.flow.data.curators import All
+from pulse_rl.flow.data.dataflow import Dataflow
+from pulse_rl.flow.driver import run as run_driver
+from pulse_rl.flow.driver import trainer_pool
+from pulse_rl.flow.driver.trainer_pool import TrainerPool
 from pulse_rl.flow.training.meeting import _there
 from pulse_rl.rl import metrics
 
@@ -73,4 +82,88 @@ def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -
 
 
 def test_a_round_waits_for_those_who_were_there_when_it_began() -> None:
-    assert _there({0: 0, 1: 4, 2: 3}, 4) == {0, 2}
+    assert _there({0: 0, 1: 4, 2: 3, 3: None}, 4) == {0, 2}
+
+
+class Handle:
+    """A trainer's process: it runs until its end is set."""
+
+    end: Any = None  # what it returned, or the error that it raised
+
+    def ended(self) -> bool:
+        return self.end is not None
+
+    def result(self) -> Any:
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+    def close(self) -> None:
+        pass
+
+
+def _pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TrainerPool, list[Handle], Dataflow, list[str]]:
+    """A pool of three trainers that come and go, their processes in the order of their starts, and what it logged."""
+    started: list[Handle] = []
+
+    def start(*_: Any, **__: Any) -> Handle:
+        started.append(Handle())
+        return started[-1]
+
+    monkeypatch.setattr(trainer_pool, "start", start)
+    monkeypatch.setattr(trainer_pool, "GRACE_S", 0)
+    recipe = recipe_file.load("math", [f"out={tmp_path}", "policies.solver.trainers=3", "policies.solver.elastic=true"])
+    flow = Dataflow({"solver": service.settings(recipe, "solver")}, All())
+    said: list[str] = []
+    return TrainerPool(recipe, "solver", flow, said.append), started, flow, said
+
+
+@pytest.mark.parametrize(
+    "error", [ProcessDiedError("killed", process="trainer-1"), pulse.ExchangeError("the others went on without it")]
+)
+def test_of_trainers_that_come_and_go_one_is_started_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    pool, started, flow, said = _pool(monkeypatch, tmp_path)
+    started[1].end = error
+    assert not pool.ended()
+    pool.restart()
+    assert (len(started), pool.restarts, pool.ended()) == (4, 1, False)
+    assert said == ["trainer-1 was killed: starting it again; it joins the others, who go on"]
+    assert flow._buffers["solver"].state.absent == [1]
+    (joined,) = flow._state.shared.values()
+    assert joined == {1: None}  # nobody waits for it
+
+
+def test_trainers_that_come_and_go_have_ended_with_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where another one was killed, or is still joining: there is no lighthouse any more."""
+    pool, started, _, _ = _pool(monkeypatch, tmp_path)
+    started[0].end = {"step": 8}
+    started[1].end = ProcessDiedError("killed", process="trainer-1")
+    pool.restart()
+    assert pool.ended()
+    assert (pool.result(), len(started)) == ({"step": 8}, 3)
+    started[0].end = ProcessDiedError("killed", process="trainer-0")
+    assert pool.ended()
+    with pytest.raises(ProcessDiedError):
+        pool.result()
+
+
+def test_an_error_of_a_trainer_that_comes_and_goes_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool, started, _, _ = _pool(monkeypatch, tmp_path)
+    started[2].end = MemoryError()
+    pool.restart()
+    assert pool.ended()
+    with pytest.raises(MemoryError):
+        pool.result()
+
+
+def test_torchft_is_asked_for_before_the_run_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = recipes.new(None, [], {"model": "tiny", "trainers": 2, "elastic": True, "out": str(tmp_path / "run")})
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(pulse.MissingExtraError) as caught:
+        run_driver.prepare(recipe)
+    assert (caught.value.name, caught.value.extra) == ("torchft", "ft")
+    assert not (tmp_path / "run").exists()

@@ -38,6 +38,7 @@ SETTINGS = {
     "trainers": ("{policy}.trainers",),
     "trainer_sync": ("{policy}.trainer_sync",),
     "trainer_store": ("{policy}.trainer_store",),
+    "elastic": ("{policy}.elastic",),
     "sync_every": ("{policy}.sync_every",),
     "overlap": ("{policy}.overlap",),
     "workers": ("{pool}.workers",),

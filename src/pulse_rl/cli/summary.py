@@ -76,10 +76,15 @@ def _add_exchange(table: "Table", sync: Mapping[str, Any]) -> None:
     """What the trainers sent each other, against DiLoCo's bytes and DDP's in the same steps."""
     from pulse_rl.units import nbytes
 
-    each = sum(map(sum, sync["sent_nbytes"])) / (sync["rounds"] * sync["trainers"])
+    took_part = [len(sent) for sent in sync["sent_nbytes"]]
+    each = sum(map(sum, sync["sent_nbytes"])) / sum(took_part)
+    fewer = sum(trainers < sync["trainers"] for trainers in took_part)
     same = "the same weights after each" if sync["digests_equal"] else "NOT THE SAME WEIGHTS"
     table.add_row(
-        "trainers", f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} round{'s' * (sync['rounds'] > 1)}, {same}"
+        "trainers",
+        f"{sync['trainers']}, {sync['mode']}: {sync['rounds']} round{'s' * (sync['rounds'] > 1)}, "
+        + f"{fewer} without all of them, " * (fewer > 0)
+        + same,
     )
     table.add_row(
         "sent by each", f"{nbytes(each)} per round: {sum(sync['density']) / sync['rounds']:.3%} of the weights"

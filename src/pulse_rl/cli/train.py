@@ -135,6 +135,14 @@ def train(
             _TRAINERS,
         ),
     ] = None,
+    elastic: Annotated[
+        bool,
+        _option(
+            "A round goes on without a trainer that is killed; started again, it joins the next one (torchft).",
+            _TRAINERS,
+            "--elastic",
+        ),
+    ] = False,
     sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp and fsdp too.", _TRAINERS)] = 8,
     overlap: Annotated[
         int,

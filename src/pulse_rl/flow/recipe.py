@@ -42,6 +42,7 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trainers: int = 1  # each with its own batches; together they publish one version a round
     trainer_sync: Literal["pulse", "published", "diloco", "ddp", "fsdp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
+    elastic: bool = False  # whether a round goes on without a trainer that is killed
     sync_every: int = 8  # steps of a round of several trainers
     overlap: int = 0  # steps that they take while a round is exchanged
     threads: int = 1  # torch threads of each trainer
@@ -76,6 +77,11 @@ class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def in_step(self) -> bool:
         """Whether the trainers exchange every step."""
         return self.trainer_sync in ("ddp", "fsdp")
+
+    @property
+    def restarts_alone(self) -> bool:
+        """Whether a trainer that is killed is started again without the others, unless it is rank 0."""
+        return self.elastic or self.trainer_store is not None
 
     def round_end(self, step: int) -> int:
         """The step at which a round ends that begins at this step, unless the run ends before."""
@@ -252,7 +258,7 @@ def _check_policies(recipe: Recipe) -> None:
 
 def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
     if policy.trainers == 1:
-        for setting in ("trainer_sync", "trainer_store", "sync_every", "overlap"):
+        for setting in ("trainer_sync", "trainer_store", "elastic", "sync_every", "overlap"):
             if getattr(policy, setting) != getattr(PolicyRecipe(), setting):
                 raise ValueError(f"{key}.{setting}: expected {key}.trainers of at least 2 with it, found 1")
         return
@@ -272,6 +278,8 @@ def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
             f"{key}.trainer_store: expected none with deterministic = true, as trainers that start again would go on "
             f"from the last committed round and not from their checkpoints, found {policy.trainer_store!r}"
         )
+    if policy.elastic:
+        _check_elastic(key, policy, recipe)
     if not 0 <= policy.overlap < policy.sync_every:
         raise ValueError(
             f"{key}.overlap: expected 0 to {policy.sync_every - 1} steps, fewer than {key}.sync_every, found "
@@ -291,6 +299,28 @@ def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         raise ValueError(
             f"steps: expected whole rounds of the trainers, a multiple of {key}.sync_every ({policy.sync_every}), "
             f"found {recipe.steps}"
+        )
+
+
+def _check_elastic(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
+    if policy.in_step:
+        raise ValueError(
+            f"{key}.elastic: expected trainer_sync pulse, published or diloco with it, found {policy.trainer_sync}, "
+            "which exchanges every step"
+        )
+    if policy.trainer_store is not None:
+        raise ValueError(
+            f"{key}.elastic: expected no trainer_store with it, as a round in a store waits for all trainers, found "
+            f"{policy.trainer_store!r}"
+        )
+    if recipe.deterministic:
+        raise ValueError(
+            f"{key}.elastic: expected false with deterministic = true, as the moment when a trainer is killed decides "
+            "which rounds go on without it, found true"
+        )
+    if policy.overlap:
+        raise ValueError(
+            f"{key}.elastic: expected overlap 0 with it, as a round may be exchanged again, found {policy.overlap}"
         )
 
 

@@ -12,12 +12,15 @@ batch. A given batch is kept until the trainer's checkpoint holds it. Everything
 In a deterministic run, batches are given again exactly as they were. Their weights are the same bits under a later
 version, so there staleness is bounded by which steps are handed out, and not by the numbers of versions.
 
+Where ranks come and go (`elastic`), a batch is made when its rank asks for it, so nothing is kept for one that is away.
+What a rank had of the open round when it died is ready again, for the others too.
+
 The buffer knows neither workers nor time.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -48,6 +51,7 @@ class PolicySettings:
     ranks: int = 1  # batches in a step
     round_steps: int = 1  # steps from one version to the next
     overlap: int = 0  # steps that are taken while a round is exchanged, before its version
+    elastic: bool = False  # whether ranks come and go
     steps: int | None = None  # of the whole run; None: until the trainer has finished
 
     @property
@@ -71,6 +75,7 @@ class State(msgspec.Struct):
     batches: dict[int, Batch] = {}  # given or made, and not committed
     again: list[int] = []  # batches that are given again as they were: who had them was lost
     owed: list[int] = []  # batches that were made as a rank pulled a later one, and are not given yet
+    absent: list[int] = []  # ranks that died, and are not back
     marked: dict[int, int] = {}  # batches that were made and are not given yet → repeated groups in them
     made: int = 0  # number of the next batch to make
     given: int = 0  # number of the next batch to give
@@ -113,12 +118,12 @@ class PolicyBuffer:
 
         lag: versions by which the worker that asks is behind. waiting: whether the trainer waits for a batch.
         """
-        state, settings = self.state, self.settings
+        state, settings = self.state, self._present()
         if state.version is None or state.finished:
             return 0
         fresh = self._fresh()
         batches = settings.batches_from(state.step)
-        pulled = min(max(state.given - state.step * settings.ranks, 0), batches)
+        pulled = min(max(self._pulled(), 0), batches)
         if waiting:  # it will pull a batch, whatever it has published
             pulled = min(pulled, batches - 1)
         left = batches + settings.batches * (settings.max_staleness - lag) - pulled
@@ -126,18 +131,30 @@ class PolicyBuffer:
 
     def lacking(self) -> int:
         """How many tasks the version that is being trained still needs; 0 if it is not begun or is complete."""
-        state, settings = self.state, self.settings
-        pulled = state.given - state.step * settings.ranks
-        batches = settings.batches_from(state.step)
+        state = self.state
+        pulled = self._pulled()
+        batches = self._present().batches_from(state.step)
         if not 0 < pulled < batches or state.finished:
             return 0
         return max(0, (batches - pulled) * self._fresh() - len(state.ready) - self._live)
+
+    def _pulled(self) -> int:
+        """Batches of the open round that ranks have pulled, or passed over to pull a later one."""
+        first = self.state.step * self.settings.ranks
+        if self.settings.elastic:
+            return sum(number >= first for number in self.state.batches)
+        return self.state.given - first
+
+    def _present(self) -> PolicySettings:
+        """The settings, with the ranks that are there."""
+        absent = len(self.state.absent)
+        return replace(self.settings, ranks=self.settings.ranks - absent) if absent else self.settings
 
     # --- samples in -------------------------------------------------------------------------------------------------
 
     def add(self, group: PolicyGroup) -> bool:
         """Take a group, or drop and count it. Returns whether it is kept."""
-        state, settings = self.state, self.settings
+        state, settings = self.state, self._present()
         if state.finished and not self._deterministic:
             return self.drop("surplus")
         if self._stale(group):
@@ -168,14 +185,17 @@ class PolicyBuffer:
     def has(self, number: int) -> bool:
         """Whether a batch of this number can be given now."""
         state = self.state
-        if number < state.made:
+        if number in state.batches or number < state.made:
             return number in state.batches
-        return len(state.ready) >= self._fresh() + (number - state.made) * self.settings.groups
+        before = 0 if self.settings.elastic else number - state.made
+        return len(state.ready) >= self._fresh() + before * self.settings.groups
 
     def give(self, number: int) -> Batch:
         """The batch of this number, of which `has` is true. One that was made before is given as it was."""
         state = self.state
-        while state.made <= number:  # ranks ask in any order
+        if self.settings.elastic and number not in state.batches:
+            state.batches[number] = self._make(number)
+        while state.made <= number and not self.settings.elastic:  # ranks ask in any order
             state.batches[state.made] = self._make(state.made)
             state.made += 1
         if number in state.again:
@@ -184,7 +204,7 @@ class PolicyBuffer:
         state.repeated += state.marked.pop(number, 0)
         if number in state.owed:
             state.owed.remove(number)
-        state.owed += range(state.given, number)
+        state.owed += [each for each in range(state.given, number) if each in state.batches]
         state.given = max(state.given, number + 1)
         return state.batches[number]
 
@@ -255,15 +275,26 @@ class PolicyBuffer:
             state.made = batches
         state.made = max(state.made, batches)
         state.given, state.owed = batches, []
-        state.recent = []
+        state.recent, state.absent = [], []
         self.publish(step, version, state.digest)
 
     def begin_rank(self, rank: int, step: int) -> None:
         """One of several ranks starts again, at this step; what it lost is given again as it was."""
         state, ranks = self.state, self.settings.ranks
+        state.absent = [each for each in state.absent if each != rank]
         for number in range(step * ranks + rank, state.given, ranks):
             if number in state.batches and number not in state.owed:
                 self._give_again(number)
+
+    def lose_rank(self, rank: int) -> None:
+        """One of several ranks has died, and the others go on; what it had of the open round is ready again."""
+        state, ranks = self.state, self.settings.ranks
+        state.absent = sorted({*state.absent, rank})
+        for number in [each for each in state.batches if each >= state.step * ranks and each % ranks == rank]:
+            for group in state.batches.pop(number).groups:
+                state.ready[group.number] = group._replace(repeated=True)
+        state.recent = [(group, times) for group, times in state.recent if group.number not in state.ready]
+        self._repeats = None
 
     def _give_again(self, number: int) -> None:
         state = self.state
@@ -288,6 +319,7 @@ class PolicyBuffer:
         """The trainer's checkpoint holds all batches before this number."""
         for number in [number for number in self.state.batches if number < batches]:
             del self.state.batches[number]
+        self.state.made = max(self.state.made, batches)
         self.state.again = [number for number in self.state.again if number >= batches]
 
     def finish(self) -> None:
@@ -308,8 +340,8 @@ class PolicyBuffer:
 
     def in_round(self) -> bool:
         """Whether a round is open: it has begun, and a rank has not pulled all its batches of it yet."""
-        state, settings = self.state, self.settings
-        unfinished = (state.given - state.step * settings.ranks) % settings.batches_from(state.step)
+        state = self.state
+        unfinished = self._pulled() % self._present().batches_from(state.step)
         return bool(unfinished or state.owed or any(number < state.given for number in state.again))
 
     def status(self) -> dict[str, Any]:

@@ -172,6 +172,11 @@ class Dataflow(Board):
         self._buffer(policy)
         self._state.record(events.RankBegan(self._tick(), policy, rank, step))
 
+    def lose_rank(self, policy: str, rank: int) -> None:
+        """One of a policy's ranks has died, and the others go on without it, where ranks come and go (`elastic`)."""
+        self._buffer(policy)
+        self._state.record(events.RankLost(self._tick(), policy, rank))
+
     def share(self, what: str, rank: int, value: Any) -> dict[int, Any]:
         """Put one rank's value of something; returns the values of all ranks so far."""
         self._state.record(events.Shared(self._tick(), what, rank, value))

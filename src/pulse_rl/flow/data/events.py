@@ -73,6 +73,11 @@ class RankBegan(Event, frozen=True):
     step: int
 
 
+class RankLost(Event, frozen=True):
+    policy: str
+    rank: int
+
+
 class Shared(Event, frozen=True):
     what: str
     rank: int
@@ -131,6 +136,7 @@ AnyEvent: TypeAlias = (
     | Failed
     | Began
     | RankBegan
+    | RankLost
     | Shared
     | Pulled
     | Published

@@ -62,5 +62,6 @@ def settings(recipe: Recipe, name: str) -> PolicySettings | None:
         ranks=policy.trainers,
         round_steps=policy.round_steps,
         overlap=policy.overlap,
+        elastic=policy.elastic,
         steps=recipe.steps,
     )

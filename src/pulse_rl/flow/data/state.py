@@ -19,7 +19,7 @@ from pulse_rl.flow.data.waves import Waves
 from pulse_rl.flow.samples import Group, solved, split
 
 KEPT = 256  # things of which ranks share values
-JOINED = "joined"  # how the name of one ends that is always kept
+LASTING = ("joined", "lighthouse")  # how the names of those end that are always kept
 COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
 
 
@@ -150,6 +150,8 @@ class FlowState:
                 self._on_began(event)
             case events.RankBegan():
                 self.buffers[event.policy].begin_rank(event.rank, event.step)
+            case events.RankLost():
+                self.buffers[event.policy].lose_rank(event.rank)
             case events.Shared():
                 self._on_shared(event)
             case events.Finished():
@@ -247,7 +249,7 @@ class FlowState:
         values = self.shared.pop(event.what, {})
         self.shared[event.what] = values | {event.rank: event.value}  # the newest last
         while len(self.shared) > KEPT:
-            del self.shared[next(name for name in self.shared if not name.endswith(JOINED))]
+            del self.shared[next(name for name in self.shared if not name.endswith(LASTING))]
 
     def _on_began(self, event: events.Began) -> None:
         if event.policy in self.frozen:

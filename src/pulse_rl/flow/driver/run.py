@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.errors import ProcessDiedError, PulseError, require
+from pulse_rl.errors import ProcessDiedError, PulseError, require, require_installed
 from pulse_rl.flow import recipe_file
 from pulse_rl.flow.data.journal import FILE as JOURNAL
 from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
@@ -86,6 +86,8 @@ def _check(recipe: Recipe) -> None:
         model_name.require_config(policy.model)
     if recipe.address is None and any(pool.kind == "vllm" for pool in recipe.pools):
         require("vllm", "vllm")
+    if any(policy.elastic for policy in recipe.policies.values()):
+        require_installed("torchft", "ft")
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:

@@ -98,18 +98,23 @@ def _trainer_sync(given: PolicyRecipe, records: Sequence[dict[str, Any]]) -> dic
         return None
     rounds = [record["trainer_sync"] for record in records]
     sent = sum(sum(each["sent_nbytes"]) for each in rounds)
+
+    def reduction(of: str) -> float:
+        whole: int = sum(each[of] * len(each["sent_nbytes"]) for each in rounds)
+        return whole / max(1, sent)
+
     return {
         "mode": given.trainer_sync,
         "trainers": given.trainers,
         "sync_every": given.sync_every,
         "overlap": given.overlap,
         "rounds": len(rounds),
-        "sent_nbytes": [each["sent_nbytes"] for each in rounds],  # by round, then by trainer
+        "sent_nbytes": [each["sent_nbytes"] for each in rounds],  # by round, then by trainer that took part
         "dense_nbytes": rounds[-1]["dense_nbytes"] if rounds else 0,  # DiLoCo's, per round and trainer
         "ddp_nbytes": rounds[-1]["ddp_nbytes"] if rounds else 0,  # DDP's, likewise
         "density": [each["density"] for each in rounds],  # by round, the trainers' mean
-        "reduction_vs_diloco": sum(each["dense_nbytes"] for each in rounds) * given.trainers / max(1, sent),
-        "reduction_vs_ddp": sum(each["ddp_nbytes"] for each in rounds) * given.trainers / max(1, sent),
+        "reduction_vs_diloco": reduction("dense_nbytes"),
+        "reduction_vs_ddp": reduction("ddp_nbytes"),
         "digests_equal": all(len(set(each["digests"])) == 1 for each in rounds),
     }
 

@@ -1,7 +1,7 @@
 """The trainers that share one policy, as the driver sees them.
 
-Where they exchange through a store, one that was killed is started again, but for rank 0, which also publishes.
-Otherwise none is: what it would exchange is lost with it.
+Where they exchange through a store, or come and go, one that was killed is started again, but for rank 0, which also
+publishes. Otherwise none is: what it would exchange is lost with it.
 """
 
 import secrets
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pulse_rl.errors import ExchangeError, ProcessDiedError
 from pulse_rl.flow.recipe import Recipe
+from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.trainer import Trainer
 from pulse_rl.rl.engine import ProcessHandle, TrainerProcess, start, wait
 
@@ -23,11 +24,12 @@ class TrainerPool:
 
     def __init__(self, recipe: Recipe, policy: str, dataflow: Any, log: Callable[[str], None]) -> None:
         self._recipe, self._policy, self._dataflow, self._log = recipe, policy, dataflow, log
-        self._several = recipe.policies[policy].trainers > 1
+        self._given = recipe.policies[policy]
+        self._several = self._given.trainers > 1
         self._life = secrets.token_hex(4)
         self.restarts = 0
         recipe.files(policy).mkdir(parents=True, exist_ok=True)
-        self._handles = [self._start(rank) for rank in range(recipe.policies[policy].trainers)]
+        self._handles = [self._start(rank) for rank in range(self._given.trainers)]
 
     def _name(self, rank: int) -> str:
         """What a person calls a trainer."""
@@ -41,17 +43,35 @@ class TrainerPool:
         return start(self._name(rank), TrainerProcess, Trainer, arguments, where=where)
 
     def restart(self) -> None:
-        """Start trainers again that were killed, where they exchange through a store."""
+        """Start trainers again that were killed, where one is started again alone."""
+        then = "it joins the others, who go on" if self._given.elastic else "it goes on from the last committed round"
         for rank, handle in enumerate(self._handles):
             if self._starts_again(rank, handle):
                 self.restarts += 1
                 who = self._name(rank)
-                self._log(f"{who} was killed: starting it again; it goes on from the last committed round")
+                self._log(f"{who} was killed: starting it again; {then}")
+                if self._given.elastic:
+                    PolicyCalls(self._dataflow, self._policy, self._life).lose_rank(rank)
                 self._handles[rank] = self._start(rank)
 
     def _starts_again(self, rank: int, handle: ProcessHandle) -> bool:
-        meet = self._recipe.policies[self._policy].trainer_store is not None
-        return rank > 0 and meet and self.restarts < RESTARTS and handle.ended() and _died(handle)
+        alone = self._given.restarts_alone and not self._all_ended()
+        return rank > 0 and alone and self.restarts < RESTARTS and handle.ended() and self._died(handle)
+
+    def _all_ended(self) -> bool:
+        """Whether trainers that come and go have nothing left to join: rank 0 has ended, and the lighthouse with it."""
+        return self._given.elastic and self._handles[0].ended()
+
+    def _died(self, handle: ProcessHandle) -> bool:
+        try:
+            handle.result()
+        except ProcessDiedError:
+            return True
+        except ExchangeError:  # the others may have gone on without it
+            return self._given.elastic
+        except Exception:  # noqa: BLE001  # `result` raises it again
+            return False
+        return False
 
     def close(self) -> None:
         """End all processes that are left."""
@@ -64,7 +84,9 @@ class TrainerPool:
 
     def ended(self) -> bool:
         """Whether all trainers have ended, or one has failed."""
-        return not self.running() or any(
+        if not self.running() or self._all_ended():
+            return True
+        return any(
             handle.ended() and _failed(handle) and not self._starts_again(rank, handle)
             for rank, handle in enumerate(self._handles)
         )
@@ -76,6 +98,11 @@ class TrainerPool:
         one that failed, and raises an ExchangeError only if no other error follows.
         """
         deadline = time.monotonic() + GRACE_S
+        if self._all_ended():
+            found = self._result()
+            while self.running() and time.monotonic() < deadline:  # for those that end with it
+                wait(self.running(), 0.1)
+            return found
         while True:
             lost = None
             for handle in set(self._handles) - set(self.running()):
@@ -87,19 +114,12 @@ class TrainerPool:
             if lost and (not left or time.monotonic() > deadline):
                 raise lost
             if not left:
-                found: dict[str, Any] = self._handles[0].result()
-                return found
+                return self._result()
             wait(left, 0.1)
 
-
-def _died(handle: ProcessHandle) -> bool:
-    try:
-        handle.result()
-    except ProcessDiedError:
-        return True
-    except Exception:  # noqa: BLE001  # `result` raises it again
-        return False
-    return False
+    def _result(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._handles[0].result()
+        return found
 
 
 def _failed(handle: ProcessHandle) -> bool:

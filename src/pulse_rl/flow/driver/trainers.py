@@ -2,7 +2,7 @@
 
 One that dies goes on from its checkpoint. Of several that share a policy, all go on from theirs, as what they were to
 exchange is lost with the one; but where they exchange through a store, one that is not rank 0 starts again alone, and
-the others wait for it (`trainer_pool`).
+the others wait for it, and where they come and go (`elastic`) the others do not wait (`trainer_pool`).
 """
 
 from collections.abc import Callable

@@ -25,6 +25,11 @@ class PolicyCalls:
         """One trainer starts while the others go on."""
         self._dataflow.begin_rank(self._name, rank, step)
 
+    def lose_rank(self, rank: int) -> None:
+        """One trainer died, and the others go on without it."""
+        self.share("joined", rank, None)
+        self._dataflow.lose_rank(self._name, rank)
+
     def pull(self, number: int) -> Batch | None:
         """The batch of that number; None until there is one, and when the policy is stopping."""
         found = self._dataflow.pull(self._name, number)

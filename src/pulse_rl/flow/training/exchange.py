@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.loco.meeting.group import StoreGroup
+from pulse_rl.loco.membership import Membership
 from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.weights.names import named_parameters, named_state
 
@@ -33,7 +34,7 @@ class Rounds:
         recipe: PolicyRecipe,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        process_group: dist.ProcessGroup | StoreGroup | None = None,
+        process_group: dist.ProcessGroup | StoreGroup | Membership | None = None,
     ) -> None:
         self._model = model
         self._parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}

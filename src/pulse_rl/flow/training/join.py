@@ -39,9 +39,7 @@ def join(
 def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:
     """Rank 0 opens a rendezvous on a free port; it shares its address with the others."""
     timeout = timedelta(seconds=TIMEOUT_S)
-    host = node_address()
-    if interface := _interface(host):  # otherwise Gloo resolves the host name, often to the loopback
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    host = own_address()
     port = 0
     while rank and not port:
         if meeting := calls.shared(MEETING):
@@ -54,6 +52,14 @@ def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:
     if rank == 0:
         calls.share(MEETING, 0, [host, store.port])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trainers, timeout=timeout)
+
+
+def own_address() -> str:
+    """The address where the other trainers reach this one, by Gloo too."""
+    host = node_address()
+    if interface := _interface(host):  # otherwise Gloo resolves the host name, often to the loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return host
 
 
 def _interface(address: str) -> str | None:

@@ -1,12 +1,15 @@
-"""Trainers of a policy that exchange their rounds through an object store (`trainer_store`), and may be started again.
+"""Trainers of a policy of which one that was killed is started again alone.
 
-What a round sends goes through the store (`pulse.StoreGroup`). What is left to agree on within a run (the version of a
-round, the metrics, who has written its checkpoint) goes through the Dataflow, which every process of a run reaches.
-A trainer that was killed is started again, and takes part from the round that is open then: so the others wait, in a
-round, only for what those do who were there when it began.
+    StoreExchange               what a round sends goes through an object store (`trainer_store`, `pulse.StoreGroup`)
+    elastic.ElasticExchange     a round goes on without a trainer that is killed (`elastic`, `pulse.Membership`)
+
+What is left to agree on within a run (the version of a round, the metrics, who has written its checkpoint) goes through
+the Dataflow, which every process of a run reaches. A trainer that is started again takes part from the round that is
+open then, or from the next one: so the others wait, in a round, only for what those do who were there when it began.
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -17,10 +20,11 @@ from pulse_rl.flow.training.exchange import Rounds, Weights
 from pulse_rl.flow.training.group import merge_exchanges
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
 from pulse_rl.loco.meeting.group import StoreGroup
+from pulse_rl.loco.membership import Membership
 
 
-class StoreExchange:
-    """A TrainerGroup whose rounds go through a store."""
+class RestartableTrainers:
+    """A TrainerGroup that agrees through the Dataflow. group: through which rounds are exchanged."""
 
     def __init__(
         self,
@@ -29,10 +33,9 @@ class StoreExchange:
         calls: PolicyCalls,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        group: StoreGroup | Membership,
     ) -> None:
-        assert recipe.trainer_store is not None
         self._recipe, self._rank, self._calls = recipe, rank, calls
-        group = StoreGroup(recipe.trainer_store, rank=rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
         self._rounds = Rounds(recipe, model, optimizer, group)
         self._elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._barriers = 0  # in this round
@@ -100,6 +103,25 @@ class StoreExchange:
         return dict(sorted(found.items()))
 
 
-def _there(joined: dict[int, int], round: int) -> set[int]:
-    """The ranks that have joined before a round. joined: rank → the rounds that were done when it did."""
-    return {rank for rank, rounds in joined.items() if rounds < round}
+class StoreExchange(RestartableTrainers):
+    """A TrainerGroup whose rounds go through a store."""
+
+    def __init__(
+        self,
+        recipe: PolicyRecipe,
+        rank: int,
+        calls: PolicyCalls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        assert recipe.trainer_store is not None
+        group = StoreGroup(recipe.trainer_store, rank=rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
+        super().__init__(recipe, rank, calls, model, optimizer, group)
+
+
+def _there(joined: Mapping[int, int | None], round: int) -> set[int]:
+    """The ranks that have joined before a round.
+
+    joined: rank → the rounds that were done when it did; None: it died, or is still joining.
+    """
+    return {rank for rank, rounds in joined.items() if rounds is not None and rounds < round}

@@ -24,6 +24,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import Batch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.elastic import ElasticExchange
 from pulse_rl.flow.training.group import TrainerGroup
 from pulse_rl.flow.training.join import join
 from pulse_rl.flow.training.lead import Lead
@@ -75,7 +76,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=given.lr, betas=given.betas, weight_decay=given.weight_decay, fused=True
         )
-        meet = join if given.trainer_store is None else StoreExchange
+        meet = ElasticExchange if given.elastic else StoreExchange if given.trainer_store else join
         self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
         versions = Versions(given, recipe.store_url(name), assets, resumed=begun) if publishes else None
         self._versions = versions
@@ -98,7 +99,7 @@ class Trainer:
             elif versions:
                 versions.resume()
                 versions.begin(self._step, self._group.weights())
-            elif given.trainer_store:  # it may have been started again while the others went on
+            elif given.restarts_alone:  # it may have been started again while the others went on
                 self._calls.begin_rank(self._rank, self._step)
             while self._step < self._steps:
                 started = time.perf_counter()
@@ -217,7 +218,7 @@ class Trainer:
         try:
             state = self._checkpoints.read()
         except FileNotFoundError:
-            if self._policy.trainer_store is None:
+            if not self._policy.restarts_alone:
                 raise
             state = None  # it was being started again when the others wrote theirs: a newcomer
         if state is None:
