@@ -111,7 +111,7 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     _check(summary, out)
     assert summary["policies"]["digits"]["restarts"] == 1
     assert summary["policies"]["letters"]["restarts"] == 0
-    what = "trainer-1 of digits was killed: starting it again" if store else "one of the 2 trainers of digits died; all"
+    what = "trainer-1 of digits was lost: starting it again" if store else "one of the 2 trainers of digits died; all"
     assert any(line.startswith(what) for line in said.splitlines())
     longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
     again = run(out, f"steps={longer - longer % 2}", resume=True)
@@ -137,7 +137,7 @@ def test_rounds_go_on_without_a_killed_trainer_that_joins_again_and_all_start_ag
         summary, said = finish(process)
     finally:
         process.kill()
-    assert "trainer-1 of digits was killed: starting it again; it joins" in said
+    assert "trainer-1 of digits was lost: starting it again; it joins" in said
     assert "one of the 3 trainers of digits died; all go on from step" in said
     _check_elastic(summary, out)
     assert summary["policies"]["digits"]["restarts"] == 2

@@ -129,7 +129,7 @@ def test_of_trainers_that_come_and_go_one_is_started_again_alone(
     assert not pool.ended()
     pool.restart()
     assert (len(started), pool.restarts, pool.ended()) == (4, 1, False)
-    assert said == ["trainer-1 was killed: starting it again; it joins the others, who go on"]
+    assert said == ["trainer-1 was lost: starting it again; it joins the others, who go on"]
     assert flow._buffers["solver"].state.absent == [1]
     (joined,) = flow._state.shared.values()
     assert joined == {1: None}  # nobody waits for it

@@ -43,13 +43,13 @@ class TrainerPool:
         return start(self._name(rank), TrainerProcess, Trainer, arguments, where=where)
 
     def restart(self) -> None:
-        """Start trainers again that were killed, where one is started again alone."""
+        """Start trainers again that were lost, where one is started again alone."""
         then = "it joins the others, who go on" if self._given.elastic else "it goes on from the last committed round"
         for rank, handle in enumerate(self._handles):
             if self._starts_again(rank, handle):
                 self.restarts += 1
                 who = self._name(rank)
-                self._log(f"{who} was killed: starting it again; {then}")
+                self._log(f"{who} was lost: starting it again; {then}")
                 if self._given.elastic:
                     PolicyCalls(self._dataflow, self._policy, self._life).lose_rank(rank)
                 self._handles[rank] = self._start(rank)
