@@ -782,3 +782,7 @@ def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
     assert flow.shared("p version 0") == {}
     assert flow.shared(f"p version {2 * KEPT - 1}") == {0: 2 * KEPT - 1}
     assert flow.shared("p joined") == {0: 5, 1: 0}
+    for life in range(KEPT + 1):  # of trainers that were all lost again and again
+        flow.share(f"p {life} joined", 0, 0)
+    assert flow.shared("p joined") == {}
+    assert flow.shared(f"p {KEPT} joined") == {0: 0}

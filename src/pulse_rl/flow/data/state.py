@@ -19,7 +19,7 @@ from pulse_rl.flow.data.waves import Waves
 from pulse_rl.flow.samples import Group, solved, split
 
 KEPT = 256  # things of which ranks share values
-LASTING = ("joined", "lighthouse")  # how the names of those end that are always kept
+LASTING = ("joined", "lighthouse")  # how the names of those end that are kept longest
 COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
 
 
@@ -249,7 +249,8 @@ class FlowState:
         values = self.shared.pop(event.what, {})
         self.shared[event.what] = values | {event.rank: event.value}  # the newest last
         while len(self.shared) > KEPT:
-            del self.shared[next(name for name in self.shared if not name.endswith(LASTING))]
+            passing = (name for name in self.shared if not name.endswith(LASTING))
+            del self.shared[next(passing, next(iter(self.shared)))]  # else those of the oldest life
 
     def _on_began(self, event: events.Began) -> None:
         if event.policy in self.frozen:
