@@ -30,6 +30,8 @@ from pulse_rl.units import bandwidth, nbytes
 METHODS = ("dense", "gap", "context", "auto")
 PORT = 29500  # in a new namespace every port is free
 DENSE_S = 90.0  # longest that dense broadcasts may take at one rate; two are always sent
+MODEL = ("model_nbytes", "model_buckets", "model_s")
+MODEL_COLUMNS = ("cost model's bytes", "its buckets and launches", "its exchange")
 PARTS = ("find_s", "encode_s", "prove_s", "exchange_s", "write_s")
 
 
@@ -40,10 +42,15 @@ class MethodResult(msgspec.Struct, frozen=True):
     method: str
     versions: int
     nbytes: int  # of bulk
+    buckets: int  # messages of bulk
+    launches: int  # calls of collectives that carried them
     seconds: float
     parts: dict[str, float]  # of the sender; proving and writing of the receiver
     codecs: str  # that were chosen
-    model_s: float | None  # what the cost model says of positions and values: bytes and bandwidth alone
+    # What the cost model of SparseRL-Sync says of positions and values. It counts a launch for each bucket.
+    model_nbytes: int | None
+    model_buckets: int | None
+    model_s: float | None  # bytes and bandwidth alone
 
 
 class ChannelBench(msgspec.Struct, frozen=True):
@@ -74,17 +81,25 @@ class ChannelBench(msgspec.Struct, frozen=True):
         return ", ".join(found) + " more than this machine's own transfer"
 
     def tables(self) -> list[Table]:
-        times, parts = [], []
+        times, payloads, parts = [], [], []
         for r in self.results:
             dense = next(other for other in self.results if (other.mbit, other.method) == (r.mbit, "dense"))
             link = f"{r.mbit:g} Mbit/s" if r.mbit else "unthrottled"
             faster = f"{dense.seconds / r.seconds:,.1f} ×"
-            model = ms(r.model_s) if r.model_s is not None else "–"
-            times.append((link, r.method, r.codecs, r.versions, f"{r.nbytes:,}", ms(r.seconds), faster, model))
+            times.append((link, r.method, r.codecs, r.versions, f"{r.nbytes:,}", ms(r.seconds), faster))
             if r.parts:
+                model_s = ms(r.model_s) if r.model_s is not None else "–"
+                sent = (f"{r.nbytes:,}", r.buckets, r.launches, ms(r.parts["exchange_s"]))
+                payloads.append((link, r.method, *sent, f"{r.model_nbytes:,}", r.model_buckets, model_s))
                 parts.append((link, r.method, *(ms(r.parts[part]) for part in PARTS)))
+            else:
+                payloads.append((link, r.method, f"{r.nbytes:,}", r.buckets, r.launches, *"––––"))
         return [
-            (("link", "method", "codec", "versions", "bytes", "to proved", "faster", "cost model's transfer"), times),
+            (("link", "method", "codec", "versions", "bytes", "to proved", "faster"), times),
+            (
+                ("link", "method", "bytes", "buckets", "launches", "exchange", *MODEL_COLUMNS),
+                payloads,
+            ),
             (("link", "method", "find", "encode", "prove", "exchange", "write"), parts),
         ]
 
@@ -148,15 +163,23 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
         for part in PARTS:
             from_ = received if part in ("prove_s", "write_s") else sent
             parts[part] = median([one[part] for one in from_])
+    model: dict[str, Any] = dict.fromkeys(MODEL)
+    if method != "dense":
+        model = {name: median([one[name] for one in sent]) for name in MODEL}
+        model |= {name: int(model[name]) for name in ("model_nbytes", "model_buckets")}
+    if not rate:
+        model["model_s"] = None
     return MethodResult(
         mbit=rate,
         method=method,
         versions=len(sent),
         nbytes=int(median([one["nbytes"] for one in sent])),
+        buckets=int(median([one["buckets"] for one in sent])),
+        launches=int(median([one["launches"] for one in sent])),
         seconds=median([other["end"] - one["start"] for one, other in zip(sent, received, strict=True)]),
         parts=parts,
         codecs="/".join(sorted({one["codec"] for one in sent if one.get("codec")})) or "–",
-        model_s=median([one["model_s"] for one in sent]) if rate and method != "dense" else None,
+        **model,
     )
 
 

@@ -51,7 +51,16 @@ def _dense(
             dist.broadcast(tensor.view(torch.uint8), 0)
         end = time.monotonic()
         nbytes = sum(tensor.nbytes for tensor in sent.values())
-        found.append({"start": start, "end": end, "nbytes": nbytes, "digest": pulse.digest(sent)})
+        found.append(
+            {
+                "start": start,
+                "end": end,
+                "nbytes": nbytes,
+                "buckets": len(sent),
+                "launches": len(sent),
+                "digest": pulse.digest(sent),
+            }
+        )
     return found
 
 
@@ -75,10 +84,13 @@ def _channel(
                 "start": start,
                 "end": end,
                 "nbytes": report.sent_nbytes,
+                "buckets": report.buckets,
+                "launches": report.launches,
                 "digest": report.digest,
                 "density": report.density,
             }
-            | {"codec": report.codec, "model_s": model.seconds}
+            | {"codec": report.codec}
+            | {"model_nbytes": model.nbytes, "model_buckets": model.buckets, "model_s": model.seconds}
             | {part: getattr(report, part) for part in PARTS}
         )
     return found
