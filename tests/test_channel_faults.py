@@ -229,14 +229,36 @@ def replicas(group: Any, rank: int, size: int) -> Any:
             report = channel.send(weights, version=version) if rank else channel.receive(weights)
             errors.append(report.sent)
         except pulse.ExchangeError as error:
-            errors.append(error.ranks)
+            errors.append((error.ranks, str(error)))
     return errors, bits(weights)
 
 
 def test_replicas_of_senders_that_differ_are_refused(ranks: Ranks) -> None:
     for errors, held in good(ranks(replicas, 3)):
-        assert errors == ["dense", (1, 2), "none"]
+        assert (errors[0], errors[2]) == ("dense", "none")
+        ranks_found, text = errors[1]
+        assert ranks_found == (1, 2)
+        assert "different bits of ids: expected equal ones on ranks 1,2" in text
         assert held == bits(made())
+
+
+def incomplete(group: Any, rank: int, size: int) -> Any:
+    """The second of two senders has a tensor of another dtype, then lacks one of which it should hold a half."""
+    channel = channel_of(group, source=(1, 2))
+    whole = torch.ones(4, 2)
+    weights: dict[str, Any] = {"a": torch.zeros(4, 2), "b": torch.ones(3)}
+    if rank:
+        weights["a"] = pulse.Shard(whole[2 * rank - 2 : 2 * rank], shape=(4, 2), offset=(2 * rank - 2, 0))
+    odd = weights | {"b": torch.ones(3).bfloat16()} if rank == 2 else weights
+    lacking = {"b": weights["b"]} if rank == 2 else weights
+    # `call` sends on rank 0.
+    return [picklable(call(channel, 0 if rank else 1, one, 0)) for one in (odd, lacking)]
+
+
+def test_a_sender_of_other_tensors_is_named(ranks: Ranks) -> None:
+    for odd, lacking in good(ranks(incomplete, 3)):
+        assert "found BF16 [3] on rank 2" in str(odd)
+        assert "'a': 4 of its 8 elements are on no rank, and it is missing on rank 2" in str(lacking)
 
 
 def shared(group: Any, rank: int, size: int) -> Any:

@@ -18,6 +18,7 @@ from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import restore
 from pulse_rl.history.search import FaultLog
+from pulse_rl.sync.group.shares import _Held, make_plan
 from pulse_rl.weights.digests import digest
 
 
@@ -43,8 +44,10 @@ def publish(group: Any, rank: int, size: int, store: str, versions: list[int], o
     call = {"background": options.pop("background", False)}
     with pulse.Publisher(store, group=group, **options) as publisher:
         for version in versions:
-            report = publisher.publish(shares(model(version), rank, size), version=version, **call)
-            report = publisher.flush() or report
+            first = publisher.publish(shares(model(version), rank, size), version=version, **call)
+            report = publisher.flush() or first
+            assert (first.changes, first.density) == (report.changes, report.density)
+            assert 0 <= report.patch_nbytes - first.patch_nbytes < 1000  # the list of the parts
             found.append((report.version, report.digest, report.changes, report.patch_nbytes, report.warning))
             sent.append(report.group_nbytes)
     return [found, sent]
@@ -188,6 +191,8 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
             weights["norm"][3] += 1
         elif fault == "missing":
             del weights["columns"]
+        elif fault == "extra":
+            weights["extra"] = torch.ones(3)
         elif fault == "type":
             weights["norm"] = "a text"
         elif fault == "anchor":
@@ -223,7 +228,12 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
         ("dtype", "ExchangeError", "'norm'"),
         ("shape", "ExchangeError", "'norm'"),
         ("replica", "ExchangeError", "different bits of norm: expected"),
-        ("missing", "BaseMismatchError", "'columns'"),
+        (
+            "missing",
+            "BaseMismatchError",
+            "'columns': 1024 of its 3072 elements are on no rank, and it is missing on rank 1",
+        ),
+        ("extra", "BaseMismatchError", "1 unexpected: extra"),
         ("type", "TypeError", "rank 1"),
         ("anchor", "ExchangeError", "anchor on all ranks"),
         ("interrupt", "KeyboardInterrupt", "rank 1"),
@@ -243,6 +253,23 @@ def test_what_fails_on_one_rank_is_published_by_none(
     assert results[0][2] == 0  # version 1 was not committed
     assert all(result[3:] == [0, digest_of(2)] for result in results)  # and version 2 follows version 0
     assert restored(store, 2) == digest_of(2)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "told"),  # what each rank holds of a tensor of 4 elements; None for nothing
+    [
+        ([[0], [1], None, [2]], "1 of its 4 elements are on no rank, and it is missing on rank 2: "),
+        ([None, [0, 1, 2], None, None], "1 of its 4 elements are on no rank, and it is on rank 1 only: "),  # a pipeline
+        ([[0, 1], [], [3], []], "1 of its 4 elements are on no rank: "),  # shards may be empty
+    ],
+)
+def test_the_ranks_that_lack_a_tensor_are_named_where_most_have_it(boxes: list[list[int] | None], told: str) -> None:
+    said = [
+        _Held([("w", "F32", (4,), [((at,), (1,)) for at in held])] if held is not None else [], {}) for held in boxes
+    ]
+    with pytest.raises(pulse.BaseMismatchError) as raised:
+        make_plan(said)
+    assert told in str(raised.value)
 
 
 def publish_beside(group: Any, rank: int, size: int, store: str, beside: str) -> list[str]:

@@ -336,6 +336,8 @@ def with_other_weights(group: Any, rank: int, size: int, store: Path, what: str)
     if rank == 1:
         if what == "name":
             live["other"] = live.pop("norm")
+        elif what == "extra":
+            live["other"] = np.zeros(3, np.uint16)
         elif what == "dtype":
             live["up"] = pulse.Shard(live["up"].tensor.astype(np.uint32), shape=SHAPES["up"], offset=(300, 0))
         elif what == "hole":
@@ -356,7 +358,8 @@ def with_other_weights(group: Any, rank: int, size: int, store: Path, what: str)
 @pytest.mark.parametrize(
     ("what", "errors", "text"),
     [
-        ("name", ["BaseMismatchError", "BaseMismatchError"], "norm|other"),
+        ("name", ["BaseMismatchError", "BaseMismatchError"], "missing on rank 1|is on rank 1 only"),
+        ("extra", ["BaseMismatchError", "BaseMismatchError"], "other"),
         ("dtype", ["ExchangeError", "ExchangeError"], "on rank 1"),
         ("hole", ["BaseMismatchError", "BaseMismatchError"], "512 of its 307200 elements are on no rank"),
         ("kind", ["ExchangeError", "TypeError"], "expected a torch tensor"),

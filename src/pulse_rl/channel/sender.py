@@ -73,8 +73,7 @@ class Sender:
     def find(self, meeting: Meeting, standing: Standing, bandwidth: float | None) -> Found:
         """Find and code the changes since the base; without one, copy what this sender owns."""
         self._own = standing.share.own
-        places = standing.share.replicas(standing.side.index(standing.rank))
-        replicas = {_ranks(standing, holders): digest for holders, digest in places.items()}
+        replicas = standing.replicas()
         if meeting.base is None:
             self._base = None
             if self._collected is None:
@@ -175,8 +174,3 @@ class Sender:
             self._collected.clear()
         self._base = _Base(target, self._digest, tensors, print_of(self._own))
         self.sends += 1
-
-
-def _ranks(standing: Standing, places: str) -> str:
-    """The ranks of a group, as "1,3", given their places among the senders."""
-    return ",".join(str(standing.side[int(place)]) for place in places.split(","))

@@ -41,6 +41,19 @@ class Standing:
     share: Share
     everyone: SharePlan | None = None  # of all receivers; None where each of them holds everything, and for a sender
 
+    def replicas(self) -> dict[str, int]:
+        """As `Share.replicas`, by the ranks of the wire instead of their places in the side."""
+        found = self.share.replicas(self.side.index(self.rank))
+        return {
+            ",".join(str(self.side[int(place)]) for place in holders.split(",")): digest
+            for holders, digest in found.items()
+        }
+
+    def replica_digests(self, holders: str) -> dict[str, int]:
+        """As `Share.replica_digests`. holders: ranks of the wire."""
+        places = ",".join(str(self.side.index(int(rank))) for rank in holders.split(","))
+        return self.share.replica_digests(self.side.index(self.rank), places)
+
 
 def print_of(tensors: Layout) -> bytes:
     """A fingerprint of what a rank holds: equal as long as its share need not be agreed anew."""
@@ -71,20 +84,20 @@ def agree(
         calls = 1 if known else 4 if cut else 2
     made: list[_Side] = []
 
-    def side(members: Sequence[int]) -> _Side:
+    def share(members: Sequence[int], plan: SharePlan | None = None) -> Share:
         made.append(_Side(wire, members))
-        return made[-1]
+        return share_of(made[-1], tensors, plan, numbers=members)
 
     def find() -> Standing:
         plan = known.share.plan if known else None
         if wire.rank in sources:
-            return Standing(wire.rank, tuple(sources), share_of(side(sources), tensors, plan))
+            return Standing(wire.rank, tuple(sources), share(sources, plan))
         if not cut:
-            return Standing(wire.rank, (wire.rank,), share_of(side([wire.rank]), tensors))
-        everyone = known.everyone if known else share_of(side(receivers), tensors).plan
+            return Standing(wire.rank, (wire.rank,), share([wire.rank]))
+        everyone = known.everyone if known else share(receivers).plan
         assert everyone is not None  # some receiver is sharded, now as in the last call
         mine = next(engine for engine in engines_of(everyone, receivers) if wire.rank in engine)
-        return Standing(wire.rank, mine, share_of(side(mine), tensors, plan), everyone)
+        return Standing(wire.rank, mine, share(mine, plan), everyone)
 
     found = wire.attempt(find)
     for _ in range(calls - sum(one.calls for one in made)):

@@ -16,9 +16,9 @@ from pulse_rl.channel.reports import Sent
 from pulse_rl.channel.sender import Sender
 from pulse_rl.channel.sides import Standing, agree, print_of
 from pulse_rl.channel.wire import Wire
-from pulse_rl.errors import ExchangeError, IntegrityError
+from pulse_rl.errors import IntegrityError
 from pulse_rl.group.collectives import Bytes, name_ranks
-from pulse_rl.sync.group.shares import compare_replicas
+from pulse_rl.sync.group.shares import unequal_replicas
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
@@ -115,10 +115,9 @@ class Steps:
         what = f"the changes of version {meeting.version}"
         found = self.wire.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), Found)
         senders = [found[rank] for rank in self.sources]
-        try:
-            compare_replicas([one.replicas for one in found])
-        except ExchangeError as error:
-            self.wire.refuse(error)
+        unequal = unequal_replicas(self.wire, [one.replicas for one in found], standing.replica_digests)
+        if unequal is not None:
+            self.wire.refuse(unequal)
         if meeting.base is None:
             total = sum(int(sender.digest or "0", 16) for sender in senders)
         else:

@@ -30,14 +30,16 @@ class PublishReport:
         changes: Elements whose bits differ from the base.
         density: changes / elements.
         full_nbytes: Bytes of the whole model's bits.
-        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch.
+        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch. While it is
+            pending, the list of the parts that ranks of a group put is not counted.
         pending: Whether the version is still being put in the background. Then the fields about the store are 0, and
             `flush` returns the full report.
         anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
         skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
         sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
         group_nbytes: Bytes that this rank sent to the others of its group, to all of them together; 0 without a group.
-            Only an anchor's tensors go over the group.
+            Only an anchor's tensors go over the group. Of the call, so with background=True what the delivery of the
+            version before still sent is part of them.
         reduction: full_nbytes / patch_nbytes; 1 without a patch.
         cast_s: Seconds of reading and casting the weights, summed over threads. Of float32 in host memory that becomes
             bfloat16 they are part of `diff_s`: it is cast as it is compared.
@@ -99,9 +101,7 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
     delivered: None while the version is in flight. clock: made when publish was called.
     """
     patch, ref = encoded.patch, manifest.patch
-    patch_nbytes, changes = (len(patch.data), patch.header.changes) if patch else (0, 0)
-    if ref is not None:  # of all ranks together
-        patch_nbytes, changes = ref.total_nbytes, ref.changes
+    patch_nbytes = ref.total_nbytes if ref else encoded.nbytes
     skip_nbytes = delivered.skip_nbytes if delivered else 0
     trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
     return PublishReport(
@@ -111,8 +111,8 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
         codec=patch.header.codec if patch else None,
         codec_reason=encoded.codec_reason,
         elements=manifest.elements,
-        changes=changes,
-        density=changes / manifest.elements if manifest.elements else 0.0,
+        changes=encoded.changes,
+        density=encoded.changes / manifest.elements if manifest.elements else 0.0,
         full_nbytes=manifest.full_nbytes,
         patch_nbytes=patch_nbytes,
         pending=delivered is None,

@@ -9,7 +9,7 @@ The digest counts an element of k copies k times at its owner and −1 times at 
 proves the copies too, with no message more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -111,12 +111,17 @@ class Share:
 
 
 def share_of(
-    ranks: Gathering, tensors: Layout, known: SharePlan | None = None, prints: Sequence[bytes] | None = None
+    ranks: Gathering,
+    tensors: Layout,
+    known: SharePlan | None = None,
+    prints: Sequence[bytes] | None = None,
+    numbers: Sequence[int] = (),
 ) -> Share:
     """Agree who owns what. A collective.
 
     tensors: what this rank holds. known: the plan of the last time, which stands if every rank still holds the same.
-    prints: every rank's `print_of`, where they were exchanged already.
+    prints: every rank's `print_of`, where they were exchanged already. numbers: of the ranks, in errors, where they are
+    some of a larger group.
     Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
     """
     if ranks.size == 1 and not tensors.sharded:
@@ -127,7 +132,7 @@ def share_of(
     if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
         packed = ranks.gather(zstandard.ZstdCompressor(3).compress(_describe(tensors)), MAX_NBYTES)
         said = [decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
-        known = make_plan(said, fingerprint)
+        known = make_plan(said, fingerprint, numbers)
     return _assign(ranks.rank, tensors, known)
 
 
@@ -164,28 +169,33 @@ def taken(whole_tensors: Layout, own: Layout) -> Layout:
     return Layout(found, own.tied)
 
 
-def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
-    """The plan from what each rank says that it holds. Raises BaseMismatchError or ExchangeError."""
+def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[int] = ()) -> SharePlan:
+    """The plan from what each rank says that it holds. Raises BaseMismatchError or ExchangeError.
+
+    numbers: of the ranks, in errors; () for their places in `said`.
+    """
+    numbers = numbers or range(len(said))
     specs: dict[str, TensorSpec] = {}
     held: dict[str, list[tuple[int, Box]]] = {}
     tied: dict[str, str] = {}
-    for rank, one in enumerate(said):
+    for rank, (number, one) in enumerate(zip(numbers, said, strict=True)):
         for name, dtype, shape, boxes in one.tensors:
             spec = specs.setdefault(name, TensorSpec(name, dtype, shape))
             if spec != TensorSpec(name, dtype, shape):
                 raise ExchangeError(
                     f"tensor {name!r}: expected {spec.dtype} {list(spec.shape)} on all ranks, found {dtype} "
-                    f"{list(shape)} on rank {rank}",
-                    ranks=(rank,),
+                    f"{list(shape)} on rank {number}",
+                    ranks=(number,),
                 )
             held.setdefault(name, []).extend((rank, Box(*box)) for box in boxes)
         for alias, owner in one.tied.items():
             if tied.setdefault(alias, owner) != owner:
                 raise ExchangeError(
-                    f"tensor {alias!r} is tied to {tied[alias]!r}, but on rank {rank} to {owner!r}", ranks=(rank,)
+                    f"tensor {alias!r} is tied to {tied[alias]!r}, but on rank {number} to {owner!r}", ranks=(number,)
                 )
     if both := sorted(tied.keys() & specs.keys()):
-        raise ExchangeError(f"tensor {both[0]!r} is tied to {tied[both[0]]!r} on some ranks, and on others not")
+        tying = [number for number, one in zip(numbers, said, strict=True) if both[0] in one.tied]
+        raise ExchangeError(f"tensor {both[0]!r} is tied to {tied[both[0]]!r} on {_listed(tying)}, and on others not")
     load = [0] * len(said)
     parts: dict[str, list[Part]] = {}
     for name in sorted(specs):
@@ -198,7 +208,8 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
         missing = all_of_it.size - sum(part.box.size for part in found)
         if missing:
             raise BaseMismatchError(
-                f"tensor {name!r}: {missing} of its {all_of_it.size} elements are on no rank: expected shards that "
+                f"tensor {name!r}: {missing} of its {all_of_it.size} elements are on no rank"
+                f"{_elsewhere(name, said, numbers)}: expected shards that "
                 + (
                     "make up the whole; give group=…, with all ranks that hold some"
                     if len(said) == 1
@@ -208,6 +219,28 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"") -> SharePlan:
             )
         parts[name] = found
     return SharePlan({name: specs[name] for name in sorted(specs)}, parts, tied, fingerprint)
+
+
+def _elsewhere(name: str, said: "list[_Held]", numbers: Sequence[int]) -> str:
+    """Which ranks lack a tensor that others have, or which have it, whichever are fewer; "" if all have it.
+
+    A rank has a tensor of which it holds an empty shard.
+    """
+    having: list[int] = []
+    lacking: list[int] = []
+    for number, one in zip(numbers, said, strict=True):
+        (having if any(row[0] == name for row in one.tensors) else lacking).append(number)
+    if not lacking:
+        return ""
+    if len(lacking) <= len(having):
+        return f", and it is missing on {_listed(lacking)}"
+    return f", and it is on {_listed(having)} only"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """As "rank 2" or "ranks 1, 2": at most 8 of them."""
+    shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
@@ -269,23 +302,27 @@ def _nothing(spec: TensorSpec) -> Bits:
     return Pieces(spec.dtype, ITEMSIZES[spec.dtype], tuple(spec.shape), [])
 
 
-def compare_replicas(found: Sequence[Mapping[str, int]]) -> None:
-    """Raise ExchangeError if ranks that hold the same elements hold different bits. found: of each rank."""
-    if differing := _differing(found):
-        raise _unequal(*differing)
+def unequal_replicas(
+    ranks: Gathering, found: Sequence[Mapping[str, int]], mine: Callable[[str], Mapping[str, int]]
+) -> ExchangeError | None:
+    """The error that names tensors whose copies differ between two ranks; None if all are equal. Then no collective.
 
-
-def check_replicas(ranks: Gathering, share: Share, found: Sequence[Mapping[str, int]]) -> None:
-    """As `compare_replicas`, and the error names the tensors. A collective if replicas differ."""
+    found: of each rank, as `Share.replicas`. mine: the same of this rank and one set of ranks, for each tensor.
+    """
     differing = _differing(found)
     if differing is None:
-        return
+        return None
     first, rank, holders = differing
-    mine = share.replica_digests(ranks.rank, holders) if ranks.rank in (first, rank) else {}
-    said = ranks.gather(msgspec.json.encode(mine), MAX_NBYTES)
+    digests_here = mine(holders) if ranks.rank in (first, rank) else {}
+    said = ranks.gather(msgspec.json.encode(digests_here), MAX_NBYTES)
     one, other = (decode_json(said[at], dict[str, int], "replicas") for at in (first, rank))
     names = [name for name in one if one[name] != other.get(name)]
-    raise _unequal(*differing, f" of {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "")
+    shown = f" of {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else ""
+    return ExchangeError(
+        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{shown}: expected equal ones "
+        f"on ranks {holders}",
+        ranks=(first, rank),
+    )
 
 
 def _differing(found: Sequence[Mapping[str, int]]) -> tuple[int, int, str] | None:
@@ -296,11 +333,3 @@ def _differing(found: Sequence[Mapping[str, int]]) -> tuple[int, int, str] | Non
             if found[first].get(holders) != digest:
                 return first, rank, holders
     return None
-
-
-def _unequal(first: int, rank: int, holders: str, names: str = "") -> ExchangeError:
-    return ExchangeError(
-        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{names}: expected equal ones "
-        f"on ranks {holders}",
-        ranks=(first, rank),
-    )

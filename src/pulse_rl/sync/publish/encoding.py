@@ -6,6 +6,7 @@ to a store.
 """
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch, find
 from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, check_replicas
+from pulse_rl.sync.group.shares import Share, unequal_replicas
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.weights import digests
@@ -31,6 +32,8 @@ class Encoded(NamedTuple):
 
     digest: str
     patch: EncodedPatch | None  # this rank's part; None for a version that has an anchor only
+    changes: int  # of all parts together
+    nbytes: int  # of all parts together
     replaced: Overlay | None  # what this rank's part overwrites in the baseline; None if it is new, or too much to keep
     codec_reason: str | None
     cast_s: float
@@ -72,11 +75,20 @@ class Encoder:
             # The first time may have compiled kernels, which says nothing about a codec.
             candidates = self._candidates(baseline, share, version, bandwidth)
         density = self._changes / max(1, share.plan.elements)
-        application, patch = candidates[self._chooser.choose(list(candidates), density, bandwidth)]
+        chosen = self._chooser.choose(list(candidates), density, bandwidth)
+        application, patch = candidates[chosen]
         prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
         replaced, self._replaced = self._replaced, None
         return application, Encoded(
-            patch.header.target_digest, patch, replaced, self._chooser.reason, patch.read_s, patch.diff_s, prove_s
+            patch.header.target_digest,
+            patch,
+            self._changes,
+            chosen.nbytes,
+            replaced,
+            self._chooser.reason,
+            patch.read_s,
+            patch.diff_s,
+            prove_s,
         )
 
     def _candidates(
@@ -94,7 +106,7 @@ class Encoder:
             return _Found(coded[0].delta, coded[0].changes, replicas, [one.nbytes for one in coded])
 
         found = self._ranks.share("find changes", find_mine, _Found)
-        check_replicas(self._ranks, share, [one.replicas for one in found])
+        _check_replicas(self._ranks, share, found)
         self._changes = sum(one.changes for one in found)
         total = sum(one.delta for one in found)
         made: list[tuple[Trial, Application, EncodedPatch]] = []
@@ -128,6 +140,12 @@ class Encoder:
         return trial, application, patch
 
 
+def _check_replicas(ranks: Ranks, share: Share, found: list[_Found]) -> None:
+    error = unequal_replicas(ranks, [one.replicas for one in found], partial(share.replica_digests, ranks.rank))
+    if error is not None:
+        raise error
+
+
 def _overlay(recorder: Recorder, version: int) -> Overlay | None:
     """What a version overwrites; None where it is too much, or cannot be kept."""
     try:
@@ -157,6 +175,6 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Enc
         return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
 
     found = ranks.share("copy the weights", copy_mine, _Found)
-    check_replicas(ranks, share, [one.replicas for one in found])
+    _check_replicas(ranks, share, found)
     digest = digests.to_hex(sum(one.delta for one in found))
-    return copies[0], Encoded(digest, None, None, None, time.perf_counter() - start, 0.0, 0.0)
+    return copies[0], Encoded(digest, None, 0, 0, None, None, time.perf_counter() - start, 0.0, 0.0)

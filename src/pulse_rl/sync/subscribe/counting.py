@@ -6,17 +6,18 @@ is a version's digest only where they are equal; where it is not, `unequal` says
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
-from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
 from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.shares import Share, check_replicas
+from pulse_rl.sync.group.shares import Share, unequal_replicas
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -56,9 +57,8 @@ def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityE
     share = held.share
     if share.plan.replicated:
         found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])
-        try:
-            check_replicas(peers.ranks, share, found)
-        except ExchangeError as error:
+        error = unequal_replicas(peers.ranks, found, partial(share.replica_digests, peers.ranks.rank))
+        if error is not None:
             return IntegrityError(str(error), ranks=error.ranks)
     aliases = sorted(tied.keys() & share.plan.tensors.keys())
     if aliases and peers.add_up("compare tied tensors", lambda: _difference(share, tied)):
