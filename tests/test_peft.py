@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from held import bits_of
+from loco_ranks import Ranks, good
 
 import pulse_rl as pulse
 from pulse_rl.integrations.peft import adapter_weights, merged_weights
@@ -97,6 +98,27 @@ def test_workers_follow_adapters_in_place_and_their_anchor_loads(tmp_path: Path)
             (found / "adapter_model.safetensors").write_bytes((anchor / "model.safetensors").read_bytes())
             loaded = peft.PeftModel.from_pretrained(base(), found)
             assert bits(loaded.state_dict()) == bits(adapted(1).state_dict())
+
+
+def send_adapters(group: Any, rank: int, size: int) -> list[Any]:
+    """Send the adapters of three versions; each rank's model before, and after each version."""
+    model, channel = adapted(1 + rank), pulse.Channel(group)
+    found: list[Any] = []
+    for version in range(3):
+        if rank == 0 and version:
+            change(model, seed=10 + version)
+        weights = adapter_weights(model)
+        report = channel.send(weights, version=version) if rank == 0 else channel.receive(weights)
+        found.append((report.sent, report.elements, bits(model.state_dict())))
+    return found
+
+
+def test_adapters_arrive_over_a_channel(ranks: Ranks) -> None:
+    sent, received = good(ranks(send_adapters, 2))
+    assert received == sent  # also the frozen weights, which were not sent
+    assert [kind for kind, _, _ in sent] == ["dense", "sparse", "sparse"]
+    assert len({str(found) for _, _, found in sent}) == 3
+    assert sent[0][1] == sum(tensor.numel() for tensor in adapter_weights(adapted()).values())
 
 
 def test_adapters_that_are_copied_to_be_saved_are_refused() -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 from conftest import Trainee
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from loco_ranks import Ranks, good
+from shares import model, shares
 
 import pulse_rl as pulse
 from pulse_rl.history.fetch import fetch
@@ -168,3 +171,36 @@ def test_what_is_not_a_key(tmp_path: Path, trainee: Trainee) -> None:
         pulse.Subscriber("memory://", public_key=tmp_path / "nothing.pem")
     with pytest.raises(ValueError, match="Ed25519PrivateKey"):
         pulse.Subscriber("memory://", public_key=KEY)  # type: ignore[arg-type]
+
+
+def follow_signed(group: Any, rank: int, size: int, store: str, private: Path, public: Path, other: Path) -> Any:
+    """Publish two signed versions together, and follow them with the key and with another one."""
+    with pulse.Publisher(store, group=group, sign_with=private) as publisher:
+        for version in range(2):
+            report = publisher.publish(shares(model(version), rank, size), version=version)
+    live = [shares({name: torch.zeros_like(t) for name, t in model(0).items()}, rank, size) for _ in range(2)]
+    synced = pulse.Subscriber(store, group=group, public_key=public).sync(live[0])
+    assert synced.digest == report.digest == pulse.digest(model(1))
+    assert held(live[0]) == held(shares(model(1), rank, size))
+    with pytest.raises(pulse.PulseError) as raised:
+        pulse.Subscriber(store, group=group, public_key=other).sync(live[1])
+    assert held(live[1]) == held(shares({name: torch.zeros_like(t) for name, t in model(0).items()}, rank, size))
+    return type(raised.value).__name__, str(raised.value)
+
+
+def held(weights: Any) -> dict[str, list[Any]]:
+    return {name: getattr(one, "tensor", one).flatten().tolist() for name, one in weights.items()}
+
+
+def test_ranks_follow_what_ranks_have_signed(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (private, public), (_, other) = pem(tmp_path, KEY), pem(tmp_path / "other", OTHER)
+    store = str(tmp_path / "store")
+    (name, text), (_, told) = good(ranks(follow_signed, 2, store, private, public, other))
+    assert name == "IntegrityError"
+    assert "not by the key" in text
+    assert "not by the key" in told
+    manifest = parse((tmp_path / "store" / manifest_name(1)).read_bytes(), 1, PUBLIC, "it")
+    assert manifest.patch is not None
+    assert manifest.patch.parts == 2
+    assert verify(pulse.open_store(store), public_key=public).ok
