@@ -37,10 +37,10 @@ RATES = {
     # at any density.
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
-# PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.5 to 5.5 bits at densities of 19 to 7 %, within
-# 7 % of this ("The default's payloads" in docs/measurements.md), before the momentum was used, which saves 4 to 16 %.
-# A value is its sign and a little more; positions are coded given θ's exponents, and take less than their entropy.
-SENT_RATES = Rates(math.inf, 1.3, entropy=0.865)
+# PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.4 to 5.3 bits at densities of 18 to 5 %, from 5 %
+# below to 13 % above this ("The default's payloads" in docs/measurements.md). A value is its sign and a little more;
+# positions are coded given θ's exponents and the momentum, and take less than their entropy.
+SENT_RATES = Rates(math.inf, 1.05, entropy=0.82)
 # The means that trainers gather in a split, float32 values with similar exponents: measured 27.4 to 30 bits.
 MEANS_RATES = Rates(1.9, 27.0)
 
