@@ -2,9 +2,10 @@
 
 import os
 import pickle
+import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -29,9 +30,12 @@ def forking() -> ForkServerContext:
 
 
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port, below those of outgoing connections: one of these could take it before a rank listens there."""
+    for at in secrets.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", at))
+            return at
+    raise OSError("expected a free port of 100 that were tried, found none")
 
 
 def start(rank: int, size: int, at: int, timeout_s: float) -> None:
