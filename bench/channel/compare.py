@@ -30,9 +30,16 @@ from pulse_rl.units import bandwidth, nbytes
 METHODS = ("dense", "gap", "context", "auto")
 PORT = 29500  # in a new namespace every port is free
 DENSE_S = 90.0  # longest that dense broadcasts may take at one rate; two are always sent
-MODEL = ("model_nbytes", "model_buckets", "model_s")
-MODEL_COLUMNS = ("cost model's bytes", "its buckets and launches", "its exchange")
 PARTS = ("find_s", "encode_s", "prove_s", "exchange_s", "write_s")
+MODELLED = ("cost model's bytes", "its buckets and launches", "its exchange")
+
+
+class CostModel(msgspec.Struct, frozen=True):
+    """What the cost model of SparseRL-Sync says of positions and values; medians over versions."""
+
+    nbytes: int
+    buckets: int  # it counts a launch for each
+    seconds: float | None  # bytes and bandwidth alone; None: unthrottled
 
 
 class MethodResult(msgspec.Struct, frozen=True):
@@ -47,10 +54,7 @@ class MethodResult(msgspec.Struct, frozen=True):
     seconds: float
     parts: dict[str, float]  # of the sender; proving and writing of the receiver
     codecs: str  # that were chosen
-    # What the cost model of SparseRL-Sync says of positions and values. It counts a launch for each bucket.
-    model_nbytes: int | None
-    model_buckets: int | None
-    model_s: float | None  # bytes and bandwidth alone
+    model: CostModel | None  # None: dense
 
 
 class ChannelBench(msgspec.Struct, frozen=True):
@@ -81,25 +85,23 @@ class ChannelBench(msgspec.Struct, frozen=True):
         return ", ".join(found) + " more than this machine's own transfer"
 
     def tables(self) -> list[Table]:
-        times, payloads, parts = [], [], []
+        times, parts = [], []
+        payloads: list[tuple[object, ...]] = []
         for r in self.results:
             dense = next(other for other in self.results if (other.mbit, other.method) == (r.mbit, "dense"))
             link = f"{r.mbit:g} Mbit/s" if r.mbit else "unthrottled"
             faster = f"{dense.seconds / r.seconds:,.1f} ×"
             times.append((link, r.method, r.codecs, r.versions, f"{r.nbytes:,}", ms(r.seconds), faster))
-            if r.parts:
-                model_s = ms(r.model_s) if r.model_s is not None else "–"
-                sent = (f"{r.nbytes:,}", r.buckets, r.launches, ms(r.parts["exchange_s"]))
-                payloads.append((link, r.method, *sent, f"{r.model_nbytes:,}", r.model_buckets, model_s))
-                parts.append((link, r.method, *(ms(r.parts[part]) for part in PARTS)))
-            else:
-                payloads.append((link, r.method, f"{r.nbytes:,}", r.buckets, r.launches, *"––––"))
+            payload = (link, r.method, f"{r.nbytes:,}", r.buckets, r.launches)
+            if r.model is None:
+                payloads.append((*payload, "–", "–", "–", "–"))
+                continue
+            model_s = "–" if r.model.seconds is None else ms(r.model.seconds)
+            payloads.append((*payload, ms(r.parts["exchange_s"]), f"{r.model.nbytes:,}", r.model.buckets, model_s))
+            parts.append((link, r.method, *(ms(r.parts[part]) for part in PARTS)))
         return [
             (("link", "method", "codec", "versions", "bytes", "to proved", "faster"), times),
-            (
-                ("link", "method", "bytes", "buckets", "launches", "exchange", *MODEL_COLUMNS),
-                payloads,
-            ),
+            ((*("link", "method", "bytes", "buckets", "launches", "exchange"), *MODELLED), payloads),
             (("link", "method", "find", "encode", "prove", "exchange", "write"), parts),
         ]
 
@@ -163,12 +165,12 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
         for part in PARTS:
             from_ = received if part in ("prove_s", "write_s") else sent
             parts[part] = median([one[part] for one in from_])
-    model: dict[str, Any] = dict.fromkeys(MODEL)
+    model = None
     if method != "dense":
-        model = {name: median([one[name] for one in sent]) for name in MODEL}
-        model |= {name: int(model[name]) for name in ("model_nbytes", "model_buckets")}
-    if not rate:
-        model["model_s"] = None
+        count, buckets, seconds = (
+            median([one[f"model_{what}"] for one in sent]) for what in ("nbytes", "buckets", "s")
+        )
+        model = CostModel(int(count), int(buckets), seconds if rate else None)
     return MethodResult(
         mbit=rate,
         method=method,
@@ -179,7 +181,7 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
         seconds=median([other["end"] - one["start"] for one, other in zip(sent, received, strict=True)]),
         parts=parts,
         codecs="/".join(sorted({one["codec"] for one in sent if one.get("codec")})) or "–",
-        **model,
+        model=model,
     )
 
 
