@@ -358,6 +358,11 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
+def shown(names: Sequence[object]) -> str:
+    """Names in a message, or numbers: the first 8 of them."""
+    return ", ".join(map(str, names[:8])) + (" …" if len(names) > 8 else "")
+
+
 def install_hint(extra: str) -> str:
     """How to install an extra, from an index that has pulse-rl or from a clone."""
     return f"pip install 'pulse-rl[{extra}]', or '.[{extra}]' in a clone of its repository"

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from pulse_rl.dtypes import DTYPES, UINTS
-from pulse_rl.errors import BaseMismatchError
+from pulse_rl.errors import BaseMismatchError, shown
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits, as_bits, is_dtensor
 from pulse_rl.weights.casts import CASTS
 from pulse_rl.weights.computed import Computed
@@ -219,11 +219,7 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
         ("reshaped or retyped", [_difference(name, expected[name], found[name]) for name in reshaped]),
         *((f"{other} instead of {one}", names) for (one, other), names in by_dtypes.items()),
     ]
-    parts = [
-        f"{len(names)} {label}: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
-        for label, names in differences
-        if names
-    ]
+    parts = [f"{len(names)} {label}: {shown(names)}" for label, names in differences if names]
     for label, names in (("missing", missing), ("unexpected", unexpected)):
         if missing and unexpected and (prefix := wrapper_prefix(names)):
             parts.append(f"what is {label} carries the prefix {prefix}: use the names of the model inside")

@@ -9,10 +9,7 @@ The driver tells the Dataflow when a trainer has died: then no other waits for w
 import time
 from typing import Any, Self
 
-import torch
-
 from pulse_rl.errors import require
-from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S, own_address
 from pulse_rl.flow.training.meeting import RestartableTrainers
@@ -24,20 +21,13 @@ LIGHTHOUSE = "lighthouse"  # what rank 0 shares: the lighthouse's URL
 class ElasticExchange(RestartableTrainers):
     """A TrainerGroup whose rounds are of the trainers that live."""
 
-    def __init__(
-        self,
-        recipe: PolicyRecipe,
-        rank: int,
-        calls: PolicyCalls,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def _meet(self) -> Membership:
         host = own_address()
-        self._lighthouse = _start_lighthouse(calls, host) if rank == 0 else None
-        while not (found := calls.shared(LIGHTHOUSE)):
+        self._lighthouse = _start_lighthouse(self._calls, host) if self._rank == 0 else None
+        while not (found := self._calls.shared(LIGHTHOUSE)):
             time.sleep(IDLE_S)
-        self._members = Membership(found[0], f"trainer-{rank}", timeout=TIMEOUT_S, host=host)
-        super().__init__(recipe, rank, calls, model, optimizer, self._members)
+        self._members = Membership(found[0], f"trainer-{self._rank}", timeout=TIMEOUT_S, host=host)
+        return self._members
 
     def __enter__(self) -> Self:
         # All begin together, so the first round is of all. When one is started again, all have been here before.

@@ -24,7 +24,7 @@ from pulse_rl.loco.membership import Membership
 
 
 class RestartableTrainers:
-    """A TrainerGroup that agrees through the Dataflow. group: through which rounds are exchanged."""
+    """A TrainerGroup that agrees through the Dataflow; what rounds are exchanged through is up to the subclasses."""
 
     def __init__(
         self,
@@ -33,10 +33,9 @@ class RestartableTrainers:
         calls: PolicyCalls,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        group: StoreGroup | Membership,
     ) -> None:
         self._recipe, self._rank, self._calls = recipe, rank, calls
-        self._rounds = Rounds(recipe, model, optimizer, group)
+        self._rounds = Rounds(recipe, model, optimizer, self._meet())
         self._elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self._barriers = 0  # in this round
 
@@ -93,6 +92,10 @@ class RestartableTrainers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rounds.loco.load_state_dict(state)
 
+    def _meet(self) -> StoreGroup | Membership:
+        """What this trainer's rounds are exchanged through."""
+        raise NotImplementedError
+
     def _gather(self, what: str, value: Any) -> dict[int, Any]:
         """The values, by rank, of all trainers that were there when the last round began."""
         what = f"{what} {self._round}"
@@ -106,17 +109,10 @@ class RestartableTrainers:
 class StoreExchange(RestartableTrainers):
     """A TrainerGroup whose rounds go through a store."""
 
-    def __init__(
-        self,
-        recipe: PolicyRecipe,
-        rank: int,
-        calls: PolicyCalls,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
+    def _meet(self) -> StoreGroup:
+        recipe = self._recipe
         assert recipe.trainer_store is not None
-        group = StoreGroup(recipe.trainer_store, rank=rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
-        super().__init__(recipe, rank, calls, model, optimizer, group)
+        return StoreGroup(recipe.trainer_store, rank=self._rank, world_size=recipe.trainers, timeout=TIMEOUT_S)
 
 
 def _there(joined: Mapping[int, int | None], round: int) -> set[int]:

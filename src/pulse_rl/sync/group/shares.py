@@ -20,7 +20,7 @@ from blake3 import blake3
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.errors import BaseMismatchError, ExchangeError
+from pulse_rl.errors import BaseMismatchError, ExchangeError, shown
 from pulse_rl.sync.group.ranks import Gathering
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -238,9 +238,8 @@ def _elsewhere(name: str, said: "list[_Held]", numbers: Sequence[int]) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """As "rank 2" or "ranks 1, 2": at most 8 of them."""
-    shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    """As "rank 2" or "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"
 
 
 def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
@@ -317,9 +316,9 @@ def unequal_replicas(
     said = ranks.gather(msgspec.json.encode(digests_here), MAX_NBYTES)
     one, other = (decode_json(said[at], dict[str, int], "replicas") for at in (first, rank))
     names = [name for name in one if one[name] != other.get(name)]
-    shown = f" of {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else ""
+    where = f" of {shown(names)}" if names else ""
     return ExchangeError(
-        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{shown}: expected equal ones "
+        f"ranks {first} and {rank} hold replicas of the same weights, with different bits{where}: expected equal ones "
         f"on ranks {holders}",
         ranks=(first, rank),
     )
