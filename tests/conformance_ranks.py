@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from conformance_adapters import Following
-from loco_ranks import forking, picklable, port, start
+from loco_ranks import forking, picklable, start
+from servers import free_port
 
 import pulse_rl as pulse
 from pulse_rl.testing import Held, Source
@@ -50,7 +51,7 @@ class Pool:
         if all(process.is_alive() for process in self._processes) and self._processes:
             return
         self.end()
-        context, at = forking(), port()
+        context, at = forking(), free_port()
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, at, there), daemon=True)

@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from loco_ranks import forking, picklable, port, start
+from loco_ranks import forking, picklable, start
+from servers import free_port
 
 PATIENCE_S = 60  # until a rank counts as one that hangs
 
@@ -29,7 +30,7 @@ def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
 
     Returns what it returned on each, or the error that it raised there; None for a rank that was killed.
     """
-    context, at = forking(), port()
+    context, at = forking(), free_port()
     pipes, processes, results = [], [], []
     for rank in range(size):
         here, there = context.Pipe()

@@ -2,10 +2,8 @@
 
 import os
 import pickle
-import secrets
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from servers import free_port
 
 import pulse_rl as pulse
 
@@ -27,15 +26,6 @@ def forking() -> ForkServerContext:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.loco.optimizer", "pytest"])
     return context
-
-
-def port() -> int:
-    """A free port, below those of outgoing connections: one of these could take it before a rank listens there."""
-    for at in secrets.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", at))
-            return at
-    raise OSError("expected a free port of 100 that were tried, found none")
 
 
 def start(rank: int, size: int, at: int, timeout_s: float) -> None:
@@ -76,7 +66,7 @@ def running() -> Iterator[Ranks]:
 
     Returns what the function returned on each rank, or the error that it raised there.
     """
-    context, at = forking(), port()
+    context, at = forking(), free_port()
     pipes, processes = [], []
     for rank in range(RANKS):
         here, there = context.Pipe()

@@ -31,10 +31,12 @@ ACCOUNT, KEY = "pulse", base64.b64encode(b"a key for tests, known to all").decod
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A free port, below those of outgoing connections: one of these could take it before somebody listens there."""
+    for at in secrets.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", at))
+            return at
+    raise OSError("expected a free port of 100 that were tried, found none")
 
 
 def start(command: list[str], port: int, **more: str) -> subprocess.Popen[bytes]:

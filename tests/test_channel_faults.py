@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from channel_world import BUCKET, after, bits, call, made, step, zeros
-from loco_ranks import Ranks, good, picklable, port, running
+from loco_ranks import Ranks, good, picklable, running
+from servers import free_port
 
 import pulse_rl as pulse
 from pulse_rl.channel.dense import Staged
@@ -417,7 +418,7 @@ def killed(rank: int, size: int, victim: int, at: int, again: int) -> Any:
 
 @pytest.mark.parametrize(("victim", "at"), [(1, 1), (2, 2), (1, 3), (0, 3), (2, 4), (1, 5)])
 def test_a_killed_rank_is_an_error_on_all_others_who_go_on_without_it(victim: int, at: int) -> None:
-    results = group_world.run(killed, 3, victim, at, port())
+    results = group_world.run(killed, 3, victim, at, free_port())
     before, target = bits(made()), bits(after(1))
     for rank, result in enumerate(results):
         if rank == victim:
@@ -466,7 +467,7 @@ def killed_at_some_time(rank: int, size: int, victim: int, delay: float, again: 
 def test_a_rank_killed_at_any_time_leaves_whole_versions(seed: int) -> None:
     random = np.random.default_rng(seed)
     victim, delay = int(random.integers(3)), float(random.uniform(0, 0.4))
-    results = group_world.run(killed_at_some_time, 3, victim, delay, port())
+    results = group_world.run(killed_at_some_time, 3, victim, delay, free_port())
     versions, last = set(), set()
     for rank, result in enumerate(results):
         if rank == victim:

@@ -5,7 +5,6 @@ what does not, is in the docstring of `sglang_world`.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from servers import free_port
 
 import pulse_rl as pulse
 from pulse_rl.integrations.sglang import SGLangEngine
@@ -24,12 +24,6 @@ from pulse_rl.integrations.sglang import SGLangEngine
 pytest.importorskip("sglang")
 pytestmark = pytest.mark.slow  # SGLang takes 10 s and more to import
 WORLD = Path(__file__).parent / "sglang_world.py"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def call(url: str, route: str, body: dict[str, Any]) -> dict[str, Any]:

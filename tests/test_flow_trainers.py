@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,7 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     try:
         until(process, lambda: _rounds(out) >= 4)
         _kill(1, process.pid)
-        before = _rounds(out)
-        until(process, lambda: _rounds(out) >= before + 3)
-        process.send_signal(signal.SIGINT)
-        summary, said = finish(process)
+        summary, said = _goes_on_and_stops(process, out)
     finally:
         process.kill()
     _check(summary, out)
@@ -113,9 +111,7 @@ def test_a_killed_trainer_of_several_goes_on_and_the_run_can_be_stopped_and_resu
     assert summary["policies"]["letters"]["restarts"] == 0
     what = "trainer-1 of digits was lost: starting it again" if store else "one of the 2 trainers of digits died; all"
     assert any(line.startswith(what) for line in said.splitlines())
-    longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
-    again = run(out, f"steps={longer - longer % 2}", resume=True)
-    _check(again, out)
+    _check(_resumed(summary, out), out)
 
 
 @pytest.mark.slow
@@ -131,19 +127,14 @@ def test_rounds_go_on_without_a_killed_trainer_that_joins_again_and_all_start_ag
         until(process, lambda: _took_part(out)[-2:] == [3, 3])
         assert [number for number, _ in groupby(_took_part(out))] == [3, 2, 3]
         _kill(0, process.pid)
-        before = _rounds(out)
-        until(process, lambda: _rounds(out) >= before + 3)
-        process.send_signal(signal.SIGINT)
-        summary, said = finish(process)
+        summary, said = _goes_on_and_stops(process, out)
     finally:
         process.kill()
     assert "trainer-1 of digits was lost: starting it again; it joins" in said
     assert "one of the 3 trainers of digits died; all go on from step" in said
     _check_elastic(summary, out)
     assert summary["policies"]["digits"]["restarts"] == 2
-    longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
-    again = run(out, f"steps={longer - longer % 2}", resume=True)
-    _check_elastic(again, out)
+    _check_elastic(_resumed(summary, out), out)
 
 
 def _check_elastic(summary: dict[str, Any], out: Path) -> None:
@@ -153,6 +144,20 @@ def _check_elastic(summary: dict[str, Any], out: Path) -> None:
     assert digits["trainer_sync"]["digests_equal"]
     records = metrics.read(files(out, "digits"))
     assert [record["turns"] for record in records] == [2 * 4 * 2 * 2 * number for number in _took_part(out)]
+
+
+def _goes_on_and_stops(process: "subprocess.Popen[str]", out: Path) -> tuple[dict[str, Any], str]:
+    """Wait for three more rounds, then stop the run. Returns what `finish` does."""
+    before = _rounds(out)
+    until(process, lambda: _rounds(out) >= before + 3)
+    process.send_signal(signal.SIGINT)
+    return finish(process)
+
+
+def _resumed(summary: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The summary of the run after some more steps."""
+    longer = max(policy["steps"] for policy in summary["policies"].values()) + 4
+    return run(out, f"steps={longer - longer % 2}", resume=True)
 
 
 def _took_part(out: Path) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import torch
+from servers import free_port
 
 PROMPTS = ("abc def", "hello world 123", "0 1 2 3")
 ENVIRONMENT = {
@@ -83,7 +83,7 @@ class Server:
     """One server, started on a directory of a checkpoint."""
 
     def __init__(self, model: Path, log: Path, *, port: int | None = None, arguments: tuple[str, ...] = ()) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log = str(model), log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
@@ -130,10 +130,3 @@ class Server:
     def checksums(self) -> dict[str, str]:
         found: dict[str, str] = self.ask("/weight_checker", {"action": "checksum"})["checksums"]
         return found
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
