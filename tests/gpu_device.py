@@ -1,50 +1,27 @@
-"""The device that tests of `kernels.gpu` run on: CUDA where there is one, and Numba's simulator elsewhere.
+"""The device that tests of `kernels.gpu` run on: CUDA where there is one, and the emulator of bench/gpu elsewhere."""
 
-It is imported before anything else imports `numba.cuda`, which asks only once whether to simulate.
-"""
-
-import importlib.util
-import os
-import sys
-from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+pytest.importorskip("numba_cuda")
+from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.gpu import device
+from pulse_rl.kernels.gpu.regions import Regions
 
-def _has_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-CUDA = _has_cuda()
-if not CUDA:
-    numba.config.ENABLE_CUDASIM = 1  # Numba's own numba.cuda reads it here, Numba-CUDA in the environment
-    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-    import numba.cuda
-
-    del os.environ["NUMBA_ENABLE_CUDASIM"]  # not for the processes that other tests start
-
-from pulse_rl.kernels.cpu.coding import Memory  # noqa: E402
-from pulse_rl.kernels.gpu import device  # noqa: E402
-from pulse_rl.kernels.gpu.regions import Regions  # noqa: E402
-
-assert device.SIMULATED != CUDA
+CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture
-def fast_switches() -> Iterator[None]:
-    """Python's threads take turns often: the simulator's main thread only asks whether the others are done."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not CUDA:
+        import emulator
+
+        for where, name, value in emulator.replacements():
+            monkeypatch.setattr(where, name, value)
 
 
 class Held:
@@ -72,7 +49,7 @@ class Held:
     def lies(self) -> tuple[int, int, int, int]:
         """As `coding.Lies`."""
         itemsize = self.memory.itemsize
-        address = device.address_of(self.memory) + self._before * itemsize
+        address = self.memory.data_ptr() + self._before * itemsize
         return address, self.rows, self.run, self._apart * itemsize
 
     def read(self) -> NDArray[Any]:

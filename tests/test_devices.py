@@ -1,4 +1,4 @@
-"""On which stream of a simulated device kernels run, and the warning where there are no kernels for a device."""
+"""On which stream of a made-up device kernels run, and the warning where there are no kernels for a device."""
 
 import ast
 import logging

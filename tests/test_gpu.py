@@ -1,14 +1,11 @@
-"""The kernels of a CUDA device against those of the CPU and their naive twins: on the device, or in Numba's simulator.
-
-The simulator runs the same source, with few threads a block. What it cannot show: compiled code, and races.
-"""
+"""The kernels of a CUDA device against those of the CPU and their naive twins: on the device, or emulated."""
 
 from typing import Any
 
-import gpu_device  # before anything that uses numba.cuda
+import gpu_device
 import numpy as np
 import pytest
-from gpu_device import Held, fast_switches, memory_of, regions_of  # noqa: F401 - a fixture
+from gpu_device import Held, a_device, memory_of, regions_of  # noqa: F401 - a fixture
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, field_of
@@ -19,9 +16,7 @@ from pulse_rl.kernels.gpu.regions import TILE as UNITS_OF_A_TILE
 from pulse_rl.weights.casts import cast_array
 
 pytestmark = [
-    pytest.mark.usefixtures("fast_switches"),
-    # NumPy warns where the simulator's 64-bit arithmetic wraps around.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("a_device"),
     *([pytest.mark.gpu] if gpu_device.CUDA else []),
 ]
 

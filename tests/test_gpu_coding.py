@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import gpu_device  # before anything that uses numba.cuda
+import gpu_device
 import numpy as np
 import pytest
 import torch
 from fuzz_context import Segment, encoded, parts_of
-from gpu_device import Held, fast_switches, memory_of  # noqa: F401 - a fixture
+from gpu_device import Held, a_device, memory_of  # noqa: F401 - a fixture
 from numpy.typing import NDArray
 
 from pulse_rl.codecs import context as codec
@@ -20,12 +20,11 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
 from pulse_rl.kernels.cpu import moves
 from pulse_rl.kernels.cpu.coding import Coded, Kind, Lies
-from pulse_rl.kernels.gpu import coding
+from pulse_rl.kernels.gpu import coding, device
 from pulse_rl.weights import devices
 
 pytestmark = [
-    pytest.mark.usefixtures("fast_switches"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("a_device"),
     *([pytest.mark.gpu] if gpu_device.CUDA else []),
 ]
 
@@ -34,7 +33,7 @@ class TheDevice(devices.Cuda):
     """Notes which functions of its coder are called."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cuda", 0) if gpu_device.CUDA else None)
+        super().__init__(torch.device(device.PLACE))
         self.called: list[str] = []
 
     @contextmanager
@@ -118,10 +117,11 @@ def test_a_block_has_the_same_bytes_and_the_same_changes(dtype: str) -> None:
     assert here.there.called == ["count_exponents", "count_bits", "encode_segments", "decode_segments"]
 
 
-@pytest.mark.parametrize("scratch", [1, coding.SCRATCH])
-def test_segments_are_coded_in_batches(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scratch", "coders"), [(1, 1), (coding.SCRATCH, 3)])
+def test_segments_are_coded_in_batches(scratch: int, coders: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of two classes, in rows that lie apart: as many at once as there is memory for, but at least one."""
     monkeypatch.setattr(coding, "SCRATCH", scratch)
+    monkeypatch.setattr(coding, "CODERS", coders)
     field = field_of("BF16")
     listed = [segment("BF16", 2 * 64 if seed == 1 else 30 + seed, 80, 0.1, seed) for seed in range(4)]
     rows = [one.old.reshape(2, 64) if seed == 1 else one.old for seed, one in enumerate(listed)]

@@ -1,7 +1,6 @@
-"""Versions of weights on a CUDA device, or on one that Numba simulates: published from it, and received on it.
+"""Versions of weights on a CUDA device, or on one that is emulated: published from it, and received on it.
 
-In the simulator, some tensors in host memory count as tensors on the device. It cannot show streams that overlap, nor
-compiled kernels.
+On that one, some tensors in host memory count as tensors on the device. It cannot show streams that overlap.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import gpu_device  # before anything that uses numba.cuda
+import gpu_device
 import numpy as np
 import pytest
 import torch
-from gpu_device import fast_switches  # noqa: F401 - a fixture
+from gpu_device import a_device  # noqa: F401 - a fixture
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import changes
@@ -36,8 +35,7 @@ pytestmark = [
     pytest.mark.skipif(
         bool(MISSING), reason=f"no version is published without {', '.join(MISSING)}: make gpu-packages"
     ),
-    pytest.mark.usefixtures("fast_switches", "the_device"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("a_device", "the_device"),
     *([pytest.mark.gpu] if gpu_device.CUDA else []),
 ]
 
@@ -78,7 +76,7 @@ def the_device(monkeypatch: pytest.MonkeyPatch) -> TheDevice:
 
 
 def bfloat16() -> Weights:
-    """Two tensors of one kind, a norm, and one that is larger than what a block of the simulator searches.
+    """Two tensors of one kind, a norm, and one that is larger.
 
     An anchor takes more bytes than a patch.
     """
@@ -373,7 +371,7 @@ def test_a_staged_version_is_written_in_one_launch_and_read_back(
     launch, left_out = vars(changes)["launch"], ""
 
     def noted(kernel: Any, *given: Any) -> None:
-        name = (kernel.py_func if gpu_device.CUDA else kernel.fn).__name__
+        name = kernel.py_func.__name__
         launched.append(name)
         if name != left_out:
             launch(kernel, *given)

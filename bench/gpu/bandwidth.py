@@ -30,20 +30,13 @@ STATE_NBYTES = 10  # of device memory for a weight: three states, and what the o
 
 def fitting(elements: int) -> int:
     """As many weights as were asked for, or as the device has memory for."""
-    if device.SIMULATED:
-        return elements
     free, _ = torch.cuda.mem_get_info()
     return min(elements, free // STATE_NBYTES)
 
 
-def there(tensor: torch.Tensor) -> Any:
-    """A tensor as a device array."""
-    return tensor.numpy().view(f"<u{tensor.element_size()}") if device.SIMULATED else tensor
-
-
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory that the device can read."""
-    made = torch.empty_like(tensor, device="cpu", pin_memory=not device.SIMULATED)
+    made = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
     return made.copy_(tensor)
 
 
@@ -91,11 +84,10 @@ class Bench:
 
     def __init__(self, elements: int, rounds: int) -> None:
         self._rounds = rounds
-        self._where = "cpu" if device.SIMULATED else "cuda"
         shapes = shapes_of(fitting(elements))
-        self.old, self.new, self.spare = (state_like(shapes, self._where) for _ in range(3))
+        self.old, self.new, self.spare = (state_like(shapes, device.PLACE) for _ in range(3))
         fill(self.old, 1)
-        self._regions = [regions_of([there(each.view(-1)) for each in s.tensors]) for s in (self.old, self.new)]
+        self._regions = [regions_of([each.view(-1) for each in s.tensors]) for s in (self.old, self.new)]
         sizes = self._regions[0].sizes
         self._nbytes, count = 2 * int(sizes.sum()), len(sizes)
         flat = digests.Flat(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64), sizes)
@@ -119,7 +111,7 @@ class Bench:
 
     def launch(self) -> dict[str, object]:
         """One launch, for 64 elements; and a search in them, which is seven launches and what Python does for them."""
-        one: Regions = regions_of([there(self.old.flat[:64])])
+        one: Regions = regions_of([self.old.flat[:64]])
         memory = self._memory(64)
         edges, indices = device.upload(np.array([0, 64])), device.zeros(64, np.uint32)
         gather = partial(changes.gather_all, one, edges, indices, memory[1])
@@ -176,8 +168,8 @@ class Bench:
         olds = [each.view(-1) for each in self.old.tensors]
         edges, indices, values, _ = self._found()
         positions, bits = peers.find_as_verl([each.clone() for each in olds], news, olds)
-        assert torch.equal(positions.view(torch.int32), _as(indices, torch.int32, self._where))
-        assert torch.equal(bits, _as(values, torch.int16, self._where))
+        assert torch.equal(positions.view(torch.int32), indices.view(torch.int32))
+        assert torch.equal(bits, values.view(torch.int16))
         del edges, indices, values, positions, bits
         for name, copied in (("on_device", torch.clone), ("pinned", pinned)):
             snapshots = [copied(each) for each in olds]
@@ -187,7 +179,7 @@ class Bench:
     def digest(self) -> dict[str, object]:
         """Of the whole model."""
         first = self.old.tensors[0].view(-1)[:50_000].cpu().numpy().view("<u2")
-        assert digests.digest_range(3, 9, there(self.old.tensors[0].view(-1)[:50_000])) == digest_range(3, 9, first)
+        assert digests.digest_range(3, 9, self.old.tensors[0].view(-1)[:50_000]) == digest_range(3, 9, first)
         return self._against_copy(self._nbytes, self._times(lambda: digests.digest(self._regions[0], self._flat)))
 
     def delta(self) -> dict[str, object]:
@@ -204,7 +196,7 @@ class Bench:
     def apply(self) -> dict[str, object]:
         """Overwrite the changes of a step, and read them back."""
         edges, indices, values, _ = self._found()
-        live = regions_of([there(each.view(-1)) for each in self.spare.tensors])
+        live = regions_of([each.view(-1) for each in self.spare.tensors])
         self.spare.flat.copy_(self.old.flat)
         changes.scatter_all(live, edges, indices, values)
         assert int(device.download(changes.find_wrong(live, edges, indices, values))[0]) == 0
@@ -254,15 +246,15 @@ class Bench:
         return times(lambda: peers.apply_as_vllm(numbers, patches), 3)
 
     def _floats(self) -> torch.Tensor:
-        return torch.randn(self._nbytes // 2, device=self._where)
+        return torch.randn(self._nbytes // 2, device=device.PLACE)
 
     def cast(self) -> dict[str, object]:
         """float32 to bfloat16, against torch's own."""
         floats = self._floats()
-        bits = torch.empty(len(floats), dtype=torch.int16, device=self._where)
-        casts.cast(there(floats), there(bits))
+        bits = torch.empty(len(floats), dtype=torch.int16, device=device.PLACE)
+        casts.cast(floats, bits)
         assert torch.equal(bits, floats.bfloat16().view(torch.int16))
-        ours = self._against_copy(6 * len(floats), self._times(lambda: casts.cast(there(floats), there(bits))))
+        ours = self._against_copy(6 * len(floats), self._times(lambda: casts.cast(floats, bits)))
         by_torch = self._times(lambda: bits.view(torch.bfloat16).copy_(floats))
         return {**ours, "torch": by_torch._asdict()}
 
@@ -270,16 +262,9 @@ class Bench:
         """float32 compared with bfloat16, without a cast copy."""
         pieces = [each.view(-1) for each in self.old.tensors]
         floats = [each.view(-1).view(torch.bfloat16).float() for each in self.new.tensors]
-        old, new = regions_of([there(each) for each in pieces]), regions_of([there(each) for each in floats])
+        old, new = regions_of(pieces), regions_of(floats)
         memory = self._memory(len(self.old.flat) // 20 + 1000)[:2]
         found = int(device.download(changes.find(old, new, *memory, cast=True))[-1])
         assert found == sum(map(len, peers.find_by_ne(self.old.tensors, self.new.tensors)))
         taken = self._times(lambda: changes.find(old, new, *memory, cast=True))
         return self._against_copy(6 * self._nbytes // 2, taken)
-
-
-def _as(array: Any, dtype: torch.dtype, where: str) -> torch.Tensor:
-    """A device array of 16 or 32 bits as a tensor of signed integers."""
-    if device.SIMULATED:
-        return torch.from_numpy(array.view(f"i{array.itemsize}")).to(where)
-    return array.view(dtype)  # type: ignore[no-any-return]

@@ -5,8 +5,8 @@
 It needs PyTorch with CUDA, NumPy and Numba-CUDA, and in part what `make gpu-packages` brings. Kernels are compared with
 a plain copy of the same weights on the device, with torch's operations, with what others do, and the coder with one
 core of the CPU; results are checked as they are measured. Every section is a process with a limit of time, and results
-are written as they come: what fails says so in them. With NUMBA_ENABLE_CUDASIM=1 and `--elements 2000` it runs through
-in Numba's simulator: then its times say nothing.
+are written as they come: what fails says so in them. With `--emulated --elements 2000` it runs through on
+the CPU: then its times say nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,8 +24,6 @@ from typing import Literal, NamedTuple
 from children import Keep, Report, Results
 
 TESTS = ("tests/test_gpu.py", "tests/test_gpu_coding.py", "tests/test_gpu_versions.py")
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
-SLOWER = 10 if SIMULATED else 1  # times the limits of sections
 RUN_S = 240.0  # that are kept for the run of GRPO and the tests
 
 
@@ -39,6 +36,7 @@ class Options(NamedTuple):
     rounds: int
     steps: int
     seconds: float
+    emulated: bool
 
 
 class Section(NamedTuple):
@@ -111,7 +109,7 @@ def _one_rank(options: Options, keep: Keep) -> None:
 def _grpo(options: Options, keep: Keep) -> None:
     from grpo_run import measure_run
 
-    measure_run("cpu" if SIMULATED else "cuda", options.steps, options.seconds, keep)
+    measure_run("cpu" if options.emulated else "cuda", options.steps, options.seconds, keep)
 
 
 SECTIONS = {
@@ -132,10 +130,7 @@ SECTIONS = {
 
 
 def _tests(results: Results) -> None:
-    """The tests marked gpu, on the device. In the simulator they are part of the suite."""
-    if SIMULATED:
-        results.add("tests", {"state": "left out: the suite runs them in the simulator"})
-        return
+    """The tests marked gpu, on the device."""
     chosen = ["--noconftest", "--continue-on-collection-errors", "-m", "gpu"]
     command = [sys.executable, "-m", "pytest", "-W", "default", *chosen, *TESTS]
     # pytest's own output is no JSON: it goes where errors go, and is kept if it fails.
@@ -151,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the run of GRPO")
     parser.add_argument("--seconds", type=float, default=560, help="of everything together")
+    parser.add_argument("--emulated", action="store_true", help="on the CPU, without the tests")
     parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "tests"], help="these sections alone")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in a process that the parent starts
@@ -167,6 +163,7 @@ def main() -> None:
         given.rounds,
         given.steps,
         given.seconds,
+        given.emulated,
     )
     if given.section:
         _measure(SECTIONS[given.section], options)
@@ -179,7 +176,7 @@ def main() -> None:
 
     def run(name: str, reserved: float = 0.0) -> None:
         section = SECTIONS[name]
-        limit = min(section.limit * SLOWER, results.left_s - reserved)
+        limit = min(section.limit, results.left_s - reserved)
         own = ["--section", name, "--seconds", str(0.9 * limit)]  # so that a run ends in time by itself
         results.run(name, [sys.executable, __file__, *sys.argv[1:], *own], limit, dict(section.environment))
 
@@ -190,7 +187,7 @@ def main() -> None:
     # No speed is measured any more: these run side by side.
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(run, name) for name in last]
-        if not given.only or "tests" in given.only:
+        if not given.emulated and (not given.only or "tests" in given.only):
             tasks.append(pool.submit(_tests, results))
         for task in tasks:
             task.result()
@@ -198,9 +195,10 @@ def main() -> None:
 
 def _measure(section: Section, options: Options) -> None:
     """In the section's own process."""
-    if SIMULATED:
-        warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-        sys.setswitchinterval(1e-5)
+    if options.emulated:
+        import emulator
+
+        emulator.install()
     report = Report()
     section.measure(options, report.keep)
     sys.exit(report.failed)

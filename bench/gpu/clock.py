@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pulse_rl.kernels.gpu import device
-
 AHEAD_CYCLES = 40_000_000  # some 20 ms in which the device waits while the host queues what is measured
 
 
@@ -22,17 +20,12 @@ class Times(NamedTuple):
     first_s: float  # the first time, with what is compiled and loaded
 
 
-def wait() -> None:
-    if not device.SIMULATED:
-        torch.cuda.synchronize()
-
-
 def wall(function: Callable[[], object]) -> float:
     """Seconds until all is done."""
-    wait()
+    torch.cuda.synchronize()
     begin = time.perf_counter()
     function()
-    wait()
+    torch.cuda.synchronize()
     return time.perf_counter() - begin
 
 
@@ -40,8 +33,6 @@ def times(function: Callable[[], object], rounds: int) -> Times:
     """Time a function that queues work. If it waits for the device itself, this counts as time on the device."""
     first = wall(function)
     walls = [wall(function) for _ in range(rounds)]
-    if device.SIMULATED:
-        return Times(statistics.median(walls), statistics.median(walls), first)
     on_device = statistics.median(_on_device(function) for _ in range(rounds))
     return Times(on_device, statistics.median(walls), first)
 

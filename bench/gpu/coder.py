@@ -22,7 +22,7 @@ from synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
 from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec
 from pulse_rl.kernels.cpu.coding import Lies, memory_at
-from pulse_rl.kernels.gpu import changes, device
+from pulse_rl.kernels.gpu import changes, coding, device
 from pulse_rl.kernels.gpu.regions import regions_of
 from pulse_rl.weights import devices
 from pulse_rl.weights.changes import Changes
@@ -37,7 +37,7 @@ class Timed(devices.Cuda):
     """The device, and the seconds that each function of its coder took."""
 
     def __init__(self) -> None:
-        super().__init__(None if device.SIMULATED else torch.device("cuda", torch.cuda.current_device()))
+        super().__init__(torch.device(device.PLACE))
         self.taken: dict[str, float] = {}
 
     @contextmanager
@@ -62,10 +62,7 @@ def segments_of(
         if elements <= 0:
             break
         row = before.shape[-1]
-        flat: Any = before.view(-1)
-        target: Any = after.view(-1)
-        if device.SIMULATED:
-            flat, target = (each.numpy().view("<u2") for each in (flat, target))
+        flat, target = before.view(-1), after.view(-1)
         size = len(flat)
         elements -= size
         starts = range(0, size, SEGMENT)
@@ -117,15 +114,16 @@ def clocked(function: Callable[[], Any]) -> tuple[float, Any]:
 def measure_coder(elements: int, on_cpu: int, keep: Keep) -> None:
     """Encode and decode `on_cpu` elements on the device and on the CPU, then more of them on the device alone."""
     shapes = shapes_of(fitting(elements))
-    old, new = (state_like(shapes, "cpu" if device.SIMULATED else "cuda") for _ in range(2))
+    old, new = (state_like(shapes, device.PLACE) for _ in range(2))
     fill(old, 1)
     for share in DENSITIES:
         changed(old, new, share, 5)
         coder = Coder(old, new, on_cpu)
         keep(f"{share:.2%}_against_a_core", coder.against_a_core)
-        keep(f"{share:.2%}_quarter", partial(coder.on_device, elements // 4))
+        for together in (32, 8, 1):
+            keep(f"{share:.2%}_quarter_{together}_coders_a_block", partial(coder.on_device, elements // 4, together))
         if coder.seconds_for(elements) < PATIENCE_S:
-            keep(f"{share:.2%}_whole", partial(coder.on_device, elements))
+            keep(f"{share:.2%}_whole", partial(coder.on_device, elements, 1))
 
 
 class Coder:
@@ -154,8 +152,9 @@ class Coder:
         assert all(a.indices.tolist() == b.indices.tolist() and a.values.tolist() == b.values.tolist() for a, b in same)
         return {"elements": elements, "cpu_encode_s": encode_s, "cpu_decode_s": decode_s, "first_encode_s": compiled_s}
 
-    def on_device(self, elements: int) -> dict[str, object]:
-        """How long the device takes, and how many cores of the CPU take as long."""
+    def on_device(self, elements: int, together: int) -> dict[str, object]:
+        """How long the device takes, and how many cores of the CPU take as long. together: coders of a block."""
+        coding.CODERS = together
         parts, _ = segments_of(self._old, self._new, elements, self._there)
         count = sum(part.spec.size for part in parts)
         self._there.taken = {}

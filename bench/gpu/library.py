@@ -12,14 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from bandwidth import fitting
 from children import Keep
-from clock import event, wait, wall
+from clock import event, wall
 from synthetic import State, changed, fill, shapes_of, state_like
 
 import pulse_rl as pulse
@@ -27,7 +26,6 @@ from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn
 from pulse_rl.sync.subscribe.staging import Staged
-from pulse_rl.weights import devices
 
 SHARES = (0.0015, 0.01)
 TURNS = 3  # versions of a share, of which the first one compiles
@@ -40,8 +38,6 @@ T = TypeVar("T")
 
 def measure_versions(elements: int, shares: Sequence[float], kept_on: KeptOn, codec: CodecName, keep: Keep) -> None:
     """Publish, stage and apply versions of a model of about this many weights."""
-    if device.SIMULATED:
-        devices.on_cuda = lambda tensor: True
     found = Versions(fitting(elements), kept_on, codec)
     keep("first", found.first)
     for share in shares:
@@ -59,15 +55,14 @@ class Versions:
     """
 
     def __init__(self, elements: int, kept_on: KeptOn, codec: CodecName) -> None:
-        where = "cpu" if device.SIMULATED else "cuda"
         shapes = shapes_of(elements)
-        self._state = state_like(shapes, where)
+        self._state = state_like(shapes, device.PLACE)
         fill(self._state, 7)
         self._weights = named(self._state)
-        self._live = named(state_like(shapes, where)) if kept_on == "device" else None
+        self._live = named(state_like(shapes, device.PLACE)) if kept_on == "device" else None
         self._publisher = pulse.Publisher("memory://", codec=codec, baseline=kept_on, anchor_every=1000)
         self._subscriber = pulse.Subscriber(self._publisher.history.store)
-        self._training = Training(where)
+        self._training = Training()
 
     def first(self) -> dict[str, object]:
         """An anchor, put and read."""
@@ -114,9 +109,9 @@ class Versions:
 class Training:
     """A stream that multiplies matrices."""
 
-    def __init__(self, where: str) -> None:
-        rows = 32 if device.SIMULATED else MATRIX
-        self._one, self._other = (torch.randn(rows, rows, device=where).bfloat16() for _ in range(2))
+    def __init__(self) -> None:
+        rows = MATRIX if torch.cuda.is_available() else 32
+        self._one, self._other = (torch.randn(rows, rows, device=device.PLACE).bfloat16() for _ in range(2))
         self._out = torch.empty_like(self._one)
 
     def _queue(self, count: int) -> list[Any]:
@@ -124,10 +119,8 @@ class Training:
         events: list[Any] = []
         for _ in range(count):
             torch.matmul(self._one, self._other, out=self._out)
-            events.append(time.perf_counter())
-            if not device.SIMULATED:
-                events[-1] = event()
-                events[-1].record()
+            events.append(event())
+            events[-1].record()
         return events
 
     def alone(self) -> float:
@@ -142,19 +135,17 @@ class Training:
         alone, how much longer than usual those took that waited, together, and the longest of them.
         """
         alone_s = self.alone()
-        stream = nullcontext() if device.SIMULATED else torch.cuda.stream(_new_stream())
         events: list[Any] = []
-        wait()
+        torch.cuda.synchronize()
         begin = time.perf_counter()
-        with ThreadPoolExecutor(1) as pool, stream:
+        with ThreadPoolExecutor(1) as pool, torch.cuda.stream(_new_stream()):
             running = pool.submit(lambda: (function(), time.perf_counter() - begin))
             while not running.done():
                 events += self._queue(8)  # not far ahead of the device, so that all of them run beside the function
-                if not device.SIMULATED:
-                    events[-8].synchronize()
+                events[-8].synchronize()
             result, seconds = running.result()
-        wait()
-        gaps = [_between(one, other) for one, other in zip(events, events[1:], strict=False)] or [alone_s]
+        torch.cuda.synchronize()
+        gaps = [one.elapsed_time(other) / 1e3 for one, other in zip(events, events[1:], strict=False)] or [alone_s]
         usual = statistics.median(gaps)
         waited = [gap - usual for gap in gaps if gap > WAITED * usual]
         return result, {
@@ -167,7 +158,3 @@ class Training:
 
 def _new_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-
-def _between(one: Any, other: Any) -> float:
-    return float(other - one) if device.SIMULATED else float(one.elapsed_time(other)) / 1e3

@@ -19,7 +19,7 @@ PACKAGES = ("numpy", "numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindi
 
 def measure_machine(keep: Keep) -> None:
     keep("software", software)
-    if not device.SIMULATED:
+    if torch.cuda.is_available():
         keep("device", properties)
         keep("driver", driver)
     keep("first_kernels", first_kernels)
@@ -32,7 +32,7 @@ def software() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "simulated": device.SIMULATED,
+        "place": device.PLACE,
     }
 
 

@@ -11,12 +11,12 @@ import socket
 from collections.abc import Callable
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from children import Keep
 from clock import wall
 
 from pulse_rl.group.collectives import Group
-from pulse_rl.kernels.gpu import device
 
 BUCKET_NBYTES = 32 << 20
 
@@ -25,7 +25,7 @@ def measure_collectives(keep: Keep) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    dist.init_process_group("gloo" if device.SIMULATED else "nccl", rank=0, world_size=1)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=0, world_size=1)
     keep("bucket", _bucket)
     dist.destroy_process_group()
 
@@ -33,7 +33,7 @@ def measure_collectives(keep: Keep) -> None:
 def _bucket() -> dict[str, object]:
     """What they take on one rank, and that they give back what went in."""
     group = Group.of()
-    bucket = np.random.default_rng(0).integers(0, 256, 1000 if device.SIMULATED else BUCKET_NBYTES, np.uint8)
+    bucket = np.random.default_rng(0).integers(0, 256, BUCKET_NBYTES, np.uint8)
     data = bucket.tobytes()
     found: dict[str, object] = {"backend": str(dist.get_backend()), "nbytes": len(data)}
     calls: dict[str, Callable[[], object]] = {

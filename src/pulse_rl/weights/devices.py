@@ -11,7 +11,6 @@ runs on the caller's stream: it must not overtake what reads the weights.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,21 +99,17 @@ HOST = Host()
 
 
 class Cuda:
-    """A CUDA device's memory. device: None where Numba simulates one."""
+    """A CUDA device's memory."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._coding = threading.Lock()
-        if device is not None:
-            import torch
-
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def own_stream(self) -> AbstractContextManager[object]:
         """The stream of this device's kernels is the current one, and its device."""
-        if self._stream is None:
-            return nullcontext()
         import torch
 
         return torch.cuda.stream(self._stream)
@@ -123,8 +118,6 @@ class Cuda:
         """New memory that this device's kernels reach: its own or, pinned, the host's, which they read over PCIe."""
         import torch
 
-        if self._device is None:
-            return torch.empty(shape, dtype=dtype)
         if pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         with self.own_stream():
@@ -132,23 +125,19 @@ class Cuda:
 
     def wait(self) -> None:
         """Wait until what is queued on the stream of this device's kernels is done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()
 
     def _callers_stream(self) -> AbstractContextManager[object]:
         """The caller's stream on this device is the current one, and its device."""
-        if self._device is None:
-            return nullcontext()
         import torch
 
         return torch.cuda.stream(torch.cuda.current_stream(self._device))
 
     def follow(self) -> None:
         """Have kernels wait for what the caller has queued. No host waits."""
-        if self._stream is not None:
-            import torch
+        import torch
 
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def spots_delta(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -218,13 +207,13 @@ class Cuda:
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in the memory of a CUDA device. Tests that simulate one say so of some in host memory."""
+    """Whether a tensor lies in the memory of a CUDA device. Tests that emulate one say so of some in host memory."""
     return tensor.is_cuda
 
 
 def device_of(tensor: torch.Tensor) -> Cuda | None:
     """The CUDA device that a tensor lies on, if there are kernels for it; None otherwise."""
-    return _device(tensor.device if tensor.is_cuda else None) if on_cuda(tensor) and _has_kernels() else None
+    return _device(tensor.device) if on_cuda(tensor) and _has_kernels() else None
 
 
 _device = cache(Cuda)
@@ -243,9 +232,6 @@ def require_kernels() -> None:
 
 def _are_there_kernels() -> bool:
     """Found out without loading Numba's part for CUDA."""
-    simulator = sys.modules.get("pulse_rl.kernels.gpu.device")
-    if simulator is not None and simulator.SIMULATED:
-        return True
     if find_spec("torch") is None or find_spec("numba_cuda") is None:
         return False
     import torch

@@ -1,9 +1,9 @@
 """The hot loops on a CUDA device, compiled by Numba-CUDA at first use, with the results of the ones on the CPU.
 
-`device` has what differs between a device and Numba's simulator, which tests use. `regions` describes memory that one
-launch reads; `bits` leads from a bit for each element to results in order. `changes` finds, reads and writes changed
-elements; `digests` sums a digest's terms; `casts` casts to bfloat16; `spots` does these for many segments of a patch;
-`moves` and `coding` serve the `context` codec.
+`device` has arrays, launches and reads by address. `regions` describes memory that one launch reads; `bits` leads from
+a bit for each element to results in order. `changes` finds, reads and writes changed elements; `digests` sums a
+digest's terms; `casts` casts to bfloat16; `spots` does these for many segments of a patch; `moves` and `coding` serve
+the `context` codec.
 
 Kernels are queued on torch's current stream, and nothing waits for them but what returns host values. The caller proves
 every index in range, as on the CPU; the decoder of the `context` codec checks every position itself. What runs on the

@@ -12,12 +12,10 @@ from numba import cuda
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
-    barrier,
     device,
     empty,
     itemsize_of,
     launch,
-    popcount,
     zeros,
 )
 from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions
@@ -55,23 +53,23 @@ def below(low, high, width, mask, bound):
 @device
 def _lowest(bits):
     """The number of the lowest bit that is set."""
-    return popcount((bits & -bits) - 1)
+    return cuda.popc((bits & -bits) - 1)
 
 
 @device
 def _exclusive(shared, thread, value):
     """The sum of the values of the block's threads before this one. shared: (THREADS,)."""
     shared[thread] = value
-    barrier()
+    cuda.syncthreads()
     step = 1
     while step < THREADS:
         more = shared[thread - step] if thread >= step else np.int64(0)
-        barrier()
+        cuda.syncthreads()
         shared[thread] += more
-        barrier()
+        cuda.syncthreads()
         step *= 2
     before = shared[thread] - value
-    barrier()
+    cuda.syncthreads()
     return before
 
 
@@ -80,7 +78,7 @@ def _bits_before(shared, thread, masks, first):
     """How many bits the threads before this one hold, each of which holds UNITS masks of a tile."""
     count = 0
     for u in range(UNITS):
-        count += popcount(int(masks[first + u]))
+        count += cuda.popc(int(masks[first + u]))
     return _exclusive(shared, thread, np.int64(count))
 
 

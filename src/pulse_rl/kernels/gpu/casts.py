@@ -7,7 +7,6 @@ from numba import cuda
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
-    address_of,
     device,
     example,
     high_word,
@@ -71,4 +70,4 @@ def cast_at(source: int, target: int, size: int) -> None:
 
 def cast(values: DeviceArray, bits: DeviceArray) -> None:
     """Queue that bits (n,) become those of float32 values (n,) in bfloat16."""
-    cast_at(address_of(values), address_of(bits), len(values))
+    cast_at(values.data_ptr(), bits.data_ptr(), len(values))

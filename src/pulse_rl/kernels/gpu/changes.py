@@ -24,7 +24,6 @@ from pulse_rl.kernels.gpu.device import (
     itemsize_of,
     launch,
     low_word,
-    popcount,
     store,
     upload,
     zeros,
@@ -114,14 +113,14 @@ def _compare(like, news, old, new, tiles, masks, counts):
             m2, m3 = differing(low2, high2, width), differing(low3, high3, width)
             masks[mask], masks[mask + THREADS] = m0, m1
             masks[mask + 2 * THREADS], masks[mask + 3 * THREADS] = m2, m3
-            count += popcount(m0) + popcount(m1) + popcount(m2) + popcount(m3)
+            count += cuda.popc(m0) + cuda.popc(m1) + cuda.popc(m2) + cuda.popc(m3)
             p, q, mask = p + np.uint64(4) * step, q + np.uint64(4) * far, mask + 4 * THREADS
     else:
         for u in range(UNITS):
             i = (unit + u * THREADS + thread) * each
             m = _compared(like, news, old, new, r, i, size) if i < size else 0
             masks[mask + u * THREADS] = m
-            count += popcount(m)
+            count += cuda.popc(m)
     if count:
         cuda.atomic.add(shared, 0, count)
     cuda.syncthreads()

@@ -24,7 +24,6 @@ from pulse_rl.kernels.gpu.device import (
     itemsize_of,
     launch,
     low_word,
-    popcount,
     twin,
     upload,
 )
@@ -105,7 +104,7 @@ def _compare(like, layout, tiles, mask, bounds, masks, counts):
         i = ((tile - tiles.firsts[r]) * TILE + u * THREADS + thread) * each
         m = _mask_of(like, layout, r, i, size, mask, bound) if i < size else 0
         masks[tile * TILE + u * THREADS + thread] = m
-        count += popcount(m)
+        count += cuda.popc(m)
     if count:
         cuda.atomic.add(shared, 0, count)
     cuda.syncthreads()

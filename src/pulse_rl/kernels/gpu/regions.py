@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.coding import Memory
-from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, address_of, bits_of, device, itemsize_of, load, upload
+from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, bits_of, device, itemsize_of, load, upload
 
 UNIT_NBYTES = 16
 UNITS = 8  # of a thread in a tile
@@ -76,7 +76,7 @@ def regions_of(arrays: Sequence[DeviceArray]) -> Regions:
     held = [bits_of(array) for array in arrays]
     sizes = np.array([int(np.prod(array.shape)) for array in held], np.int64)
     itemsize = int(held[0].itemsize)
-    addresses = np.array([address_of(array) for array in held], np.uint64)
+    addresses = np.array([array.data_ptr() for array in held], np.uint64)
     return Regions(Memory(addresses, np.ones_like(sizes), sizes, sizes * itemsize, held), itemsize)
 
 
