@@ -103,14 +103,16 @@ def test_every_room_gives_what_the_naive_twins_give(room: Any, width: int, n: in
 
 
 def several(width: int, seed: int) -> list[NDArray[Any]]:
-    """Empty, of one element, rows shorter and longer than 16 bytes, and of several tiles."""
-    shapes = [(0,), (1,), (5, 3), (4, 33), (2 * TILE // width + 5,), (0,)]
+    """Empty, of one element, rows shorter and longer than 16 bytes, and of more than a tile: in one row, in many."""
+    tile = 2 * TILE // width
+    shapes = [(0,), (1,), (5, 3), (4, 33), (tile + 5,), (0,), (tile // 64 + 3, 64)]
     return [random_bits(width, shape, seed + i) for i, shape in enumerate(shapes)]
 
 
 def held(bits: list[NDArray[Any]], *, shift: int) -> list[Held]:
     """In memory that begins `shift` elements after an address that 16 divides, and whose rows lie apart."""
-    return [Held(each, before=shift, between=3 * i if each.ndim == 2 else 0) for i, each in enumerate(bits)]
+    between = [0 if each.ndim == 1 else 128 if each.shape[1] == 64 else 3 * i for i, each in enumerate(bits)]
+    return [Held(each, before=shift, between=apart) for each, apart in zip(bits, between, strict=True)]
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -191,7 +193,8 @@ def test_more_elements_than_an_index_can_count_are_refused() -> None:
 def test_changes_of_weights_that_are_cast(shift: int) -> None:
     """A trainer's float32 against the bfloat16 published last: rows and tiles, with NaN among them."""
     rng = np.random.default_rng(shift)
-    news = [rng.normal(0, 1, shape).astype(np.float32) for shape in ((5, 3), (3, 17), (TILE + 9,), (1,))]
+    shapes = [(5, 3), (3, 17), (TILE + 9,), (1,), (TILE // 64 + 3, 64)]
+    news = [rng.normal(0, 1, shape).astype(np.float32) for shape in shapes]
     news[0][0, 1] = np.nan
     cast = [cast_array(each.reshape(-1), "bfloat16").reshape(each.shape) for each in news]
     olds = [with_changes(each, 0.2, i) for i, each in enumerate(cast)]

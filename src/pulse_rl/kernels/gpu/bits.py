@@ -82,10 +82,10 @@ def _bits_before(shared, thread, masks, first):
     return _exclusive(shared, thread, np.int64(count))
 
 
-def placer(put):
-    """The kernel of a second pass, a block for each tile, in which `put` writes what was found to its place.
+def placer(fill):
+    """The kernel of a second pass, a block for each tile, in which `fill` writes what was found to its place.
 
-    put(like, state, r, i, k, out): element i of region r is result k. `out.indices` says how many have a place.
+    fill(like, state, r, i, k, out): element i of region r is result k. `out.indices` says how many have a place.
     """
 
     @cuda.jit
@@ -102,9 +102,13 @@ def placer(put):
         for u in range(UNITS):
             m = int(masks[first + u])
             while m != 0 and k < out.indices.shape[0]:
-                put(like, state, r, i + u * each + _lowest(m), k, out)
+                out.indices[k] = i + u * each + _lowest(m)
                 m &= m - 1
                 k += 1
+        cuda.syncthreads()
+        # A thread for each result: loads of neighbours are under way together.
+        for at in range(offsets[tile] + thread, min(offsets[tile + 1], out.indices.shape[0]), THREADS):
+            fill(like, state, r, np.int64(out.indices[at]), at, out)
 
     return place
 

@@ -38,6 +38,7 @@ from pulse_rl.kernels.gpu.regions import (
     element,
     region_of,
     regions_of,
+    stepping,
     unit_at,
 )
 
@@ -94,16 +95,15 @@ def _compare(like, news, old, new, tiles, masks, counts):
     r = tiles.owners[tile]
     size = tiles.sizes[r]
     unit = (tile - tiles.firsts[r]) * TILE  # the tile's first one in the region
-    p = old.addresses[r] + np.uint64(16 * (unit + thread))
-    q = new.addresses[r] + np.uint64(16 * times * (unit + thread))
+    first = (unit + thread) * each
+    p, step = stepping(old.addresses[r], old.runs[r], old.apart[r], itemsize, each, first, size)
+    q, far = stepping(new.addresses[r], new.runs[r], new.apart[r], itemsize * times, each, first, size)
     mask = tile * TILE + thread
     if thread == 0:
         shared[0] = 0
     cuda.syncthreads()
     count = 0
-    flat = old.runs[r] == size and new.runs[r] == size and (unit + TILE) * each <= size
-    if flat and ((p | q) & np.uint64(15)) == np.uint64(0):
-        step, far = np.uint64(16 * THREADS), np.uint64(16 * THREADS * times)
+    if step != np.uint64(0) and far != np.uint64(0) and (unit + TILE) * each <= size:
         for _ in range(UNITS // 4):  # eight loads are under way before the first is used
             low0, high0 = _both(like, news, p, q)
             low1, high1 = _both(like, news, p + step, q + far)
@@ -147,10 +147,10 @@ class _Found(NamedTuple):
 
 @device
 def _put(like, states, r, i, k, out):
-    out.indices[k] = i
-    out.values[k] = _new_element(like, states.news, states.new, r, i)
+    value = _new_element(like, states.news, states.new, r, i)
     if out.keeps:
         out.replaced[k] = element(like, states.old, r, i)
+    out.values[k] = value
 
 
 _place = placer(_put)

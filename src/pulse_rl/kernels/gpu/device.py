@@ -8,6 +8,7 @@ Tests have no device. They replace PLACE and `queue`: `bench/gpu/emulator.py` ru
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
+from functools import cache
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -114,6 +115,22 @@ def twin(function: Any) -> Any:
     return _twins[function]
 
 
+@device
+def add_together(shared, total, value):
+    """Add the values of the block's threads to total[0]. shared: (THREADS,) uint64."""
+    thread = cuda.threadIdx.x
+    shared[thread] = value
+    cuda.syncthreads()
+    half = THREADS // 2
+    while half > 0:
+        if thread < half:
+            shared[thread] += shared[thread + half]
+        cuda.syncthreads()
+        half //= 2
+    if thread == 0:
+        cuda.atomic.add(total, 0, shared[0])
+
+
 # Arrays and launches
 
 
@@ -177,9 +194,12 @@ def _argument(value: Any) -> Any:
     return cuda.as_cuda_array(View(value)) if isinstance(value, torch.Tensor) else value
 
 
+_stream = cache(cuda.external_stream)  # Numba keeps the settings of a launch by the stream's object
+
+
 def queue(kernel: Any, blocks: int, threads: int, args: tuple[Any, ...]) -> None:
     handle = torch.cuda.current_stream().cuda_stream
-    stream = cuda.external_stream(handle) if handle else cuda.default_stream()
+    stream = _stream(handle) if handle else cuda.default_stream()
     kernel[blocks, threads, stream](*map(_argument, args))
 
 

@@ -11,6 +11,7 @@ from pulse_rl.kernels.cpu.digests import C1, C2, mixed
 from pulse_rl.kernels.gpu.device import (
     THREADS,
     DeviceArray,
+    add_together,
     bits_of,
     device,
     download,
@@ -23,7 +24,18 @@ from pulse_rl.kernels.gpu.device import (
     upload,
     zeros,
 )
-from pulse_rl.kernels.gpu.regions import TILE, UNITS, Regions, element, place_in, region_of, regions_of, unit_at
+from pulse_rl.kernels.gpu.regions import (
+    TILE,
+    UNITS,
+    Regions,
+    element,
+    place_in,
+    region_of,
+    regions_of,
+    rows_of_step,
+    stepping,
+    unit_at,
+)
 
 _mixed = twin(mixed)
 _U0 = np.uint64(0)
@@ -73,38 +85,34 @@ def _unit(like, layout, flat, r, i, size):
 
 @cuda.jit
 def _digest(like, layout, tiles, flat, total):
-    shared = cuda.shared.array(1, np.uint64)
+    shared = cuda.shared.array(THREADS, np.uint64)
     tile, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    if thread == 0:
-        shared[0] = 0
-    cuda.syncthreads()
     r = tiles.owners[tile]
     size = tiles.sizes[r]
     mine = _U0
     itemsize = itemsize_of(like)
     each = 16 // itemsize
     unit = (tile - tiles.firsts[r]) * TILE + thread  # the thread's first one in the region
-    p = layout.addresses[r] + np.uint64(16 * unit)
-    inside = layout.runs[r] == size and (unit - thread + TILE) * each <= size
-    if inside and (p & np.uint64(15)) == _U0:
-        position = flat.seeds[r] + np.uint64(flat.starts[r] + unit * each) * C1
+    run = layout.runs[r]
+    p, step = stepping(layout.addresses[r], run, layout.apart[r], itemsize, each, unit * each, size)
+    if step != _U0 and (unit - thread + TILE) * each <= size:
+        rows = rows_of_step(run, each, size)
+        jump = np.uint64(rows * flat.strides[r] if rows else THREADS * each) * C1
+        position = place_term(flat, r, run, unit * each)
         further = np.uint64(8 // itemsize) * C1
         for _ in range(UNITS // 2):  # two loads are under way before the first is used
-            after = p + np.uint64(16 * THREADS)
+            after = p + step
             low, high, low_after, high_after = low_word(p), high_word(p), low_word(after), high_word(after)
             for first, second in ((low, high), (low_after, high_after)):
                 mine += _words(first, itemsize, position) + _words(second, itemsize, position + further)
-                position += np.uint64(each * THREADS) * C1
-            p = after + np.uint64(16 * THREADS)
+                position += jump
+            p = after + step
     else:
         for u in range(UNITS):
             i = (unit + u * THREADS) * each
             if i < size:
                 mine += _unit(like, layout, flat, r, i, size)
-    cuda.atomic.add(shared, 0, mine)
-    cuda.syncthreads()
-    if thread == 0:
-        cuda.atomic.add(total, 0, shared[0])
+    add_together(shared, total, mine)
 
 
 def digest(regions: Regions, flat: Flat) -> DeviceArray:
@@ -117,19 +125,15 @@ def digest(regions: Regions, flat: Flat) -> DeviceArray:
 
 @cuda.jit
 def _delta(runs, flat, edges, indices, before, after, total):
-    shared = cuda.shared.array(1, np.uint64)
-    if cuda.threadIdx.x == 0:
-        shared[0] = 0
-    cuda.syncthreads()
+    shared = cuda.shared.array(THREADS, np.uint64)
+    gained = np.uint64(0)
     j = cuda.grid(1)
     if j < indices.shape[0]:
         r = region_of(edges, j)
         place = place_term(flat, r, runs[r], np.int64(indices[j]))
         new, old = _mixed(place + np.uint64(after[j]) * C2), _mixed(place + np.uint64(before[j]) * C2)
-        cuda.atomic.add(shared, 0, new - old)
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        cuda.atomic.add(total, 0, shared[0])
+        gained = new - old
+    add_together(shared, total, gained)
 
 
 def delta(

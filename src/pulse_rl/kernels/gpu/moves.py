@@ -122,7 +122,6 @@ class _Searched(NamedTuple):
 
 @device
 def _put(like, searched, r, i, k, out):
-    out.indices[k] = i
     out.exponents[k] = (np.uint64(element(like, searched.layout, r, i)) & searched.mask) >> searched.shift
 
 

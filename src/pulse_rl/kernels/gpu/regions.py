@@ -108,6 +108,32 @@ def unit_at(address, run, apart, itemsize, i, size):
 
 
 @device
+def rows_of_step(run, each, size):
+    """How many whole rows the elements of THREADS threads are, `each` a thread; 0 if all are in one row, -1 if none."""
+    if run == size:
+        return np.int64(0)
+    count = np.uint32(THREADS * each)
+    if run > count or np.uint32(run) % np.uint32(each) != 0 or count % np.uint32(run) != 0:
+        return np.int64(-1)
+    return np.int64(count // np.uint32(run))
+
+
+@device
+def stepping(address, run, apart, itemsize, each, i, size):
+    """Where a thread reads `each` elements from element i on, and how far apart in memory what it reads next lies.
+
+    THREADS threads read what follows one another. The step is 0 where it differs, or where 16 does not divide it all.
+    """
+    rows = rows_of_step(run, each, size)
+    row, column = place_in(run, i)
+    at = address + np.uint64(row * apart + column * itemsize)
+    step = np.uint64(rows * apart if rows else THREADS * each * itemsize)
+    if rows < 0 or ((at | step) & np.uint64(15)) != np.uint64(0):
+        return at, np.uint64(0)
+    return at, step
+
+
+@device
 def element(like, layout, r, i):
     """Element i of region r."""
     return load(like, address_in(layout.addresses[r], layout.runs[r], layout.apart[r], itemsize_of(like), i))

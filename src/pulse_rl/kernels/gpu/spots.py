@@ -16,7 +16,18 @@ from pulse_rl.kernels.cpu.digests import C2, mixed
 from pulse_rl.kernels.cpu.spots import Spots
 from pulse_rl.kernels.gpu import digests
 from pulse_rl.kernels.gpu.changes import find, find_wrong, scatter_all
-from pulse_rl.kernels.gpu.device import THREADS, bits_of, download, empty, example, launch, twin, upload, zeros
+from pulse_rl.kernels.gpu.device import (
+    THREADS,
+    add_together,
+    bits_of,
+    download,
+    empty,
+    example,
+    launch,
+    twin,
+    upload,
+    zeros,
+)
 from pulse_rl.kernels.gpu.digests import Flat, place_term
 from pulse_rl.kernels.gpu.regions import Layout, Lines, Regions, element, region_of
 
@@ -77,20 +88,15 @@ def digest_spots(spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
 
 @cuda.jit
 def _delta(like, layout, flat, times, edges, indices, values, total):
-    shared = cuda.shared.array(1, np.uint64)
-    if cuda.threadIdx.x == 0:
-        shared[0] = 0
-    cuda.syncthreads()
+    shared = cuda.shared.array(THREADS, np.uint64)
+    gained = np.uint64(0)
     j = cuda.grid(1)
     if j < indices.shape[0]:
         r, i = region_of(edges, j), np.int64(indices[j])
         place = place_term(flat, r, layout.runs[r], i)
         old = _mixed(place + np.uint64(element(like, layout, r, i)) * C2)
-        gained = _mixed(place + np.uint64(values[j]) * C2) - old
-        cuda.atomic.add(shared, 0, np.uint64(times[r]) * gained)
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        cuda.atomic.add(total, 0, shared[0])
+        gained = np.uint64(times[r]) * (_mixed(place + np.uint64(values[j]) * C2) - old)
+    add_together(shared, total, gained)
 
 
 class Overwrites:
