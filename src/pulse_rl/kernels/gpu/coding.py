@@ -41,10 +41,10 @@ from pulse_rl.kernels.gpu.regions import Regions, element
 
 SCRATCH = 1 << 30  # bytes that a batch of segments takes on the device at most, changes apart
 HOT_NBYTES = 6  # of a hot element
-# Threads of a block that code, a segment each. One thread's branches do not wait for another one's then, as those of 32
-# threads of a warp would; a call has fewer segments than a device has places for warps; and the contexts of those that
-# a multiprocessor codes at once, 29 kB each, stay in its cache. Not measured yet: bench/gpu compares.
-CODERS = 1
+WARP = 32  # threads that take one branch at a time, of which one codes: it waits for no other one's branches
+# Warps of a block. A call has at most 1,024 segments, so others' kernels have the half of a Hopper GPU's 132
+# multiprocessors for themselves. Not measured yet: bench/gpu compares.
+CODERS = 16
 # Bytes that a stream is given at first, and for each of its changes. A hot element takes a bit at most, but for few.
 STREAM_NBYTES, CHANGE_NBYTES = 64, 8
 
@@ -138,24 +138,31 @@ def _encode_one(out, segments, hot, changes, s):
     return _encode_stream(out, place, start, _hot(hot, s), changes.indices[a:b], moved, leans)
 
 
+@device
+def _own(segments):
+    """The segment that this thread codes; -1 for none."""
+    s, lane = divmod(cuda.grid(1), WARP)
+    return s if lane == 0 and s < segments.sizes.shape[0] else -1
+
+
 @cuda.jit
 def _count(segments, hot, changes):
-    s = cuda.grid(1)
-    if s < segments.sizes.shape[0]:
+    s = _own(segments)
+    if s >= 0:
         _encode_one(None, segments, hot, changes, s)
 
 
 @cuda.jit
 def _encode(segments, hot, changes, out, slots, nbytes):
-    s = cuda.grid(1)
-    if s < segments.sizes.shape[0]:
+    s = _own(segments)
+    if s >= 0:
         nbytes[s] = _encode_one(out[slots[s] : slots[s + 1]], segments, hot, changes, s)
 
 
 @cuda.jit
 def _decode(like, layout, segments, hot, coded, sign, floating, found):
-    s = cuda.grid(1)
-    if s < segments.sizes.shape[0]:
+    s = _own(segments)
+    if s >= 0:
         place, start, leans = _start(segments, s)
         a, b = coded.edges[s], coded.edges[s + 1]
         changed = Changed(found.raw[a:b], found.ups[a:b], found.sizes[a:b])
@@ -229,7 +236,7 @@ def count_bits(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> No
     for chosen in _batches(memory, kind, starts):
         batch = _Batch(memory, kind, starts._replace(states=np.zeros_like(starts.states)), chosen)
         mine = batch.of(changes, chosen.start)
-        launch(_count, batch.blocks, CODERS, batch.segments, batch.hot, mine)
+        launch(_count, batch.blocks, CODERS * WARP, batch.segments, batch.hot, mine)
         np.add.at(starts.states, batch.kind.classes, download(batch.segments.states))
 
 
@@ -259,7 +266,7 @@ def _coded(batch: _Batch, changes: _Changes, most: NDArray[np.int64]) -> list[by
     """Streams of at most these many bytes, (segments,); None for a longer one."""
     slots = upload(np.concatenate([[0], np.cumsum(most + SLACK)]))
     out, sizes = empty(int(most.sum()) + SLACK * len(most), np.uint8), empty(len(most), np.int64)
-    launch(_encode, batch.blocks, CODERS, batch.segments, batch.hot, changes, out, slots, sizes)
+    launch(_encode, batch.blocks, CODERS * WARP, batch.segments, batch.hot, changes, out, slots, sizes)
     nbytes = download(sizes)
     at = np.concatenate([[0], np.cumsum(np.maximum(nbytes, 0))])
     packed = empty(int(at[-1]), np.uint8)
@@ -300,5 +307,5 @@ def _decode_batch(batch: _Batch, streams: Sequence[memoryview], edges: NDArray[n
     coded = _Coded(upload(edges), upload(at), data)
     field = batch.kind.field
     known = example(batch.kind.itemsize), batch.regions.layout, batch.segments, batch.hot, coded
-    launch(_decode, batch.blocks, CODERS, *known, np.uint64(field.sign), field.floating, found)
+    launch(_decode, batch.blocks, CODERS * WARP, *known, np.uint64(field.sign), field.floating, found)
     return found
