@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gpu_device import a_device  # noqa: F401 - a fixture
 
 import pulse_rl as pulse
 from pulse_rl.kernels.gpu import changes
-from pulse_rl.patch import encode
+from pulse_rl.patch import encode, work
 from pulse_rl.patch.format import unpack
 from pulse_rl.weights import devices
 from pulse_rl.weights.bits import TorchBits
@@ -243,6 +243,47 @@ def test_context_is_coded_and_decoded_where_the_weights_are(
         assert coding.read == [63]
         assert bits_of(live) == bits_of(here)
     assert patches(publishers[0]) == patches(publishers[1])
+
+
+@pytest.mark.parametrize("at_once", [work.ON_DEVICE, 1])
+def test_spans_are_checked_and_written_together(
+    the_device: TheDevice, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they lie on a device, up to a number of changes: one call for each width of elements."""
+    monkeypatch.setattr(encode, "CLOSE_NBYTES", {1: 8, 2: 8})
+    monkeypatch.setattr(work, "ON_DEVICE", at_once)
+    called = list[str]()
+
+    class Noted(devices.Cuda):
+        def spots_delta(self, *given: Any) -> int:
+            called.append("delta")
+            return super().spots_delta(*given)
+
+        def write_spots(self, *given: Any) -> int | None:
+            called.append("write")
+            return super().write_spots(*given)
+
+    monkeypatch.setattr(devices, "_device", cache(Noted))
+    trainer = the_device.put({**bfloat16(), "scale": torch.randn(400)})
+    live = the_device.put(trainer)
+    publisher = pulse.Publisher("memory://", codec="gap", baseline="device")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            called.clear()
+            continue
+        spans = unpack(patches(publisher)[-1]).header.spans
+        assert spans > 2
+        calls = 2 if at_once > 1 else spans
+        assert sorted(called) == ["delta"] * calls + ["write"] * calls
+        called.clear()
+        subscriber.sync(live)
+        assert sorted(called) == ["delta"] * calls + ["write"] * calls
+        called.clear()
+        assert bits_of(live) == bits_of(trainer)
 
 
 @pytest.mark.parametrize("staged", [True, False])

@@ -577,7 +577,7 @@ def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeyp
     new = {name: changed(tensor, 200_000, rng) for name, tensor in old.items()}
     patch = diff(old, new, codec=codec)
     assert int(take_apart(patch)[0]["blocks"]) > 2
-    owner, name = (Application, "_write_unit") if where == "block" else (cpu, "write_spots")
+    owner, name = (Application, "_write_run") if where == "block" else (cpu, "write_spots")
     calls = 0
 
     def once(genuine: Any, *args: Any) -> Any:

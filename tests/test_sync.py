@@ -464,15 +464,15 @@ def test_interrupted_write_ends_in_the_new_version(
     subscriber, live = pulse.Subscriber(store), trainee.empty()
     subscriber.sync(live)
     publisher.publish(trainee.step(), version=1)
-    write, calls = Application._write_unit, []
+    write, calls = Application._write_run, []
 
-    def interrupted(self: Application, unit: Any) -> None:
-        calls.append(unit)
+    def interrupted(self: Application, run: Any) -> None:
+        calls.append(run)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        write(self, unit)
+        write(self, run)
 
-    monkeypatch.setattr(Application, "_write_unit", interrupted)
+    monkeypatch.setattr(Application, "_write_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         subscriber.sync(live)
     assert same_bits(live, cast(trainee.weights))

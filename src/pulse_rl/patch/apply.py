@@ -13,13 +13,13 @@ the proof is the sum over all. Of what several hold the copies count such that t
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
 
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, IntegrityError
-from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch, decoded_nbytes
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
@@ -27,7 +27,7 @@ from pulse_rl.patch.merging import BATCH, Merged, Write
 from pulse_rl.patch.ordering import Lying, writes_in_order
 from pulse_rl.patch.segments import Segment
 from pulse_rl.patch.targets import Target, targets
-from pulse_rl.patch.work import Tensor, Work, plan
+from pulse_rl.patch.work import Tensor, Work, joined, plan, runs
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
@@ -139,7 +139,7 @@ class Application:
             self._work, delta = list(work), 0
             few = sum(part.header.changes for part in self._parts) <= FEW
             alone = sparing and few and not any(part.codec.conditional for part in self._parts)
-            for checked in (map if alone else ordered_map)(self._check, self._work):
+            for checked in (map if alone else ordered_map)(self._check, runs(self._work)):
                 delta += checked.delta
                 self.decode_s += checked.decode_s
                 self.prove_s += checked.prove_s
@@ -151,15 +151,17 @@ class Application:
             self._delta = delta & digests.MASK
         return self._delta
 
-    def _check(self, work: Work) -> _Checked:
+    def _check(self, run: list[Work]) -> _Checked:
         start_s = time.perf_counter()
-        changes = work.decode()
+        decoded = [work.decode() for work in run]
         decoded_s = time.perf_counter()
-        if work.keep:
-            work.changes = changes
-        if work.spots is not None:
-            delta = work.device.spots_delta(work.spots, *work.joined(changes))
+        for work, changes in zip(run, decoded, strict=True):
+            if work.keep:
+                work.changes = changes
+        if run[0].spots is not None:
+            delta = run[0].device.spots_delta(*joined(run, decoded))
         else:
+            (work,), (changes,) = run, decoded
             delta = sum(
                 self._check_segment(work.tensors[segment.tensor], segment, found)
                 for segment, found in zip(work.segments, changes, strict=True)
@@ -260,38 +262,40 @@ class Application:
             bits.scatter(0, indices, values)
 
     def _write_batches(self) -> None:
-        batches = batched(self._work, lambda work: work.changed, BATCH)
+        batches = batched(runs(self._work), lambda run: sum(work.changed for work in run), BATCH)
         deque(ordered_map(self._write_batch, batches), maxlen=0)
 
-    def _write_batch(self, batch: list[Work]) -> None:
-        for work in batch:
-            self._write_unit(work)
+    def _write_batch(self, batch: list[list[Work]]) -> None:
+        for run in batch:
+            with ExitStack() as locked:
+                for work in run:
+                    locked.enter_context(work.lock)
+                self._write_run([work for work in run if not work.written])
 
-    def _write_unit(self, work: Work) -> None:
-        with work.lock:
-            if work.written:
-                return
+    def _write_run(self, run: list[Work]) -> None:
+        for work in run:
             # Held until all of it is written, as a repeated write could no longer decode against the old bits.
             work.changes = work.changes or work.decode()
-            if work.spots is not None:
-                self._write_spots(work, work.spots, work.changes)
-                work.written, work.changes = True, None
-                return
-            for target, name, (indices, values) in self._writes(work, work.changes):
+        if run and run[0].spots is not None:
+            self._write_spots(run)
+        else:
+            for target, name, (indices, values) in (w for work in run for w in self._writes(work, work.changes or ())):
                 target.bits.scatter(0, indices, values)
                 if (target.bits.gather(0, indices) != values).any():
                     raise _not_written(name)
+        for work in run:
             work.written, work.changes = True, None
 
-    def _write_spots(self, work: Work, spots: cpu.Spots, changes: Sequence[Changes]) -> None:
+    def _write_spots(self, run: list[Work]) -> None:
         """Write to plain memory, all segments at once."""
-        wrong = work.device.write_spots(spots, *work.joined(changes))
-        for number in {segment.tensor for segment in work.segments if segment.spec.changed}:
-            for piece in (piece for copy in work.tensors[number].live for piece in pieces_of(copy)):
+        wrong = run[0].device.write_spots(*joined(run, [work.changes or () for work in run]))
+        segments = [(work.tensors[segment.tensor], segment) for work in run for segment in work.segments]
+        for copies in {id(tensor.live): tensor.live for tensor, segment in segments if segment.spec.changed}.values():
+            for piece in (piece for copy in copies for piece in pieces_of(copy)):
                 if isinstance(piece.bits, HostBits | TorchBits):
                     piece.bits.count_write()
         if wrong is not None:
-            raise _not_written(work.tensors[work.segments[wrong].tensor].name)
+            raise _not_written(segments[wrong][0].name)
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})

@@ -3,7 +3,7 @@
 Only what touches live memory is decoded. `plan` finds that out without decoding; `apply` proves and writes it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -23,6 +23,8 @@ from pulse_rl.patch.targets import device_for, holds, lines, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
+
+ON_DEVICE = 1 << 20  # changes after which a device is called: each call takes the host about a millisecond
 
 
 class Tensor(NamedTuple):
@@ -68,9 +70,45 @@ class Work:
         return found if self.windows is None else cpu.windowed(self.windows, *found)
 
     @property
+    def width(self) -> int | None:
+        """Bytes of an element, if all lie plainly."""
+        return None if self.spots is None else self.segments[0].spec.itemsize
+
+    @property
     def changed(self) -> int:
         """How many elements change."""
         return sum(segment.spec.changed for segment in self.segments)
+
+
+def runs(works: Iterable[Work]) -> Iterator[list[Work]]:
+    """Works that one call checks, or writes: several on a device if they lie there in one width; otherwise each alone.
+
+    A patch has thousands of spans, and each call of a device's kernels has the host wait several times.
+    """
+    run, changed = list[Work](), 0
+    for work in works:
+        joins = work.device is not HOST and run and work.width is not None and work.width == run[-1].width
+        if run and not (joins and changed < ON_DEVICE):
+            yield run
+            run, changed = [], 0
+        run.append(work)
+        changed += work.changed
+    if run:
+        yield run
+
+
+def joined(
+    run: Sequence[Work], decoded: Sequence[Sequence[Changes]]
+) -> tuple[cpu.Spots, NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+    """Where the segments of a run lie, and their changes as `Work.joined` gives them."""
+    spots = [work.spots for work in run if work.spots is not None]
+    counts, indices, values = zip(
+        *(work.joined(changes) for work, changes in zip(run, decoded, strict=True)), strict=True
+    )
+    if len(run) == 1:
+        return spots[0], counts[0], indices[0], values[0]
+    where = cpu.Spots(*map(np.concatenate, zip(*spots, strict=True)))
+    return where, np.concatenate(counts), np.concatenate(indices), np.concatenate(values)
 
 
 def plan(
