@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from children import Keep
 from clock import Times, times, wall
 from synthetic import changed, fill, shapes_of, state_like
 
+from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.kernels.cpu.digests import digest_range
 from pulse_rl.kernels.gpu import casts, changes, device, digests
 from pulse_rl.kernels.gpu.regions import Regions, regions_of
 
 DENSITIES = (0.0015, 0.01)
 APPLIED = 0.005
+TILE = 512  # rows and columns of a tile of a patch
 SECTOR = 16  # elements of the 32 bytes that device memory moves at once
 STATE_NBYTES = 10  # of device memory for a weight: three states, and what the operations of others take
 
@@ -47,6 +50,7 @@ def measure_find(elements: int, rounds: int, keep: Keep) -> None:
     for share in DENSITIES:
         changed(bench.old, bench.new, share, 2)
         keep(f"{share:.2%}", lambda share=share: bench.find(share))  # type: ignore[misc]
+        keep(f"{share:.2%}_tiles", bench.find_tiles)
     bench.drop_spare()
     for name, of_others in (("torch_ne_nonzero", bench.ne), ("verl_compare_and_gather", bench.verl)):
         for share in DENSITIES:
@@ -158,6 +162,15 @@ class Bench:
             "with_replaced": self._against_copy(2 * self._nbytes, both),
         }
 
+    def find_tiles(self) -> dict[str, object]:
+        """In tiles, as a publisher searches: the same number of changes."""
+        old, new = (_tiles(state.tensors) for state in (self.old, self.new))
+        found = self._found()
+        memory = self._memory(len(found[1]))
+        edges = changes.find(old, new, *memory)
+        assert int(device.download(edges)[-1]) == len(found[1])
+        return self._against_copy(2 * self._nbytes, self._times(lambda: changes.find(old, new, *memory)))
+
     def ne(self) -> Times:
         return times(lambda: peers.find_by_ne(self.old.tensors, self.new.tensors), 3)
 
@@ -268,3 +281,15 @@ class Bench:
         assert found == sum(map(len, peers.find_by_ne(self.old.tensors, self.new.tensors)))
         taken = self._times(lambda: changes.find(old, new, *memory, cast=True))
         return self._against_copy(6 * self._nbytes // 2, taken)
+
+
+def _tiles(tensors: Sequence[torch.Tensor]) -> Regions:
+    """Regions of 512 rows and columns at most, a tensor's one after another."""
+    lie = []
+    for tensor in (each.view(-1, each.shape[-1]) for each in tensors):
+        rows, columns = tensor.shape
+        for top, left in product(range(0, rows, TILE), range(0, columns, TILE)):
+            at = tensor.data_ptr() + 2 * (top * columns + left)
+            lie.append((at, min(TILE, rows - top), min(TILE, columns - left), 2 * columns))
+    addresses, heights, widths, apart = np.array(lie, np.int64).T.copy()
+    return Regions(Memory(addresses.view(np.uint64), heights, widths, apart, tensors), 2)

@@ -121,6 +121,7 @@ SECTIONS = {
     "cast": Section(45, _cast),
     "nccl_one_rank": Section(45, _one_rank),
     "publish_7b_context": Section(110, partial(_versions, kept_on="device", codec="context", whole=True)),
+    "publish_7b_gap": Section(110, partial(_versions, kept_on="device", codec="gap", whole=True)),
     "publish_context": Section(70, partial(_versions, kept_on="device", codec="context")),
     "publish_gap": Section(70, partial(_versions, kept_on="device", codec="gap")),
     "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),

@@ -120,10 +120,10 @@ def measure_coder(elements: int, on_cpu: int, keep: Keep) -> None:
         changed(old, new, share, 5)
         coder = Coder(old, new, on_cpu)
         keep(f"{share:.2%}_against_a_core", coder.against_a_core)
-        for together in (32, 8, 1):
+        for together in (1, 4, 16):
             keep(f"{share:.2%}_quarter_{together}_coders_a_block", partial(coder.on_device, elements // 4, together))
         if coder.seconds_for(elements) < PATIENCE_S:
-            keep(f"{share:.2%}_whole", partial(coder.on_device, elements, 1))
+            keep(f"{share:.2%}_whole", partial(coder.on_device, elements, 16))
 
 
 class Coder:

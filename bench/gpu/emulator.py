@@ -35,7 +35,7 @@ from pulse_rl.weights import devices
 
 CAPABILITY = 9, 0  # Hopper's
 STACK_NBYTES = 1 << 18  # of a thread
-MOST_THREADS = 256
+MOST_THREADS = 1024
 CONTEXT_NBYTES = 1 << 13  # a thread's registers: more than a ucontext_t takes
 STACK_AT, STACK_SIZE_AT = 2, 4  # where a ucontext_t has them, in words
 GARBAGE = 0xA5

@@ -30,6 +30,7 @@ from pulse_rl.sync.subscribe.staging import Staged
 SHARES = (0.0015, 0.01)
 TURNS = 3  # versions of a share, of which the first one compiles
 WAITED = 1.25  # times the usual: a product that takes longer has waited
+AHEAD = 64  # products that are queued before one of them is waited for: no lack of Python's lock for 0.1 s is a stall
 MATRIX = 8192  # rows of a matrix that the training stream multiplies: 1 to 2 ms each on a Hopper GPU
 
 
@@ -141,8 +142,9 @@ class Training:
         with ThreadPoolExecutor(1) as pool, torch.cuda.stream(_new_stream()):
             running = pool.submit(lambda: (function(), time.perf_counter() - begin))
             while not running.done():
-                events += self._queue(8)  # not far ahead of the device, so that all of them run beside the function
-                events[-8].synchronize()
+                events += self._queue(8)
+                if len(events) > AHEAD:
+                    events[-AHEAD].synchronize()
             result, seconds = running.result()
         torch.cuda.synchronize()
         gaps = [one.elapsed_time(other) / 1e3 for one, other in zip(events, events[1:], strict=False)] or [alone_s]
