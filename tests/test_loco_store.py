@@ -226,6 +226,44 @@ def test_a_trainer_that_was_killed_after_its_offer_is_counted_once(store: Store)
     leave(trainers[0], again)
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_that_no_round_exchanged_are_a_warning(
+    store: Store, caplog: pytest.LogCaptureFixture, overlap: int
+) -> None:
+    """Leaving with them leaves trainers whose weights differ; `sync` on all before it does not."""
+    trainers = [Trainer(store, rank, overlap=overlap) for rank in (0, 1)]
+    enter(*trainers)
+    fine(together(*[lambda one=one: one.take(EVERY + 1) for one in trainers]))
+    leave(*trainers)
+    expected = "inner steps since round 1 that were not exchanged: 1; they are in this trainer's weights alone"
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([message for message in messages if message.startswith(expected)]) == 2
+    assert len({pulse.digest(one.model) for one in trainers}) == 2
+
+    caplog.clear()
+    enter(*trainers)
+
+    def share(one: Trainer) -> None:
+        one.take(EVERY - 1)  # with overlap, a round is on its way now
+        one.take(overlap)
+        one.take(1)
+        while one.loco.inner_steps:
+            one.loco.sync()
+        leave(one)
+
+    fine(together(*[lambda one=one: share(one) for one in trainers]))
+    assert not caplog.records
+    assert len({pulse.digest(one.model) for one in trainers}) == 1
+
+
+def test_an_error_that_ends_the_context_is_reported_alone(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    one = Trainer(store, 0, 1)
+    with pytest.raises(KeyError), one.loco:
+        one.take(1)
+        raise KeyError
+    assert not caplog.records
+
+
 def test_a_checkpoint_within_a_round_resumes_bit_for_bit(store: Store) -> None:
     trainers = [Trainer(store, rank) for rank in BOTH]
     enter(*trainers)

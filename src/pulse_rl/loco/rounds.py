@@ -65,7 +65,7 @@ from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.membership import Membership, members_of, refuse_overlap
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.report import LocoReport
-from pulse_rl.loco.steps import InnerSteps
+from pulse_rl.loco.steps import InnerSteps, warn_unexchanged
 from pulse_rl.parallel import ordered_map, submit
 from pulse_rl.weights import digests
 from pulse_rl.weights.names import named_parameters
@@ -200,8 +200,10 @@ class LocalSteps:
     def __exit__(self, *exception: object) -> None:
         """Stop counting. Inner steps since the last round stay where they are: in the live parameters.
 
-        A round that is exchanged in the background is ended first, which is a collective.
+        A round that is exchanged in the background is ended first, which is a collective. Unless an error ends the
+        context, steps that no round has exchanged are reported as a warning.
         """
+        entered = self._steps is not None
         if self._steps is not None:
             self._steps.stop()
             self._steps = None
@@ -214,6 +216,8 @@ class LocalSteps:
                 if not isinstance(exception[1], BaseException):
                     raise
                 exception[1].add_note(f"round {self.round + 1}, whose exchange had begun, failed too: {failed}")
+        if entered and self.inner_steps and self._state is State.IDLE and exception[1] is None:
+            warn_unexchanged(self.inner_steps, self.round)
 
     def state_dict(self, *, workers: int | None = None) -> dict[str, Any]:
         """θ, momentum, this rank's residual and the counters, for torch.save or torch.distributed.checkpoint.

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from pulse_rl.logs import logger
+
+log = logger(__name__)
+
 _entered: list["InnerSteps"] = []  # of the contexts that are entered, in this process
 
 
@@ -80,6 +84,19 @@ class InnerSteps:
                 f"of another {type(optimizer).__name__}, which no round would count: leave the context and make one "
                 "with that optimizer"
             )
+
+
+def warn_unexchanged(steps: int, round: int) -> None:
+    """Report steps since a round that a trainer leaves with: its weights differ from the others' by them.
+
+    No error: who saves a checkpoint goes on from there with the same bits, and a whole run must not end in one.
+    """
+    log.warning(
+        "inner steps since round %d that were not exchanged: %d; they are in this trainer's weights alone. To share them, "
+        "call loco.sync() on all trainers before the context ends, while loco.inner_steps is not 0",
+        round,
+        steps,
+    )
 
 
 def _parameters(model: torch.nn.Module) -> set[int]:
