@@ -264,6 +264,39 @@ def test_an_error_that_ends_the_context_is_reported_alone(store: Store, caplog: 
     assert not caplog.records
 
 
+def test_trainers_that_count_rounds_end_together_after_a_restart(store: Store) -> None:
+    """One that is killed and takes the same lines again ends with the others; one that counts steps is told."""
+
+    def run(one: Trainer) -> None:
+        with one.loco:
+            while one.loco.round < 3:
+                one.take(1)
+
+    first, killed = Trainer(store, 0), Trainer(store, 1)
+
+    def restart() -> Trainer:
+        enter(killed)
+        killed.rounds()
+        killed.take(1)  # and no more
+        leave(killed)
+        again = Trainer(store, 1)
+        run(again)
+        return again
+
+    _, again = fine(together(lambda: run(first), restart))
+    assert (first.loco.round, again.loco.round) == (3, 3)
+    assert first.theta == again.theta
+
+    late = Trainer(store, 1, timeout=0.3)
+    run(late)  # takes no step
+    assert late.step == 0
+    enter(late)
+    told = r"rank 0 of 2 did not make an offer .* if the others have left .*loco\.round"
+    with pytest.raises(pulse.ExchangeError, match=told) as caught:
+        late.rounds()
+    assert caught.value.ranks == (0,)
+
+
 def test_a_checkpoint_within_a_round_resumes_bit_for_bit(store: Store) -> None:
     trainers = [Trainer(store, rank) for rank in BOTH]
     enter(*trainers)
