@@ -93,17 +93,30 @@ def differ(group: Any, rank: int, size: int, what: str) -> None:
             model.b[3] += 1e-3
     other = {"options": {"outer_lr": 0.5, "gate_scale": 7.0}, "scale": {"gate_scale": 1.0}}
     options: dict[str, Any] = other.get(what, {}) if rank == 1 else {}
+    if what == "models" and rank == 1:
+        model.b = torch.nn.Parameter(torch.zeros(7, 5))
+        model.more = torch.nn.Parameter(torch.zeros(2))
+        model.scale = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
     with pulse.PulseLoCo(model, adam(model), sync_every=1, process_group=group, **options):
         pass
 
 
-@pytest.mark.parametrize("what", ["parameters", "options", "scale"])
-def test_a_rank_that_starts_unlike_the_others_is_named_on_all(ranks: Ranks, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("parameters", ""),
+        ("options", " (outer_lr=0.5 instead of 0.7, gate_scale=7.0 instead of 7.000000000000001)"),
+        ("scale", " (gate_scale=1 instead of 7)"),
+        ("models", " (1 missing: scale; 1 unexpected: more; 1 reshaped: b ([7, 5] instead of [77]))"),
+    ],
+)
+def test_a_rank_that_starts_unlike_the_others_is_named_on_all(ranks: Ranks, what: str, named: str) -> None:
     errors = ranks(differ, 3, what)
     for error in errors:
         assert isinstance(error, pulse.IntegrityError)
         assert error.ranks == (1,)
         assert f"{what.replace('scale', 'options')} differ before round 1: rank 1 of 3" in str(error)
+        assert str(error).endswith(named)
         assert (error.expected, error.found) == (errors[0].expected, errors[0].found)
         assert error.expected != error.found
 

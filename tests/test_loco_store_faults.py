@@ -128,8 +128,18 @@ def test_a_model_of_other_shapes_is_refused(store: Store) -> None:
     group = pulse.StoreGroup(store, rank=1, world_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     other = pulse.PulseLoCo(model, optimizer, sync_every=EVERY, process_group=group)
-    with pytest.raises(pulse.IntegrityError, match="model="):
+    told = "rank 1: expected the model, as .*, found one whose trainable parameters have other names or shapes: "
+    with pytest.raises(pulse.IntegrityError, match=told):
         other.__enter__()
+    leave(first)
+
+
+def test_a_number_that_differs_is_shown_with_the_digits_that_tell(store: Store) -> None:
+    first = Trainer(store, 0, outer_lr=0.1 + 0.2)
+    enter(first)
+    for outer_lr, told in ((0.5, "outer_lr=0.3, .* found 0.5:"), (0.3, "outer_lr=0.30000000000000004, .* found 0.3:")):
+        with pytest.raises(pulse.IntegrityError, match=told):
+            Trainer(store, 1, outer_lr=outer_lr).loco.__enter__()
     leave(first)
 
 

@@ -22,7 +22,7 @@ from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.meeting import anchors, names, parcels
 from pulse_rl.loco.meeting.commits import Ended, Meeting
 from pulse_rl.loco.meeting.documents import Anchor, Run
-from pulse_rl.loco.members import Trainer
+from pulse_rl.loco.members import Trainer, readable
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.logs import logger
 from pulse_rl.weights import digests
@@ -91,9 +91,14 @@ def _check_options(meeting: Meeting, trainer: Trainer, run: Run) -> None:
     if not differing:
         return
     name = differing[0]
+    if name == "model":  # a hash, which nobody can read
+        theirs, mine = "the model", "one whose trainable parameters have other names or shapes"
+    else:
+        value, mine = readable(expected.get(name), found.get(name))
+        theirs = f"{name}={value}"
     reason = (
-        f"rank {meeting.rank}: expected {name}={expected.get(name)}, as the trainers of the run in "
-        f"{meeting.board.store.url} have, found {found.get(name)}: start it again with theirs, or use another store"
+        f"rank {meeting.rank}: expected {theirs}, as the trainers of the run in {meeting.board.store.url} have, found "
+        f"{mine}: start it again with theirs, or use another store"
     )
     meeting.stop(_newest(meeting, run) + 1, reason, refused=True)
     raise IntegrityError(reason, expected=expected.get(name), found=found.get(name), ranks=(meeting.rank,))
