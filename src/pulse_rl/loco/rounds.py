@@ -156,10 +156,12 @@ class LocalSteps:
     def __enter__(self) -> Self:
         """Make sure that all ranks hold the same, and count the inner optimizer's steps. A collective.
 
-        With a Membership: wait for the others' round to end, and take over their θ, momentum and counters.
+        With a Membership: wait for the others' round to end, and take over their θ, momentum and counters. With a
+        StoreGroup: take over those of the last committed round, whatever parameters the model has.
 
         Raises:
-            IntegrityError: The ranks' parameters, momenta, counters or options differ; `ranks` names those that do.
+            IntegrityError: The ranks' models, parameters, momenta, counters or options differ; `ranks` names those
+                that do.
             ValueError: The parameters are not those of the state that was loaded.
             ExchangeError: An earlier round failed, or the others cannot be reached.
             RuntimeError: This context is entered already, or another one on parameters of the same model.

@@ -92,8 +92,8 @@ def warn_unexchanged(steps: int, round: int) -> None:
     No error: who saves a checkpoint goes on from there with the same bits, and a whole run must not end in one.
     """
     log.warning(
-        "inner steps since round %d that were not exchanged: %d; they are in this trainer's weights alone. To share them, "
-        "call loco.sync() on all trainers before the context ends, while loco.inner_steps is not 0",
+        "inner steps since round %d that were not exchanged: %d; they are in this trainer's weights alone. To share "
+        "them, call loco.sync() on all trainers before the context ends, while loco.inner_steps is not 0",
         round,
         steps,
     )

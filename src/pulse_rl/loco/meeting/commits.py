@@ -223,8 +223,8 @@ class Meeting:
         lacking = [rank for rank in range(self.size) if rank not in offers]
         return ExchangeError(
             f"round {round}: {name_ranks(lacking, self.size)} did not make an offer in {self.board.store.url} within "
-            f"{self.timeout:g} s: start the trainers again, and each goes on from the last committed round; if the others "
-            "have left because they were done, let all end at the same round (while loco.round < …), not after as many "
-            "steps",
+            f"{self.timeout:g} s: start the trainers again, and each goes on from the last committed round; if the "
+            "others have left because they were done, let all end at the same round (while loco.round < …), not after "
+            "as many steps",
             ranks=lacking,
         )
