@@ -196,6 +196,7 @@ def test_a_lost_worker_is_one_clear_error_within_the_timeout(size: int, overlap:
         error, untouched, rounds, step = here.recv()
         assert error.round == 2
         assert "start the trainers again from their last checkpoint" in str(error)
+        assert re.search(r"\([A-Z][^()]*(reset|closed) by peer( \[\S+)?\)$", str(error))  # Gloo's words, and no more
         assert untouched
         assert (rounds, step) == (1, raised)
     clock = time.monotonic()

@@ -6,6 +6,7 @@ ExchangeError within the group's timeout (`init_process_group(timeout=…)`). Wh
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -239,5 +240,13 @@ def torch_errors(wording: Wording) -> Iterator[None]:
     except RuntimeError as error:
         # The frames of torch.distributed hold the process group, and Gloo ends its connections only when nothing does.
         traceback.clear_frames(error.__traceback__)
-        first = str(error).strip().splitlines()[0]
-        raise ExchangeError(wording.with_advice(wording.failed, first)) from error
+        raise ExchangeError(wording.with_advice(wording.failed, _plain(str(error)))) from error
+
+
+def _plain(text: str) -> str:
+    """The first line of what torch.distributed raised, without the place in Gloo's source and its advice to developers.
+
+    "[/…/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:4020: Connection reset by peer. This is typically …"
+    """
+    first = text.strip().partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).partition(". This is typically caused by")[0]
