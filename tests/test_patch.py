@@ -522,6 +522,12 @@ def test_bad_versions(version: Any) -> None:
             pulse.diff(small(), small(), **{key: version})
 
 
+@pytest.mark.parametrize("versions", [{"base": 4, "target": 3}, {"base": 3, "target": 3}, {"base": 1}])
+def test_a_target_that_is_not_later_than_its_base_is_refused(versions: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="target: expected a later version than base"):
+        pulse.diff(small(), small(), **versions)
+
+
 def test_the_largest_version() -> None:
     info = pulse.inspect(pulse.diff(small(), small(), base=0, target=(1 << 63) - 1))
     assert (info.base, info.target) == (0, (1 << 63) - 1)

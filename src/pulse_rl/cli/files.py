@@ -68,11 +68,11 @@ def diff(
     from pulse_rl.checkpoint.files import files_of, open_checkpoint
     from pulse_rl.codecs.choose import CodecName, check
     from pulse_rl.patch.files import write_diff
+    from pulse_rl.patch.format import check_versions
 
     with output.checking():
         check(codec)
-        if target <= base:
-            raise ValueError(f"target: expected a later version than base ({base}), found {target}")
+        check_versions(base, target)
     if out.exists() and any(out.samefile(file) for file in (*files_of(old), *files_of(new))):
         raise ValueError(f"{out}: the patch would replace the checkpoint it is made from; name another file")
     with output.watching("diff") as watch:

@@ -203,6 +203,14 @@ def check_version(what: str, value: int) -> None:
         raise ValueError(f"{what}: expected a whole number from 0 to 2^63 − 1, found {value!r}")
 
 
+def check_versions(base: int, target: int) -> None:
+    """Raise ValueError unless both are versions, and the target is the later one."""
+    check_version("base", base)
+    check_version("target", target)
+    if target <= base:
+        raise ValueError(f"target: expected a later version than base ({base}), found {target}")
+
+
 # Writing
 
 

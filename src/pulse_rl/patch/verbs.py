@@ -59,7 +59,7 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
         old: Weights: a torch module, or a mapping of tensor name → torch tensor or NumPy array. Not modified.
         new: The later weights, with the same names, dtypes and shapes. Not modified.
         base: The version of `old`, written into the patch; 0 by default.
-        target: The version of `new`, written into the patch; 1 by default.
+        target: The version of `new`, written into the patch, greater than `base`; 1 by default.
         codec: How the changes are coded: "context" or "gap"; "auto", the default, takes the smallest.
 
     Returns:
@@ -68,11 +68,11 @@ def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: CodecName
     Raises:
         BaseMismatchError: Tensors were added, removed, reshaped or given another dtype.
         TypeError: Something is not a tensor, or has a dtype that is not supported.
-        ValueError: The codec is unknown, or a version is not a whole number from 0 to 2^63 − 1.
+        ValueError: The codec is unknown, a version is not a whole number from 0 to 2^63 − 1, or the target is not
+            later than the base.
     """
     codecs = candidates(codec)
-    patch_format.check_version("base", base)
-    patch_format.check_version("target", target)
+    patch_format.check_versions(base, target)
     before, after, tied = pair(layout(old), layout(new))
     patches = encode.encode(before, after, base=base, target=target, codecs=codecs, tied=tied)
     return min((patch.data for patch in patches), key=len)
