@@ -256,6 +256,16 @@ def test_steps_that_no_round_exchanged_are_a_warning(
     assert len({pulse.digest(one.model) for one in trainers}) == 1
 
 
+def test_a_command_for_a_history_says_where_the_open_round_is(tmp_path: Path) -> None:
+    one = Trainer(str(tmp_path), 0, 1)
+    enter(one)
+    one.rounds()
+    leave(one)
+    with pytest.raises(FileNotFoundError, match="no history in .*, but trainers that meet there: .*trainers/rounds"):
+        pulse.status(str(tmp_path))
+    assert [each.name for each in (tmp_path / "trainers" / "rounds").iterdir()] == ["000000000001"]
+
+
 def test_an_error_that_ends_the_context_is_reported_alone(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     one = Trainer(store, 0, 1)
     with pytest.raises(KeyError), one.loco:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
 
+MEETING = Path("trainers", "run.json")  # of a StoreGroup, which `loco.meeting.names` lays out
+
 
 def kind_of(target: str) -> tuple[Kind, str]:
     """Tell what a path or URL names; the directory of a run stands for the store in it.
@@ -39,6 +41,11 @@ def kind_of(target: str) -> tuple[Kind, str]:
             return "store", store_of_run(path)
         if (path / "store").is_dir():
             return "store", str(path / "store")
+        if (path / MEETING).is_file():
+            raise FileNotFoundError(
+                f"no history in {target}, but trainers that meet there: no command shows them; the newest folder in "
+                f"{path / 'trainers' / 'rounds'} is of the last round, with a file of each rank that has made its offer"
+            )
         if not (path / INDEX).exists() and not any(path.glob("*.safetensors")):
             raise FileNotFoundError(f"no patch, checkpoint, store or run in {target}")
         return "checkpoint", target
