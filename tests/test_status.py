@@ -292,6 +292,78 @@ def test_a_damaged_store_has_a_status(tmp_path: Path) -> None:
         status(tmp_path)
 
 
+def reaches(store: Any, run: Run) -> bool:
+    """Whether a new subscriber reaches the newest version."""
+    try:
+        return pulse.Subscriber(store).sync(run.empty()).version == status(store).newest
+    except pulse.PulseError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("removed", "starts", "missing"),
+    [
+        (("anchors/000000000000-*/model.safetensors",), False, "of anchors: anchors/000000000000-"),
+        (("patches/000000000009-*",), False, ": patches/000000000009-"),  # a version's own: no skip patch is over it
+        (("patches/000000000006-*",), True, ": patches/000000000006-"),  # a skip patch is
+        (("patches/000000000005-*", "patches/000000000008-*"), False, ": patches/000000000005-"),
+    ],
+)
+def test_status_compares_what_the_newest_version_needs_with_the_listing(
+    tmp_path: Path, removed: tuple[str, ...], starts: bool, missing: str
+) -> None:
+    """The only anchor, and patches with and without a skip patch over them; compared with a new subscriber."""
+    run = Run(tmp_path)
+    run.publish(10)
+    sound = status(tmp_path)
+    assert (sound.verdict, sound.problems, reaches(tmp_path, run)) == ("ok", (), True)
+    for pattern in removed:
+        for file in tmp_path.glob(pattern):
+            file.unlink()
+    seen = status(tmp_path)
+    assert seen.verdict == "damaged"
+    assert missing in seen.problems[0]
+    assert reaches(tmp_path, run) == starts
+    assert any(problem.startswith("a new subscriber cannot start: ") for problem in seen.problems) != starts
+
+
+def test_status_goes_back_to_an_older_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a new subscriber does; and a file that is cut short is no anchor."""
+    run = Run(tmp_path, anchor_every=5)
+    run.publish(8)
+    (file,) = tmp_path.glob("anchors/000000000005-*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    seen = status(tmp_path)
+    assert (seen.verdict, len(seen.problems), reaches(tmp_path, run)) == ("damaged", 1, True)
+    assert file.relative_to(tmp_path).as_posix() in seen.problems[0]
+    file.unlink()
+    code, out, _ = command(capsys, "status", tmp_path)
+    assert code == 1
+    assert "\nanchors       1 (sequence number 0); the one of sequence number 5, the newest, is missing\n" in out
+
+
+def test_a_version_committed_while_status_lists_misses_nothing(tmp_path: Path) -> None:
+    """Its manifest is listed and its patch is not: it came between the two."""
+    run = Run(tmp_path)
+    run.publish(3)
+
+    class Late(Counting):
+        def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
+            listed: list[ObjectInfo] = self.inner.list(prefix, after)
+            if prefix == "patches" and not self.gets:
+                self.gets.append(prefix)
+                return listed[:-1]
+            return listed
+
+    late = Late(pulse.open_store(tmp_path))
+    assert (status(late).problems, "patches" in late.gets) == ((), True)
+
+
+def test_the_status_of_one_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(tmp_path).publish()
+    assert "\nversions      1, version 0, the newest " in command(capsys, "status", tmp_path)[1]
+
+
 def command(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str, str]:
     with pytest.raises(SystemExit) as stop:
         main([*map(str, args)])

@@ -47,6 +47,11 @@ def nbytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things: 1 version, 1,200 versions."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def bandwidth(bits: float) -> str:
     """Bit/s in decimal units, three digits: 200 Mbit/s."""
     for unit in ("bit", "kbit", "Mbit", "Gbit"):

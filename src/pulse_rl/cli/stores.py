@@ -11,7 +11,7 @@ import typer
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
 from pulse_rl.errors import printable
-from pulse_rl.units import nbytes
+from pulse_rl.units import count, nbytes
 
 if TYPE_CHECKING:
     from pulse_rl.history.log import History
@@ -52,7 +52,8 @@ def status(
 
     Each subscriber gets a verdict: ok, behind (--max-lag), failing (its last
     sync), silent (--max-silence) or damaged (its heartbeat). The store's is
-    damaged where something is wrong at a glance, otherwise its subscribers'
+    damaged where something is wrong at a glance (as an anchor or a patch that
+    is missing on the way to the newest version), otherwise its subscribers'
     worst. Exit code: 0 all ok, 1 not, 2 the store cannot be read.
 
     Reads listings, the newest version's manifest and trail, and the heartbeats
@@ -177,15 +178,15 @@ def copy(
             "from": report.source,
             "to": report.target,
             "versions": f"{report.versions}, the newest {report.newest}",
-            "copied": f"{report.objects} objects, {nbytes(report.nbytes)}",
-            "present": f"{report.present} objects",
+            "copied": f"{count(report.objects, 'object')}, {nbytes(report.nbytes)}",
+            "present": count(report.present, "object"),
             "times": "as in the source" if report.times_kept else "of the copy: ages and grace periods begin anew",
         }
     )
 
 
 def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
-    kept = f"{len(pruning.kept)} versions"
+    kept = count(len(pruning.kept), "version")
     if pruning.kept_nbytes is not None:
         kept += f", {nbytes(pruning.kept_nbytes)}"
     if pruning.kept and pruning.kept[-1] >= pruning.first:
@@ -195,11 +196,11 @@ def _print_pruning(history: History, pruning: Pruning, dry_run: bool) -> None:
         kept += f", and permanently {_sequences(permanent)}"
     deleted = "nothing"
     if pruning.manifests or pruning.objects or pruning.partial or pruning.heartbeats:
-        deleted = f"{len(pruning.manifests)} versions and {len(pruning.objects)} objects"
+        deleted = f"{count(len(pruning.manifests), 'version')} and {count(len(pruning.objects), 'object')}"
         if pruning.partial:
-            deleted += f", {len(pruning.partial)} unfinished uploads"
+            deleted += f", {count(len(pruning.partial), 'unfinished upload')}"
         if pruning.heartbeats:
-            deleted += f", {len(pruning.heartbeats)} heartbeats"
+            deleted += f", {count(len(pruning.heartbeats), 'heartbeat')}"
         deleted += f", {nbytes(pruning.nbytes)}"
     if pruning.manifests:
         deleted += f": {_sequences(pruning.manifests[::-1])}"
@@ -231,7 +232,8 @@ def _print_status(info: Status) -> None:
     oldest = "?" if info.oldest is None else info.oldest
     written = info.listing.modified if info.listing else info.created
     clock = "" if info.listing else " by the publisher's clock"
-    lines["versions"] = f"{info.versions}, {oldest} to {info.newest}, the newest {_age(now - written)} ago{clock}"
+    versions = f"{oldest} to {info.newest}" if info.versions > 1 else f"version {info.newest}"
+    lines["versions"] = f"{info.versions}, {versions}, the newest {_age(now - written)} ago{clock}"
     if info.listing and info.listing.interval_s is not None:
         lines["interval"] = f"{_seconds(info.listing.interval_s)}, the median between the last versions"
     lines["model"] = f"{info.elements:,} elements, {nbytes(info.full_nbytes)}"
@@ -244,16 +246,16 @@ def _print_status(info: Status) -> None:
         if recent.skips.count:
             lines["skip patches"] = f"{_objects(recent.skips)}, among the last {recent.versions} versions"
     since = info.sequence - info.anchor_sequence
-    lines["anchors"] = "the newest version has one" if since == 0 else f"the newest {since} versions ago"
+    lines["anchors"] = "the newest version has one" if since == 0 else f"the newest {count(since, 'version')} ago"
     if info.listing is None:
         lines["in the store"] = "unknown, like its subscribers: the store cannot be listed"
     else:
         listing = info.listing
-        lines["anchors"] = (
-            f"{len(listing.anchor_sequences)} ({_sequences(listing.anchor_sequences)}); {lines['anchors']}"
-            if listing.anchor_sequences
-            else f"none; {lines['anchors']}"
-        )
+        anchors = listing.anchor_sequences
+        named = f"{len(anchors)} ({_sequences(anchors)})" if anchors else "none"
+        if info.anchor_sequence not in anchors:
+            lines["anchors"] = f"the one of sequence number {info.anchor_sequence}, the newest, is missing"
+        lines["anchors"] = f"{named}; {lines['anchors']}"
         lines["in the store"] = ", ".join(
             f"{folder} {_objects(total)}"
             for folder, total in {
@@ -268,7 +270,7 @@ def _print_status(info: Status) -> None:
         if listing.partial.count:
             lines["unfinished"] = f"{_objects(listing.partial)} uploads: under way, or of a publisher that was killed"
     if info.expired:
-        lines["expired"] = f"{info.expired} subscribers, silent for too long to be shown"
+        lines["expired"] = f"{count(info.expired, 'subscriber')}, silent for too long to be shown"
     lines["verdict"] = info.verdict
     lines["signed"] = "yes" if info.signed else "no"
     if info.ended:

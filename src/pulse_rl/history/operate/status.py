@@ -2,7 +2,8 @@
 
 Names, sizes and times come from listing the store; the newest version from its manifest; the sizes of the last
 patches from its trail, which reaches back up to 64 versions; each subscriber from its heartbeat. So a history of
-100,000 versions takes a few requests besides its listing. Nothing is proved here: `verify` does that.
+100,000 versions takes a few requests besides its listing. That the newest version can be reached is judged by the
+names that are listed. Nothing is proved here: `verify` does that.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pulse_rl.errors import (
 from pulse_rl.history import heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
+from pulse_rl.history.operate.missing import find_missing
 from pulse_rl.history.operate.partial import partial_uploads
 from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
 from pulse_rl.history.operate.targets import open_history
@@ -197,6 +199,8 @@ def status(
         recent = _recent(history.trail(newest), newest, first)
     except PulseError as error:
         problems.append(one_line(error))
+    if objects is not None:
+        problems.extend(problem for problem in _missing(history, newest, first, objects) if problem not in problems)
     oldest = None
     try:
         oldest = history.read(sequences[0]).version
@@ -260,6 +264,16 @@ def _newest(history: History, sequences: list[int], problems: list[str]) -> Mani
         except (IntegrityError, VersionNotFoundError) as error:
             problems.append(one_line(error))
     raise IntegrityError(f"none of the newest manifests in {history.store.url} can be read: {problems[-1]}")
+
+
+def _missing(history: History, newest: Manifest, first: int, objects: dict[str, list[ObjectInfo]]) -> list[str]:
+    """What is missing on the way to the newest version."""
+    found = find_missing(history, newest, first, [*objects["patches"], *objects["anchors"]])
+    if not found:
+        return []
+    # The folders are listed at once: of a version that was committed meanwhile, only the manifest may be listed.
+    listed = [info for folder in ("patches", "anchors") for info in history.store.list(folder)]
+    return find_missing(history, newest, _first(history, []), listed)
 
 
 def _ended(history: History) -> bool:
