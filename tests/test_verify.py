@@ -1,6 +1,7 @@
 """verify: a fault anywhere in a history is found and named, and does not hide what is good."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ def flip(file: Path, at: int = -1) -> None:
 
 
 def bad(report: VerifyReport) -> tuple[int, ...]:
-    """The bad versions of a report with problems, in which each version is either good or bad."""
+    """The bad versions of a report with problems: those that a new subscriber cannot load, of every version."""
     assert not report.ok
     assert report.problems
     assert not {*report.good_versions} & {*report.bad_versions}
+    loaded = []
+    for version in (*report.good_versions, *report.bad_versions):
+        live = {"w": torch.zeros(3000).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(0)}
+        with suppress(pulse.PulseError):
+            loaded.append(pulse.Subscriber(report.target).sync(live, version=version).version)
+    assert tuple(loaded) == report.good_versions
     return report.bad_versions
 
 
@@ -93,10 +100,29 @@ def test_damaged_patch(path: Path, damage: str) -> None:
     else:
         file.unlink()
     report = verify(path)
-    assert bad(report) == (20, 25)
-    assert report.good_versions == (0, 5, 10, 15, 30)
+    assert bad(report) == (20,)  # the skip patch from 0 leads past it, to 25
+    assert (report.good_versions, report.past_fault) == ((0, 5, 10, 15, 25, 30), (25,))
     assert len(report.problems) == 1
     assert report.problems[0].startswith("version 20: patches/000000000004-")
+
+
+def test_a_skip_patch_leads_past_a_missing_patch(tmp_path: Path) -> None:
+    """One anchor. The skip patch from 4 to 8 is listed in the trail of 9: 9 and 10 can be loaded, and 8 not."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {"w": torch.randn(3000, generator=generator).bfloat16(), "b": torch.zeros(0), "n": torch.tensor(1)}
+    publisher = pulse.Publisher(tmp_path)
+    for version in range(11):
+        publisher.publish(weights, version=version)
+        weights["w"][version : version + 9] += 1
+    patch_file(tmp_path, 6).unlink()
+    report = verify(tmp_path)
+    assert bad(report) == (6, 7, 8)
+    assert (report.past_fault, len(report.problems)) == ((9, 10), 1)
+    for file in (tmp_path / "patches").glob("000000000008-*"):  # the skip patch too: nothing leads past it
+        flip(file)
+    report = verify(tmp_path)
+    assert bad(report) == (6, 7, 8, 9, 10)
+    assert report.past_fault == ()
 
 
 def test_damaged_anchor_in_the_middle(path: Path) -> None:
@@ -136,7 +162,7 @@ def _as_of(name: str, sequence: int, history: History, path: Path) -> object:
 def test_a_digest_that_the_patch_does_not_give(path: Path) -> None:
     rewrite(path, 4, digest="0123456789abcdef")
     report = verify(path)
-    assert bad(report) == (20, 25)
+    assert bad(report) == (20,)
     assert any("the history promises" in problem for problem in report.problems)
     assert any("trail to version 20" in problem for problem in report.problems)
 
@@ -144,7 +170,7 @@ def test_a_digest_that_the_patch_does_not_give(path: Path) -> None:
 def test_manifest_missing_in_the_middle(path: Path) -> None:
     (path / manifest_name(4)).unlink()
     report = verify(path)
-    assert bad(report) == (25,)
+    assert (bad(report), report.past_fault) == ((), (25,))  # a trail lists the patches to it
     assert report.problems == ("manifests 4 to 4 are missing",)
     assert len(report.leftovers) == 3  # its patch, its trail and the skip patch to it
 
@@ -152,7 +178,7 @@ def test_manifest_missing_in_the_middle(path: Path) -> None:
 def test_broken_manifest(path: Path) -> None:
     (path / manifest_name(1)).write_text("{")
     report = verify(path)
-    assert bad(report) == (10,)
+    assert (bad(report), report.past_fault) == ((), (10,))
     assert len(report.problems) == 1
     assert manifest_name(1) in report.problems[0]
 
@@ -213,14 +239,14 @@ def test_a_version_that_is_an_anchor_only(path: Path) -> None:
     publisher.publish(weights, version=40, anchor=True)
     publisher.publish(weights, version=45)
     report = verify(path)
-    assert bad(report) == (20, 25)
-    assert report.good_versions == (0, 5, 10, 15, 40, 45)
+    assert bad(report) == (20,)
+    assert report.good_versions == (0, 5, 10, 15, 25, 40, 45)
     assert len(report.problems) == 1
     # A second one, after a good version: if its anchor is lost, no patch leads there either.
     pulse.Publisher(path).publish(weights, version=50, anchor=True)
     flip(anchor_file(path, 8))
     report = verify(path)
-    assert bad(report) == (20, 25, 50)
+    assert bad(report) == (20, 50)
     assert "is corrupt" in report.problems[1]
     assert "can follow" not in report.problems[1]
 
@@ -228,7 +254,7 @@ def test_a_version_that_is_an_anchor_only(path: Path) -> None:
 def test_a_version_with_neither_patch_nor_anchor(path: Path) -> None:
     rewrite(path, 4, patch=None)
     report = verify(path)
-    assert bad(report) == (25,)
+    assert bad(report) == ()
     assert "expected a patch, an anchor or both, found neither" in report.problems[0]
 
 

@@ -10,7 +10,7 @@ import typer
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
 from pulse_rl.errors import printable
-from pulse_rl.units import nbytes
+from pulse_rl.units import count, nbytes
 
 if TYPE_CHECKING:
     from pulse_rl.history.operate.describe import CheckpointInfo, StoreInfo
@@ -187,17 +187,19 @@ def verify(
             lines["digest"] = report.digest
         if report.kind == "store":
             lines["good"] = _versions(report.good_versions)
+            if report.past_fault:
+                lines["good"] += f"; of these past a fault, by skip patches: {_versions(report.past_fault)}"
             lines["bad"] = _versions(report.bad_versions)
         if report.signed is not None:
             checked = "every manifest by the key given" if public_key else "not checked: give --public-key"
             lines["signed"] = f"yes, {checked}" if report.signed else "no"
         if report.leftovers:
-            lines["leftovers"] = f"{len(report.leftovers)} objects that no manifest names; harmless"
+            lines["leftovers"] = f"{count(len(report.leftovers), 'object')} that no manifest names; harmless"
         if report.weights_version is not None:
             proof = "by the 64-bit digest of the patch's base" if report.kind == "patch" else "every bit compared"
             lines["weights"] = f"version {report.weights_version}, {proof}"
         kind = "applied" if report.kind == "patch" and report.weights_version is not None else report.kind
-        output.facts(lines | {"result": SOUND[kind] if report.ok else f"{len(report.problems)} problems:"})
+        output.facts(lines | {"result": SOUND[kind] if report.ok else f"{count(len(report.problems), 'problem')}:"})
         for problem in report.problems:
             output.write(f"  {printable(problem)}\n")
     if not report.ok:

@@ -47,6 +47,8 @@ class VerifyReport(msgspec.Struct, frozen=True):
         weights_version: The version that the given weights hold, every bit compared; None if they hold none, or none
             were given.
         signed: Whether the newest good version of a store is signed, by whatever key; None for anything else.
+        past_fault: Those of the good versions that are reached past a fault, by skip patches or by what trails list:
+            the patches from version to version do not lead there.
     """
 
     ok: bool
@@ -60,6 +62,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     leftovers: tuple[str, ...] = ()
     weights_version: int | None = None
     signed: bool | None = None
+    past_fault: tuple[int, ...] = ()
 
 
 def verify(
@@ -157,4 +160,5 @@ def _verify_history(
         leftovers=found.leftovers,
         weights_version=found.weights_version,
         signed=history.is_signed(found.good[-1].sequence) if found.good else None,
+        past_fault=tuple(manifest.version for manifest in found.past_fault),
     )

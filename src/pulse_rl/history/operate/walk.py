@@ -2,7 +2,8 @@
 
 A copy of the model in scratch files follows the walk. It starts from an anchor and takes every patch, each proved as
 a subscriber would prove it; skip patches are proved on it where they begin, and not taken; at every anchor and at the
-end its digest is counted over all bits. A fault does not end the walk: it goes on from the next anchor.
+end its digest is counted over all bits. A fault does not end the walk: where other patches lead past it, the copy is
+restored as a new subscriber restores it; otherwise the walk goes on from the next anchor.
 """
 
 import shutil
@@ -27,8 +28,9 @@ from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
-from pulse_rl.history.restore import load_anchor
-from pulse_rl.history.trail import PatchLink, link_of, state_of
+from pulse_rl.history.restore import load_anchor, restore
+from pulse_rl.history.search import FaultLog
+from pulse_rl.history.trail import PatchLink, costs, link_of, state_of
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
@@ -55,6 +57,7 @@ class Walk:
         self.problems: list[str] = []
         self.good: list[Manifest] = []  # versions that a new subscriber can load
         self.bad: list[Manifest] = []
+        self.past_fault: list[Manifest] = []  # of the good ones, those that are reached past a fault
         self.leftovers: tuple[str, ...] = ()  # objects that nothing refers to
         self.effort = Effort()
         self.weights_version: int | None = None  # the version that the given weights hold
@@ -63,8 +66,10 @@ class Walk:
         self._weights = weights
         self._weights_digest = digests.to_hex(digests.state_digest(weights)) if weights is not None else None
         self._copy: _Copy | None = None
+        self._restored = False  # whether the copy has gone past a fault since the last anchor
         self._visited: int | None = None  # the sequence number visited last, with a broken manifest or not
         self._last: Manifest | None = None  # the last manifest that could be read
+        self._faulty: set[str] = set()  # names of patches and anchors in which a fault was found
         self._named: set[str] = set()  # objects that manifests and trails refer to
         self._unreadable: set[int | None] = set()  # sequence numbers whose manifests do not say what they refer to
         self._first = self._check_first(sequences)
@@ -86,15 +91,16 @@ class Walk:
             return
         self._named.update(ref.name for ref in (*manifest.anchor, *filter(None, [manifest.patch, manifest.trail])))
         self._check_place(manifest)
-        skipped = False  # whether only a skip patch leads here
         if manifest.patch:
             self._take_patch(manifest)
-            skipped = not self._holds(manifest) and self._take_skip(manifest)
         if manifest.anchor:
             self._recount()
-            skipped = not self._load(manifest) and skipped
-        # The skip patch helps only subscribers to later versions: it is listed in the next version's trail.
-        (self.good if self._holds(manifest) and not skipped else self.bad).append(manifest)
+            self._load(manifest)
+        if not self._holds(manifest):
+            self._restore(manifest)
+        (self.good if self._holds(manifest) else self.bad).append(manifest)
+        if self._holds(manifest) and self._restored:
+            self.past_fault.append(manifest)
         for link in self._skips.get(sequence, {}).values():
             self._prove_skip(link, manifest)
         if manifest.digest == self._weights_digest and self._holds(manifest) and not self._differences():
@@ -177,22 +183,30 @@ class Walk:
                 prove(patch, copy.tensors, Effort()).write()
                 copy.held = manifest
         except FAULTS as error:
+            self._faulty.add(link.ref.name)
             self._report(manifest, one_line(error))
 
-    def _take_skip(self, manifest: Manifest) -> bool:
-        """Bring the copy to this version by a skip patch; whether there was one."""
-        copy = self._copy
-        if copy is None:
-            return False
-        for link in self._skips.get(copy.held.sequence, {}).values():
-            if link.to == state_of(manifest):
-                with suppress(*FAULTS):  # reported where it begins
-                    patch = self._fetch(link, manifest)
-                    check_promised(patch, link, state_of(copy.held), manifest.tied)
-                    prove(patch, copy.tensors, Effort()).write()
-                    copy.held = manifest
-                    return True
-        return False
+    def _restore(self, manifest: Manifest) -> None:
+        """Bring the copy to a version that its own patch does not give, if others lead there from a good version.
+
+        A skip patch to a version is listed in the trail of the next one, so it leads past its end, not to it.
+        """
+        with suppress(*FAULTS):  # reported by the visit that has found them
+            trail = self._history.trail(manifest)
+            reached = costs(trail.links() if trail else [], manifest.sequence, self._faulty)
+            if not any(good.sequence in reached for good in reversed(self.good)):
+                return
+            files = self._scratch / f"restored-{manifest.sequence}"
+            files.mkdir()
+            faults = FaultLog()
+            faults.names |= self._faulty
+            try:
+                tensors = restore(self._history, manifest, files, Effort(), faults, None)
+            except BaseException:
+                shutil.rmtree(files)
+                raise
+            self._drop_copy()
+            self._copy, self._restored = _Copy(manifest, tensors, files), True
 
     def _prove_skip(self, link: PatchLink, manifest: Manifest) -> None:
         """Prove a skip patch that begins with a version: on the copy if that holds the version."""
@@ -205,11 +219,12 @@ class Walk:
             else:
                 decode_all(patch.parts)
         except FAULTS as error:
+            self._faulty.add(link.ref.name)
             self.problems.append(
                 f"the skip patch from version {manifest.version} to {link.to.version}: {one_line(error)}"
             )
 
-    def _load(self, manifest: Manifest) -> bool:
+    def _load(self, manifest: Manifest) -> None:
         """Load and prove an anchor, which replaces the copy; a faulty one leaves the copy as it was."""
         files = self._scratch / str(manifest.sequence)
         files.mkdir()
@@ -223,12 +238,12 @@ class Walk:
                 )
         except FAULTS as error:
             shutil.rmtree(files)
+            self._faulty.add(manifest.anchor[0].name)
             note = "; patches from the anchor before still lead to it" if self._holds(manifest) else ""
             self._report(manifest, f"{one_line(error)}{note}")
-            return False
+            return
         self._drop_copy()
-        self._copy = _Copy(manifest, tensors, files)
-        return True
+        self._copy, self._restored = _Copy(manifest, tensors, files), False
 
     def _recount(self) -> None:
         """Count the copy's digest over all bits; drop the copy if it is not its version's."""
@@ -241,6 +256,7 @@ class Walk:
         if held in self.good:
             self.good.remove(held)
             self.bad.append(held)
+            self.past_fault = [manifest for manifest in self.past_fault if manifest != held]
         self._drop_copy()
 
     def _drop_copy(self) -> None:
