@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from pulse_rl.history.manifest import manifest_sequence, parse, seal
+from pulse_rl.history.manifest import manifest_name, manifest_sequence, parse, seal
 from pulse_rl.store.base import Store
 from pulse_rl.weights.bits import TorchBits
 from pulse_rl.weights.memory import Memory, live_tensors
@@ -590,6 +591,38 @@ def test_another_history_in_the_same_place() -> None:
         assert "new Subscriber" in " ".join(raised.value.__notes__)
     assert bits(model) == bits(first.source)
     assert pulse.Subscriber(moved).sync(model).version == 3
+
+
+@pytest.mark.parametrize("versions", [1, 2, 3])
+def test_a_history_begun_anew(tmp_path: Path, versions: int) -> None:
+    """Shorter, as long, and longer than before: its id shows it each time."""
+    weights, live = {"w": torch.zeros(90)}, {"w": torch.zeros(90)}
+    subscriber = pulse.Subscriber(tmp_path / "store")
+    for count in (2, versions):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        publisher = pulse.Publisher(tmp_path / "store")
+        for version in range(count):
+            weights["w"][version] += 1
+            publisher.publish(weights, version=version)
+        if not live["w"].any():
+            assert subscriber.sync(live).version == 1
+    with pytest.raises(pulse.IntegrityError, match="is of another history than version 1"):
+        subscriber.sync(live)
+
+
+def test_a_version_published_anew_in_its_place(tmp_path: Path) -> None:
+    """The same history, rolled back and continued: nothing has gone back, yet it is not what was held."""
+    weights, live = {"w": torch.zeros(90)}, {"w": torch.zeros(90)}
+    for version in range(3):
+        weights["w"][version] += 1
+        pulse.Publisher(tmp_path).publish(weights, version=version)
+    subscriber = pulse.Subscriber(tmp_path)
+    subscriber.sync(live)
+    (tmp_path / manifest_name(2)).unlink()
+    weights["w"][7] += 1
+    pulse.Publisher(tmp_path).publish(weights, version=2)
+    with pytest.raises(pulse.IntegrityError, match="holds other versions than before: .*held version 2 .*newest is 2"):
+        subscriber.sync(live)
 
 
 # Overlaps

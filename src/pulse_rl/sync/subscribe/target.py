@@ -20,12 +20,14 @@ def find_target(
     target = history.find(version) if version is not None else _find_newest(history, highest)
     if reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
         check_line(history, target, faults)
-        return target
-    try:
-        check_same_history(target, reached)
-    except IntegrityError as error:
-        error.add_note("if that is intended, follow it with a new Subscriber")
-        raise
+    else:
+        try:
+            check_same_history(target, reached)
+        except IntegrityError as error:
+            error.add_note("if that is intended, follow it with a new Subscriber")
+            raise
+    if version is None:
+        _check_not_older(history, target, highest)
     return target
 
 
@@ -41,11 +43,18 @@ def _find_newest(history: History, highest: State | None) -> Manifest:
         )
     if head is None:
         raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+    return head
+
+
+def _check_not_older(history: History, head: Manifest, highest: State | None) -> None:
+    """Raise IntegrityError if the newest version is none that follows the newest one that was ever held."""
     if highest is not None and highest != state_of(head) and highest.sequence >= head.sequence:
+        # At the same place in the history lies another version: nothing is missing there.
+        changed = "holds other versions than before" if highest.sequence == head.sequence else "has gone back"
         raise IntegrityError(
-            f"{url} has gone back: this Subscriber has held version {highest.version} (digest {highest.digest}), "
-            f"its newest is {head.version} ({head.digest}); if that is intended, follow it with a new Subscriber",
+            f"{history.store.url} {changed}: this Subscriber has held version {highest.version} (digest "
+            f"{highest.digest}), its newest is {head.version} ({head.digest}); if that is intended, follow it with "
+            "a new Subscriber",
             expected=highest.digest,
             found=head.digest,
         )
-    return head
