@@ -505,7 +505,7 @@ def test_wait_and_missing_versions(store: Store, trainee: Trainee) -> None:
     with pytest.raises(pulse.VersionNotFoundError) as missing:
         subscriber.sync(trainee.empty())
     assert (missing.value.url, missing.value.version) == (store.url, None)
-    with pytest.raises(TimeoutError, match="none yet"):
+    with pytest.raises(TimeoutError, match="it holds no version yet"):
         subscriber.wait(0, timeout=0.1)
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=4)

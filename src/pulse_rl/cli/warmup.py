@@ -10,7 +10,7 @@ import typer
 
 from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
-from pulse_rl.units import seconds
+from pulse_rl.units import count, seconds
 
 
 def warmup(
@@ -50,8 +50,9 @@ def warmup(
             }
         )
         return
+    compiled = f"{count(done.kernels, 'kernel')} in {seconds(spent)}"
     lines = {
-        "compiled": f"{done.kernels} kernels in {seconds(spent)}" if done.kernels else "nothing: all were there",
+        "compiled": compiled if done.kernels else "nothing: all were there",
         "kept in": ", ".join(map(str, done.places)),
     }
     if chosen is not None:

@@ -47,7 +47,7 @@ def wait(
             return newest
         waited = time.monotonic() - start
         if waited >= timeout:
-            found = f"the newest is {'none yet' if newest is None else newest}"
+            found = "it holds no version yet" if newest is None else f"the newest is {newest}"
             raise TimeoutError(
                 f"waited {timeout} s for version {version} in {store.url}; "
                 + (f"the last look failed: {one_line(failure)}" if failure else found)
