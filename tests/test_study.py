@@ -402,6 +402,31 @@ def test_a_history_of_one_version_is_refused(tmp_path: Path, store: Store) -> No
         Stored(History(store), tmp_path)
 
 
+def test_versions_after_a_missing_patch_are_left_out(tmp_path: Path) -> None:
+    """Up to the next anchor. At one, only the patch is left out."""
+    weights = {"a": np.zeros(3000, np.float32)}
+    with pulse.Publisher(tmp_path / "store", anchor_every=4) as publisher:
+        for version in range(10):
+            weights["a"][version] += 1
+            publisher.publish(weights, version=version)
+    for sequence in (2, 8):
+        patch = publisher.history.read(sequence).patch
+        assert patch is not None
+        (tmp_path / "store" / patch.name).unlink()
+    (tmp_path / "scratch").mkdir()
+    source = Stored(History(tmp_path / "store"), tmp_path / "scratch")
+    assert [version.number for version in source.versions] == [0, 1, 4, 5, 6, 7, 8, 9]
+    assert [note.split(": ")[0] for note in source.notes] == [
+        "no patch leads to version 2",
+        "version 2 is left out",
+        "version 3 is left out",
+        "no patch leads to version 8",
+    ]
+    assert [(step.base, step.target, step.changes) for step in study(source).steps] == [
+        (base, base + 1, 1) for base in (0, 4, 5, 6, 7, 8)
+    ]
+
+
 def test_a_history_begins_anew_at_an_anchor(tmp_path: Path, trainee: Trainee) -> None:
     """Pruned or damaged: versions that nothing leads to are noted and left out; those after an anchor are studied."""
     store = pulse.open_store("memory://")

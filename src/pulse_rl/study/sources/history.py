@@ -20,7 +20,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Unit
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
 from pulse_rl.history.fetch import fetch, limit_of
 from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
@@ -45,6 +45,8 @@ from pulse_rl.weights.segments import segments
 class Stored:
     """The versions of a history to study: every one that an anchor, or the patch after another version, gives.
 
+    Others are noted and left out, as those after a patch that is missing, up to the next anchor.
+
     Anchors and patches are downloaded into files. Every object is checked against its hash, an anchor against its
     digest too, and every patch must lead from the digest of one version to that of the next.
 
@@ -56,7 +58,7 @@ class Stored:
     Raises:
         VersionNotFoundError: Fewer than two versions can be had.
         IntegrityError: The history is damaged.
-        StoreError: The store cannot be read, or an object is missing.
+        StoreError: The store cannot be read, or an anchor is missing.
         BaseMismatchError: Tensors differ between versions.
 
     Attributes:
@@ -80,8 +82,13 @@ class Stored:
         for done, manifest in enumerate(manifests):
             progress(done, len(manifests))
             link = link_of(manifest)
+            fetched: Fetched | None = None
             if link is not None and found and link.base_sequence == found[-1].sequence:
-                fetched = _download(history, link.ref, directory, limit_of(manifest.full_nbytes))
+                try:
+                    fetched = _download(history, link.ref, directory, limit_of(manifest.full_nbytes))
+                except ObjectNotFoundError as error:
+                    self.notes.append(f"no patch leads to version {manifest.version}: {one_line(error)}")
+            if link is not None and fetched is not None:
                 check_promised(fetched, link, state_of(found[-1]), manifest.tied)
                 self._states.append(_Patched(fetched, kept))
             elif manifest.anchor:
