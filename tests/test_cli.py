@@ -223,7 +223,8 @@ def test_inspect_describes_a_checkpoint(run: Run, files: Files) -> None:
 def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     target = (store / "store").as_uri() if where == "url" else store / where
     found = run("inspect", target, "--json").json()
-    assert found.keys() == {"url", "versions", "newest", "elements", "full_nbytes", "history", "signed"}
+    assert found.keys() == {"url", "versions", "newest", "elements", "full_nbytes", "history", "signed", "problems"}
+    assert found["problems"] == []
     assert found["url"] == (store / "store").as_uri()
     assert found["newest"] == 13
     assert [v["version"] for v in found["versions"]] == [10, 11, 12, 13]
@@ -238,6 +239,24 @@ def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     assert second["changes"] == 9
     assert second["density"] == 9 / found["elements"]
     assert second["reduction"] == found["full_nbytes"] / second["patch_nbytes"]
+
+
+def test_inspect_goes_on_past_a_damaged_manifest(run: Run, store: Path) -> None:
+    """The others are described, and the exit code says that one is not."""
+    file = store / "store" / "manifests" / "000000000001.json"
+    file.write_bytes(file.read_bytes()[:-9])
+    result = run("inspect", store, "--json")
+    found = json.loads(result.out)
+    assert (result.code, [v["version"] for v in found["versions"]]) == (1, [10, 12, 13])
+    assert [file.name in problem for problem in found["problems"]] == [True]
+    result = run("inspect", store)
+    assert (result.code, result.err) == (1, "")
+    assert "problem: manifests/000000000001.json" in result.out
+    for other in file.parent.iterdir():
+        other.write_bytes(b"other bytes")
+    result = run("inspect", store)
+    assert (result.code, result.out) == (1, "")
+    assert "manifests/000000000003.json" in result.err
 
 
 def test_people_get_text(run: Run, files: Files, store: Path, tmp_path: Path) -> None:

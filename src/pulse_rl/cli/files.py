@@ -126,7 +126,8 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
     """Describe a patch, a checkpoint, or all versions of a store.
 
     The names of a store's files start with the sequence number of the version
-    (0, 1, 2, …), not with the version; --json lists them.
+    (0, 1, 2, …), not with the version; --json lists them. Exit code 1 if a
+    manifest of the store cannot be read; the others are described.
 
     Example: pulse-rl inspect runs/main
     """
@@ -141,7 +142,10 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
     if kind == "patch":
         _print_patch(info(read_patch(Path(place))), as_json)
     elif kind == "store":
-        _print_store(store_info(History(place)), as_json)
+        stored = store_info(History(place))
+        _print_store(stored, as_json)
+        if stored.problems:
+            raise typer.Exit(1)
     else:
         with output.watching("digest") as watch:
             described = checkpoint_info(place, watch(open_checkpoint(place)))
@@ -261,7 +265,11 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
     patches = sorted(version.patch_nbytes for version in info.versions if version.patch_nbytes)
     lines = {
         "store": info.url,
-        "versions": f"{len(info.versions)}, {info.versions[0].version} to {info.newest}",
+        "versions": (
+            f"{len(info.versions)}, {info.versions[0].version} to {info.newest}"
+            if len(info.versions) > 1
+            else f"1, version {info.newest}"
+        ),
         "anchors": _versions(anchors, "at "),
         "model": f"{info.elements:,} elements, {nbytes(info.full_nbytes)}",
     }
@@ -275,6 +283,8 @@ def _print_store(info: StoreInfo, as_json: bool) -> None:
         lines["signed"] = "yes"
     noted = any(version.metadata for version in info.versions)
     output.facts(lines)
+    for problem in info.problems:
+        output.write(f"problem: {problem}\n")
     output.write("\n")
     output.table(
         ["version", "digest", "changes", "density", "patch", "reduction", "codec", "anchor"] + ["metadata"] * noted,

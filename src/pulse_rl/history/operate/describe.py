@@ -5,7 +5,7 @@ A patch describes itself (`patch.inspect`). Nothing is proved here beyond what r
 
 import msgspec
 
-from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.errors import IntegrityError, VersionNotFoundError, one_line
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.weights import digests
@@ -50,6 +50,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     full_nbytes: int  # of the newest version
     history: str | None  # the id of the history, 16 hex digits; None where it was begun before there were ids
     signed: bool  # whether the newest version is signed, by whatever key
+    problems: tuple[str, ...]  # manifests that cannot be read, one sentence each; their versions are left out
 
 
 def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
@@ -64,8 +65,19 @@ def checkpoint_info(path: str, tensors: Layout) -> CheckpointInfo:
 
 
 def store_info(history: History) -> StoreInfo:
-    """Describe a history from its manifests. Raises VersionNotFoundError for an empty one."""
-    manifests = history.manifests()
+    """Describe a history from its manifests.
+
+    Raises VersionNotFoundError for an empty one, IntegrityError where no manifest can be read, and VersionSkewError.
+    """
+    manifests: list[Manifest] = []
+    damaged: list[IntegrityError] = []
+    for sequence in history.sequences():
+        try:
+            manifests.append(history.read(sequence))
+        except IntegrityError as error:
+            damaged.append(error)
+    if not manifests and damaged:
+        raise damaged[-1]
     if not manifests:
         raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
     return StoreInfo(
@@ -76,6 +88,7 @@ def store_info(history: History) -> StoreInfo:
         full_nbytes=manifests[-1].full_nbytes,
         history=manifests[-1].history,
         signed=history.is_signed(manifests[-1].sequence),
+        problems=tuple(map(one_line, damaged)),
     )
 
 
