@@ -115,6 +115,13 @@ def test_another_history_is_not_overwritten(tmp_path: Path) -> None:
         pulse.copy_history("memory://", tmp_path / "c")
 
 
+def test_a_store_is_not_copied_to_itself(tmp_path: Path) -> None:
+    pruned(pulse.open_store(tmp_path))
+    for target in (tmp_path, tmp_path.as_uri(), f"{tmp_path}/"):
+        with pytest.raises(ValueError, match="expected another store to copy to, found file:"):
+            pulse.copy_history(tmp_path, target)
+
+
 def test_over_the_web_and_into_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers.use_s3(monkeypatch, servers.moto())
     Run(tmp_path / "run", anchor_every=3).publish(6)

@@ -95,9 +95,12 @@ def copy_history(
         VersionNotFoundError: If the source holds no version.
         IntegrityError: If an object of the source is damaged; everything before it was copied.
         StoreError: If a store fails, or the target holds another history.
+        ValueError: If both are the same store.
     """
     history = open_history(source, public_key, patience=patience)
     there = History(target, patience=patience).store
+    if there.url == history.store.url and not there.url.startswith("memory://"):  # which two stores can have
+        raise ValueError(f"expected another store to copy to, found {there.url} twice")
     sequences = history.sequences()
     if not sequences:
         raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
