@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import servers
+from parts_world import even, publish_parts
 
 import pulse_rl as pulse
 from pulse_rl.cli import stores
@@ -325,6 +326,23 @@ def test_status_compares_what_the_newest_version_needs_with_the_listing(
     assert missing in seen.problems[0]
     assert reaches(tmp_path, run) == starts
     assert any(problem.startswith("a new subscriber cannot start: ") for problem in seen.problems) != starts
+
+
+def test_status_names_the_part_of_a_patch_that_is_missing(tmp_path: Path) -> None:
+    run, store = Run(tmp_path), pulse.open_store(tmp_path)
+    run.publish()
+    old, new = {"w": run.bits["w"].copy()}, {"w": run.bits["w"] + 1}
+    run.bits["w"] += 1
+    publish_parts(store, old, new, even(3), 3)
+    assert (status(tmp_path).problems, reaches(tmp_path, run)) == ((), True)
+    for part in ("00001.safetensors", "parts.json"):
+        (file,) = tmp_path.glob(f"patches/000000000001-*/{part}")
+        data = file.read_bytes()
+        file.unlink()
+        seen = status(tmp_path)
+        assert seen.problems[0] == f"missing or cut short: {file.relative_to(tmp_path).as_posix()}"
+        assert (len(seen.problems), reaches(tmp_path, run)) == (2, False)
+        file.write_bytes(data)
 
 
 def test_status_goes_back_to_an_older_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

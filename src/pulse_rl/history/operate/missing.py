@@ -60,16 +60,19 @@ class _Way:
         """The patches between a version and the newest one that are there."""
         while True:
             links = find_links(self._history, held, self._newest, self.faults)
-            gone = [link for link in links if not self._has_patch(link)]
+            gone = [(link, names) for link in links if (names := self._gone(link))]
             if not gone:
                 return links
-            self.faults.names.update(link.ref.name for link in gone)  # the search goes around them
-            # A trail lists patches to versions that were pruned since, too.
-            self.patches.update(link.ref.name for link in gone if link.to.sequence >= self._first)
+            for link, names in gone:
+                self.faults.names.add(link.ref.name)  # the search goes around it
+                if link.to.sequence >= self._first:  # a trail lists patches to versions that were pruned since, too
+                    self.patches.update(names)
 
     def _has(self, ref: ObjectRef) -> bool:
         return self._sizes.get(ref.name) == ref.nbytes
 
-    def _has_patch(self, link: PatchLink) -> bool:
-        parts = (part_name(link.ref.name, number) for number in range(link.ref.parts))
-        return self._has(link.ref) and all(name in self._sizes for name in parts)
+    def _gone(self, link: PatchLink) -> list[str]:
+        """The objects of a patch that are missing. Only the list of its parts has their sizes."""
+        parts = [part_name(link.ref.name, number) for number in range(link.ref.parts)]
+        whole = [] if self._has(link.ref) else [link.ref.name]
+        return [*whole, *(name for name in parts if name not in self._sizes)]
