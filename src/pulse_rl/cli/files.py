@@ -192,7 +192,7 @@ def verify(
         if report.kind == "store":
             lines["good"] = _versions(report.good_versions)
             if report.past_fault:
-                lines["good"] += f"; of these past a fault, by skip patches: {_versions(report.past_fault)}"
+                lines["good"] += f"; of these past a fault, by other patches: {_versions(report.past_fault)}"
             lines["bad"] = _versions(report.bad_versions)
         if report.signed is not None:
             checked = "every manifest by the key given" if public_key else "not checked: give --public-key"
