@@ -110,7 +110,11 @@ def test_patience_is_bounded(gone: Gone, trainee: Trainee, seconds: float) -> No
 def test_what_does_not_pass_is_raised_at_once(gone: Gone, trainee: Trainee) -> None:
     gone.temporary = False
     gone.gone_for(1000)
-    for act in (lambda: pulse.Publisher(gone).publish({}, version=0), lambda: pulse.Subscriber(gone).wait(0, 60)):
+    weights = {"w": np.zeros(3)}
+    for act in (
+        lambda: pulse.Publisher(gone).publish(weights, version=0),
+        lambda: pulse.Subscriber(gone).wait(0, 60),
+    ):
         gone.tries = 0
         with pytest.raises(pulse.StoreError, match="cannot reach"):
             act()

@@ -106,6 +106,29 @@ def test_other_ranks_go_on_from_there(ranks: Ranks, tmp_path: Path) -> None:
     assert [patch.parts if patch else None for patch in patches] == [None, 4, 4, 3, 3, 0, 0, 2]
 
 
+def publish_on_some(group: Any, rank: int, size: int, store: str, holding: int) -> list[str]:
+    """Publish two versions with all tensors on one rank and an empty share on the others; -1 for none on any."""
+    found = []
+    publisher = pulse.Publisher(store, group=group)
+    for version in range(2):
+        try:
+            found.append(publisher.publish(model(version) if rank == holding else {}).digest)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("holding", [0, 1, -1])
+def test_a_rank_may_hold_nothing_but_not_all_of_them(ranks: Ranks, tmp_path: Path, holding: int) -> None:
+    store = str(tmp_path / "store")
+    for found in good(ranks(publish_on_some, 2, store, holding)):
+        if holding < 0:
+            assert all("expected at least one tensor, found none" in text for text in found)
+        else:
+            assert found == [digest_of(0), digest_of(1)]
+    assert (newest(store) is None) == (holding < 0)
+
+
 class Counting:
     """A store that counts the bytes which are read."""
 

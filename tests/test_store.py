@@ -186,7 +186,7 @@ def test_no_store_at_all(url: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_what_is_certainly_not_a_store(tmp_path: Path) -> None:
     """A run's directory gives a hint, a file is refused; a directory that is empty or holds other files is a store."""
     run, file = tmp_path / "run", tmp_path / "file"
-    pulse.Publisher(run / "store").publish({}, version=0)
+    pulse.Publisher(run / "store").publish({"w": np.zeros(3)}, version=0)
     file.touch()
     for where in (run, run.as_uri()):
         with pytest.raises(ValueError, match="did you mean .*/run/store"):
@@ -197,9 +197,9 @@ def test_what_is_certainly_not_a_store(tmp_path: Path) -> None:
         pulse.open_store(file)
     assert pulse.Subscriber(run / "store").latest() == 0
     (tmp_path / "new").mkdir()
-    pulse.Publisher(tmp_path / "new").publish({}, version=0)
+    pulse.Publisher(tmp_path / "new").publish({"w": np.zeros(3)}, version=0)
     (tmp_path / "other" / "store").mkdir(parents=True)
-    pulse.Publisher(tmp_path / "other").publish({}, version=0)
+    pulse.Publisher(tmp_path / "other").publish({"w": np.zeros(3)}, version=0)
 
 
 REMOTE = ["s3://bucket/a", "gs://bucket/a", "az://container/a", "https://host/a", "http://host:8080/a"]

@@ -187,6 +187,17 @@ def test_resume_says_why_it_cannot(tmp_path: Path, trainee: Trainee) -> None:
         pulse.Publisher(tmp_path, cast="bfloat16").publish(trainee.step(), version=3)
 
 
+@pytest.mark.parametrize("nothing", [{}, torch.nn.ReLU()])
+def test_a_model_without_tensors_is_refused(store: Store, nothing: Any) -> None:
+    """It would begin a history that refuses the real model ever after. A tensor without elements is one."""
+    publisher = pulse.Publisher(store)
+    for version in (0, 1):
+        with pytest.raises(ValueError, match="weights: expected at least one tensor, found none"):
+            publisher.publish(nothing, version=version)
+        report = publisher.publish({"a": torch.zeros(0, 3)}, version=version)
+        assert (report.version, report.elements) == (version, 0)
+
+
 def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee: Trainee) -> None:
     publisher = pulse.Publisher(store, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)

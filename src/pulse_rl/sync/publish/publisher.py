@@ -64,6 +64,7 @@ from pulse_rl.sync.publish.successor import (
     check_metadata,
     check_readable,
     check_successor,
+    check_tensors,
     new_manifest,
     next_version,
 )
@@ -273,8 +274,9 @@ class Publisher:
             What was published, and what it took.
 
         Raises:
-            ValueError: The version is not newer, an asset's name is not possible, a tensor has a name that readers
-                refuse, the metadata is too large, or the history is signed and this publisher has no key.
+            ValueError: There are no tensors, the version is not newer, an asset's name is not possible, a tensor has a
+                name that readers refuse, the metadata is too large, or the history is signed and this publisher has no
+                key.
             TypeError: The weights or an asset are of a type that cannot be published.
             BaseMismatchError: The tensors are not those of the version before.
             IntegrityError: The weights changed while they were read, or the history is damaged.
@@ -312,6 +314,7 @@ class Publisher:
         prints = [wish.print for wish in wishes] if self._ranks.size > 1 else None
         share = share_of(self._ranks, found[0], self._plan, prints)
         self._plan = share.plan
+        check_tensors(share.plan)
         looked = self._in_flight is None
         beginning, head, base = self._begin(anchor, share)
         sequence, plan = beginning.sequence, share.plan

@@ -70,6 +70,15 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
     return found
 
 
+def check_tensors(plan: SharePlan) -> None:
+    """Raise ValueError if there is nothing to publish on any rank. One rank's share may be empty."""
+    if not plan.tensors:  # such a history would refuse the real model ever after
+        raise ValueError(
+            "weights: expected at least one tensor, found none: give the model, its state dict, or a mapping of name → "
+            "tensor"
+        )
+
+
 def check_readable(plan: SharePlan) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
     if "__metadata__" in plan.all_names():  # a patch could hold it, an anchor could not
