@@ -268,7 +268,7 @@ def test_a_parameter_group_that_is_added_does_not_end_the_training(caplog: pytes
         optimizer.step()
     assert found == [1, 3, 4]
     (warning,) = warnings_of(caplog)
-    assert "2 unexpected: group1.0, group1.1" in warning
+    assert "2 unexpected in this step: group1.0, group1.1" in warning
 
 
 def test_an_optimizer_whose_state_is_replaced_is_followed(caplog: pytest.LogCaptureFixture) -> None:

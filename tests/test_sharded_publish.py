@@ -256,7 +256,7 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
             "BaseMismatchError",
             "'columns': 1024 of its 3072 elements are on no rank, and it is missing on rank 1",
         ),
-        ("extra", "BaseMismatchError", "1 unexpected: extra"),
+        ("extra", "BaseMismatchError", "1 unexpected in these weights: extra"),
         ("type", "TypeError", "rank 1"),
         ("anchor", "ExchangeError", "anchor on all ranks"),
         ("interrupt", "KeyboardInterrupt", "rank 1"),

@@ -204,6 +204,8 @@ def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee:
     other = {**trainee.weights, "a": torch.zeros(2, 2), "new": torch.zeros(1)}
     with pytest.raises(pulse.BaseMismatchError, match=r"new.* a \(BF16") as raised:
         publisher.publish(other, version=1)
+    assert f"these weights cannot follow version 0 in {publisher.history.store.url}: " in str(raised.value)
+    assert str(raised.value).endswith("; publish another model to a new store")
     assert (raised.value.missing, raised.value.unexpected, raised.value.reshaped) == ((), ("new",), ("a",))
     assert publisher.publish(trainee.step(), version=1).base == 0
 
@@ -496,10 +498,33 @@ def test_model_of_another_shape_is_refused(store: Store, trainee: Trainee) -> No
     pulse.Publisher(store, cast="bfloat16").publish(trainee.step(), version=0)
     other = trainee.empty()
     other["a"] = torch.zeros(3, 3, dtype=torch.bfloat16)
-    with pytest.raises(pulse.BaseMismatchError, match=r"a \(BF16 \[300, 257\] → BF16 \[3, 3\]\)") as raised:
+    with pytest.raises(
+        pulse.BaseMismatchError, match=r"a \(BF16 \[300, 257\] in the store, BF16 \[3, 3\] in these"
+    ) as raised:
         pulse.Subscriber(store).sync(other)
+    assert f"these weights are not those of version 0 in {store.url}: " in str(raised.value)
+    assert str(raised.value).endswith("; give the model that is published there, or the store of this one")
     assert raised.value.reshaped == ("a",)
     assert not other["a"].any()
+
+
+@pytest.mark.parametrize(("published", "live"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_model_of_another_dtype_is_told_what_its_own_side_can_do(store: Store, published: str, live: str) -> None:
+    """A worker's advice would be wrong for a trainer: what it would have to do is done."""
+    model = torch.nn.Linear(4, 4)
+    publisher = pulse.Publisher(store, cast=published)
+    publisher.publish(model)
+    with pytest.raises(pulse.BaseMismatchError) as worker:
+        pulse.Subscriber(store).sync(model.to(getattr(torch, live)))
+    short = {"bfloat16": "BF16", "float32": "F32"}
+    assert str(worker.value).endswith(
+        f"2 {short[live]} in these weights and {short[published]} in the store: bias, weight; convert the model by "
+        f"model.to(torch.{published}), or on the trainer's side publish with cast='{live}' to a new store"
+    )
+    with pytest.raises(pulse.BaseMismatchError) as trainer:
+        publisher.publish(model, cast=live)
+    assert str(trainer.value).endswith(f"bias, weight; publish them with cast='{published}', or to a new store")
+    assert publisher.publish(model).version == 1
 
 
 def test_weights_that_share_memory_do_not_take_a_version_that_holds_them_apart(store: Store) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pulse_rl as pulse
 from pulse_rl.weights.bits import Bits, HostBits, as_bits
-from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts, layout
 
 
 class Remote:
@@ -121,12 +121,13 @@ def test_a_mismatch_names_the_tensors() -> None:
         }
     )
     with pytest.raises(pulse.BaseMismatchError) as raised:
-        compare_layouts(expected, found, "these weights")
+        compare_layouts(expected, found, Sides("these are not those", "A", "B", "do this", "do that"))
     error = raised.value
     assert (error.missing, error.unexpected) == (("gone",), ("new",))
     assert (error.reshaped, error.retyped) == (("both", "shape"), ("both", "dtype"))
     assert str(error) == (
-        "these weights: the tensors differ: 1 missing: gone; 1 unexpected: new; 2 reshaped or retyped: "
-        "both (F16 [4] → I16 [3]), shape (F16 [4] → F16 [2, 2]); 1 I16 instead of F16: dtype"
+        "these are not those: the tensors differ: 1 missing in B: gone; 1 unexpected in B: new; 2 of another shape: "
+        "both (F16 [4] in A, I16 [3] in B), shape (F16 [4] in A, F16 [2, 2] in B); 1 I16 in B and F16 in A: dtype; "
+        "do this"
     )
-    compare_layouts(expected, expected, "these weights")
+    compare_layouts(expected, expected, Sides("the same", "A", "B"))

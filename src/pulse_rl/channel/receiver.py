@@ -15,8 +15,15 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.live import by_name, live_digest
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.layout import Layout, TensorSpec, compare_layouts
+from pulse_rl.weights.layout import Layout, Sides, TensorSpec, compare_layouts
 from pulse_rl.weights.memory import LiveWeights, Memory
+
+_SIDES = Sides(
+    "these weights are not the sender's",
+    "the sender",
+    "these weights",
+    dtype="convert the model by model.to(torch.{expected}), or give the sender's Channel cast='{found}'",
+)
 
 
 class Receiver:
@@ -65,7 +72,7 @@ class Receiver:
         found = {**plan.tensors, **{alias: plan.tensors[owner] for alias, owner in plan.tied.items()}}
         tied = self._tied()
         expected: dict[str, TensorSpec] = specs | {a: specs[o] for a, o in tied.items() if a in found}
-        compare_layouts(expected, found, "these weights are not the sender's")
+        compare_layouts(expected, found, _SIDES)
 
     def _tied(self) -> dict[str, str]:
         return {alias: owner for table in self._tables for alias, owner in table.tied.items()}

@@ -37,7 +37,7 @@ from pulse_rl.history.partial import cut, read_headers, read_share
 from pulse_rl.history.search import FaultLog, Faults, find_anchors, find_links
 from pulse_rl.history.trail import cheapest, state_of
 from pulse_rl.weights import digests
-from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
+from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
 
 
 @contextmanager
@@ -92,6 +92,7 @@ class Wanted:
     peers: Peers
     first: bool  # whether this process counts the tensors without elements
     landing: Callable[[Layout], Landing]  # for patches to the pieces
+    sides: Sides  # of these weights with the version, for errors
 
 
 class _Start(msgspec.Struct):
@@ -230,7 +231,7 @@ def _check_tensors(target: Manifest, tensors: Mapping[str, HasLayout], wanted: W
     """Raise BaseMismatchError if these are not the tensors of the weights that are to hold them."""
     live = wanted.tensors
     expected = {**tensors, **{alias: tensors[owner] for alias, owner in target.tied.items() if alias in live}}
-    compare_layouts(expected, live, "these weights are not what was expected")
+    compare_layouts(expected, live, wanted.sides)
 
 
 def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Effort, limit: int) -> Layout:

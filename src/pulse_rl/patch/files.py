@@ -15,7 +15,7 @@ from pulse_rl.errors import PatchFormatError
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch import verbs
 from pulse_rl.patch.verbs import PatchInfo
-from pulse_rl.weights.layout import Layout, compare_layouts
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts
 
 
 def read_patch(path: Path) -> patch_format.Patch:
@@ -53,7 +53,8 @@ def apply_to_copy(
     parsed, found = read_patch(patch), open_checkpoint(base)
     tensors = parsed.by_name()
     tied = {alias: tensors[owner] for alias, owner in parsed.tied.items() if alias in found}
-    compare_layouts({**tensors, **tied}, found, f"{patch} does not fit {base}")
+    sides = Sides(f"{patch} does not fit {base}", "the patch", "the checkpoint")
+    compare_layouts({**tensors, **tied}, found, sides)
     _check_place(out, base)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

@@ -14,7 +14,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, Positions
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import HasLayout, Layout, compare_layouts
+from pulse_rl.weights.layout import OF_PATCH, HasLayout, Layout, Sides, compare_layouts
 from pulse_rl.weights.overlap import pairs
 from pulse_rl.weights.pieces import pieces_of
 
@@ -25,21 +25,22 @@ def resolve(
     tensors: Mapping[str, HasLayout],
     tied: Mapping[str, str],
     weights: Layout,
+    sides: Sides = OF_PATCH,
     *,
     written: bool = True,
     everywhere: Mapping[str, HasLayout] | None = None,
 ) -> dict[str, list[Bits]]:
     """Find the live tensors behind each name.
 
-    tensors: what is expected, by name. tied: further names → the name that stands for them. written: whether they are
-    to be written. everywhere: the tensors of the whole model by every name, where this process holds a share of them.
-    Raises BaseMismatchError that lists what is missing, unexpected or of another shape, and ValueError for a
-    live tensor that cannot be written.
+    tensors: what is expected, by name. tied: further names → the name that stands for them. sides: how an error speaks
+    of both. written: whether they are to be written. everywhere: the tensors of the whole model by every name, where
+    this process holds a share of them. Raises BaseMismatchError that lists what is missing, unexpected or of another
+    shape, and ValueError for a live tensor that cannot be written.
     """
     live: Mapping[str, HasLayout] = weights.all_names() if everywhere is None else everywhere
     # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
     expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}
-    compare_layouts(expected, live, "these weights are not what was expected")
+    compare_layouts(expected, live, sides)
     found = by_name(weights, tied)
     for name, copies in found.items():
         if written and not all(bits.writable for bits in copies):

@@ -16,8 +16,10 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import TensorInfo
 from pulse_rl.patch.live import live_digest, resolve
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts, layout
 from pulse_rl.weights.memory import live_layout
+
+_SIDES = Sides("old and new", "old", "new", dtype="convert new by model.to(torch.{expected}), or old as new is")
 
 
 class PatchInfo(msgspec.Struct, frozen=True):
@@ -164,7 +166,7 @@ def pair(old: Layout, new: Layout) -> tuple[dict[str, Bits], dict[str, Bits], di
     Raises BaseMismatchError listing tensors added, removed, reshaped or retyped.
     """
     before, after = old.all_names(), new.all_names()
-    compare_layouts(before, after, "old and new")
+    compare_layouts(before, after, _SIDES)
     tied = {
         alias: owner
         for alias, owner in new.tied.items()

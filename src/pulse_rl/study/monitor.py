@@ -36,7 +36,7 @@ from pulse_rl.parallel import ordered_map
 from pulse_rl.study.layers import kind
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.changes import find_changes
-from pulse_rl.weights.layout import Layout, compare_layouts, layout
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts, layout
 from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import segments
 
@@ -48,6 +48,7 @@ else:
 log = logger(__name__)
 
 CAST = "bfloat16"
+_SIDES = Sides("the tensors of this step and of the last measurement", "the last measurement", "this step")
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -233,7 +234,7 @@ class SparsityMonitor:
         try:
             live = _weights(self._target)  # each time: a parameter may have other memory by now
             if not self._moving:
-                compare_layouts(self._baseline, live, "the tensors of this step and of the last measurement")
+                compare_layouts(self._baseline, live, _SIDES)
                 self._moving = True
                 found = self._measure(live)
                 self._moving = False

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -198,10 +198,55 @@ def as_tensor(tensor: Any, cast: str | None = None) -> Bits:
     return as_bits(tensor, cast)
 
 
-def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLayout], what: str) -> None:
+class Sides(NamedTuple):
+    """How an error speaks of two sets of tensors that should be alike.
+
+    what: what is wrong with them. expected, found: what each set is called. model: what to do where it is another
+    model. dtype: what to do where only dtypes differ, torch's names in place of "{expected}" and "{found}".
+    """
+
+    what: str
+    expected: str
+    found: str
+    model: str = ""
+    dtype: str = ""
+
+
+def in_store(version: int, url: str) -> Sides:
+    """A worker's weights, compared with a version that it is to load."""
+    return Sides(
+        f"these weights are not those of version {version} in {url}",
+        "the store",
+        "these weights",
+        "give the model that is published there, or the store of this one",
+        "convert the model by model.to(torch.{expected}), or on the trainer's side publish with cast='{found}' "
+        "to a new store",
+    )
+
+
+def next_in_store(version: int, url: str) -> Sides:
+    """A trainer's weights, compared with the version that they are to follow."""
+    return Sides(
+        f"these weights cannot follow version {version} in {url}",
+        "the store",
+        "these weights",
+        "publish another model to a new store",
+        "publish them with cast='{expected}', or to a new store",
+    )
+
+
+OF_PATCH = Sides(
+    "these weights are not those that the patch was made of",
+    "the patch",
+    "these weights",
+    dtype="convert them by model.to(torch.{expected})",
+)
+
+
+def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLayout], sides: Sides) -> None:
     """Raise BaseMismatchError listing every tensor added, removed, retyped or reshaped; tied ones once.
 
-    expected, found: by tensor name. what: what is compared, for the message.
+    expected, found: by tensor name. sides: how the error speaks of them.
     """
     common = _once(expected.keys() & found.keys(), expected, found)
     missing = _once(expected.keys() - found.keys(), expected)
@@ -210,22 +255,32 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
     retyped = [name for name in common if expected[name].dtype != found[name].dtype]
     if not (missing or unexpected or reshaped or retyped):
         return
+    what, one, other, model, dtype = sides
     by_dtypes: dict[tuple[str, str], list[str]] = {}  # retyped only, by expected and found dtype
     for name in sorted(set(retyped) - set(reshaped)):
         by_dtypes.setdefault((expected[name].dtype, found[name].dtype), []).append(name)
+    shapes = [f"{name} ({_shown(expected[name])} in {one}, {_shown(found[name])} in {other})" for name in reshaped]
     differences = [
-        ("missing", missing),
-        ("unexpected", unexpected),
-        ("reshaped or retyped", [_difference(name, expected[name], found[name]) for name in reshaped]),
-        *((f"{other} instead of {one}", names) for (one, other), names in by_dtypes.items()),
+        (f"missing in {other}", missing),
+        (f"unexpected in {other}", unexpected),
+        ("of another shape", shapes),
+        *((f"{mine} in {other} and {theirs} in {one}", names) for (theirs, mine), names in by_dtypes.items()),
     ]
     parts = [f"{len(names)} {label}: {shown(names)}" for label, names in differences if names]
-    for label, names in (("missing", missing), ("unexpected", unexpected)):
-        if missing and unexpected and (prefix := wrapper_prefix(names)):
-            parts.append(f"what is {label} carries the prefix {prefix}: use the names of the model inside")
-    if len(by_dtypes) == 1 and all(_TORCH[dtype] in CASTS for dtype in next(iter(by_dtypes))):
-        wanted = _TORCH[next(iter(by_dtypes))[0]]
-        parts.append(f"convert them by model.to(torch.{wanted}), or publish them with cast={wanted!r}")
+    castable = len(by_dtypes) == 1 and all(_TORCH[name] in CASTS for name in next(iter(by_dtypes)))
+    wrapped = [
+        (label, prefix)
+        for label, names in (("missing", missing), ("unexpected", unexpected))
+        if missing and unexpected and (prefix := wrapper_prefix(names))
+    ]
+    parts += [
+        f"what is {label} carries the prefix {prefix}: use the names of the model inside" for label, prefix in wrapped
+    ]
+    if model and not wrapped and (missing or unexpected or reshaped or not castable):
+        parts.append(model)
+    if dtype and castable:
+        ((theirs, mine),) = by_dtypes
+        parts.append(dtype.format(expected=_TORCH[theirs], found=_TORCH[mine]))
     raise BaseMismatchError(
         f"{what}: the tensors differ: {'; '.join(parts)}",
         missing=missing,
@@ -235,8 +290,8 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
     )
 
 
-def _difference(name: str, one: HasLayout, other: HasLayout) -> str:
-    return f"{name} ({one.dtype} {list(one.shape)} → {other.dtype} {list(other.shape)})"
+def _shown(tensor: HasLayout) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _once(names: Set[str], *sides: Mapping[str, Any]) -> list[str]:

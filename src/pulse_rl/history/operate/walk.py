@@ -34,7 +34,7 @@ from pulse_rl.history.trail import PatchLink, costs, link_of, state_of
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
-from pulse_rl.weights.layout import Layout, compare_layouts
+from pulse_rl.weights.layout import Layout, Sides, compare_layouts
 from pulse_rl.weights.segments import segments
 
 FAULTS = (PulseError, ValueError, FileNotFoundError)  # of what is verified; other OSErrors are this machine's
@@ -303,7 +303,7 @@ class Walk:
         ours, theirs = self._copy.tensors.all_names(), self._weights.all_names()
         ours |= {alias: ours[owner] for alias, owner in self._copy.held.tied.items() if alias in theirs}
         try:
-            compare_layouts(ours, theirs, "the weights given")
+            compare_layouts(ours, theirs, Sides("the weights given", "the store", "these weights"))
         except BaseMismatchError as error:
             return str(error)
         counts = {

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.study.results import Version
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.layout import compare_layouts
+from pulse_rl.weights.layout import Sides, compare_layouts
 from pulse_rl.weights.pieces import Place
 
 
@@ -59,4 +59,5 @@ class Source(Protocol):
 
 def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
     """Raise BaseMismatchError if a version's tensors are not those of the first version."""
-    compare_layouts(expected, found, f"{where} is of another model than the first version of this study")
+    what = f"{where} is of another model than the first version of this study"
+    compare_layouts(expected, found, Sides(what, "the first version", "this one"))

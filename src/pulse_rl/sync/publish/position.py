@@ -25,7 +25,7 @@ from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
 from pulse_rl.sync.subscribe.landings import InFiles
-from pulse_rl.weights.layout import Layout
+from pulse_rl.weights.layout import Layout, next_in_store
 
 log = logger(__name__)
 
@@ -153,7 +153,12 @@ class Position:
             peers.add_up("make room for the newest version", make_room)
             first = self._ranks.rank == 0
             wanted = Wanted(
-                share.own, share.plan.tensors, peers, first, lambda found: InFiles(found, share, peers, effort)
+                share.own,
+                share.plan.tensors,
+                peers,
+                first,
+                lambda found: InFiles(found, share, peers, effort),
+                next_in_store(head.version, self._history.store.url),
             )
             found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
 

@@ -322,7 +322,7 @@ class Publisher:
         if base is None:
             check_readable(plan)
         if head is not None:
-            check_successor(head, base, plan, number)
+            check_successor(head, base, plan, number, self.history.store.url)
         else:
             warn_of_prefix(plan.tensors)
         make_manifest = partial(

@@ -30,7 +30,7 @@ from pulse_rl.patch.segments import Entry
 from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.sync.publish.baseline import Baseline
 from pulse_rl.weights.boxes import whole
-from pulse_rl.weights.layout import compare_layouts
+from pulse_rl.weights.layout import compare_layouts, next_in_store
 
 MAX_METADATA_NBYTES = 4096  # of its JSON
 OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
@@ -117,27 +117,27 @@ def check_place(history: History, head: Manifest | None) -> None:
         check_line(history, head, FaultLog())
 
 
-def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, version: int) -> None:
+def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, version: int, url: str) -> None:
     """Raise ValueError or BaseMismatchError unless these tensors can be the version after `head`.
 
-    base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared.
+    base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared. url: the store's.
     """
     if version <= head.version:
         raise ValueError(
             f"version: expected more than {head.version}, the newest one, found {version}; without version=… it is the "
             "next number, and resume() returns the newest"
         )
-    what = f"version {head.version} and version {version}"
+    sides = next_in_store(head.version, url)
     if base is not None:
-        compare_layouts(base.plan.all_names(), tensors.all_names(), what)
+        compare_layouts(base.plan.all_names(), tensors.all_names(), sides)
     elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
-            f"{what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
-            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast"
+            f"{sides.what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
+            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast, or to a new store"
         )
     if head.tied != tensors.tied:
         raise BaseMismatchError(
-            f"{what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}",
+            f"{sides.what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}: {sides.model}",
             missing=sorted(head.tied.keys() - tensors.tied.keys()),
             unexpected=sorted(tensors.tied.keys() - head.tied.keys()),
         )

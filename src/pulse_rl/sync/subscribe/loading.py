@@ -18,7 +18,7 @@ from pulse_rl.sync.subscribe.counting import count, unequal
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, mirrored
 from pulse_rl.weights.boxes import Box
-from pulse_rl.weights.layout import HasLayout, Layout
+from pulse_rl.weights.layout import HasLayout, Layout, Sides
 from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import segments
 
@@ -26,18 +26,18 @@ from pulse_rl.weights.segments import segments
 class Restored:
     """A version in temporary files, proved, which fits the live weights that it will be written to.
 
-    proved: what this rank holds of its tensors, in the files. directory: for more such files. Raises
-    BaseMismatchError or ValueError.
+    proved: what this rank holds of its tensors, in the files. directory: for more such files. sides: how an error
+    speaks of the version and the weights. Raises BaseMismatchError or ValueError.
     """
 
-    def __init__(self, target: Manifest, proved: Layout, live: Held, directory: Path) -> None:
+    def __init__(self, target: Manifest, proved: Layout, live: Held, directory: Path, sides: Sides) -> None:
         self.target = target
         self.nbytes = proved.held_nbytes  # of the files
         self._proved = proved
         expected: Mapping[str, HasLayout] = proved
         if live.shared:  # the tensors of all ranks were compared before they were read
             expected = {name: spec for name, spec in live.tensors.items() if name not in target.tied}
-        self._live = resolve(expected, target.tied, live.memory, everywhere=live.tensors)
+        self._live = resolve(expected, target.tied, live.memory, sides, everywhere=live.tensors)
         _refuse_shared_memory(proved, self._live)
         _refuse_overlaps(proved, self._live, directory)
 

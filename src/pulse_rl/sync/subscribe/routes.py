@@ -20,6 +20,7 @@ from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import InFiles, Landings
 from pulse_rl.sync.subscribe.loading import Restored, wanted
 from pulse_rl.sync.subscribe.proof import Proof
+from pulse_rl.weights.layout import Sides, in_store
 
 
 @add_recovery_hint()
@@ -60,13 +61,14 @@ def advance(
 
             peers.add_up("make room for the version", make_room)
             directory = places[0]
-            share = _share_of(live, peers, effort)
+            sides = in_store(target.version, history.store.url)
+            share = _share_of(live, peers, effort, sides)
             nbytes = live.share.held.nbytes if share is None else live.plan.nbytes
             proved = restore(history, target, directory, effort, faults, nbytes, share)
             found: list[Restored] = []
 
             def fit() -> int:
-                found.append(Restored(target, proved, live, directory))
+                found.append(Restored(target, proved, live, directory, sides))
                 return 0
 
             peers.add_up("compare the weights", fit)
@@ -79,7 +81,7 @@ def advance(
     return True
 
 
-def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
+def _share_of(live: Held, peers: RankPeers, effort: Effort, sides: Sides) -> Wanted | None:
     """The share of a version that this rank needs; None for all of it, of one process."""
     pieces = wanted(live)
     if pieces is None:
@@ -91,6 +93,7 @@ def _share_of(live: Held, peers: RankPeers, effort: Effort) -> Wanted | None:
         peers,
         first,
         lambda files: InFiles(files, live, peers, effort),
+        sides,
     )
 
 
