@@ -22,6 +22,7 @@ from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
 from pulse_rl.sync.publish import delivery, successor
 from pulse_rl.sync.publish.skips import Skips
+from pulse_rl.sync.subscribe import polling
 from pulse_rl.sync.turn import Turn
 
 KEY = Ed25519PrivateKey.generate()
@@ -436,6 +437,24 @@ def test_metadata() -> None:
     assert publisher.publish(weights(2)).version == 3
 
 
+def test_a_run_that_ends_while_a_worker_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait ends with it, at the latest one interval later; a version that came with the end is returned."""
+    monkeypatch.setattr(polling, "FIRST_ASK_S", 0.0)
+    monkeypatch.setattr(polling, "ASK_S", 0.1)
+    store = pulse.open_store("memory://")
+    publisher, subscriber = pulse.Publisher(store), pulse.Subscriber(store)
+    publisher.publish(weights(0), version=0)
+    start = time.monotonic()
+    ending = threading.Timer(0.3, publisher.end)
+    ending.start()
+    with pytest.raises(pulse.VersionNotFoundError, match="the run has ended with version 0;"):
+        subscriber.wait(1, timeout=60)
+    assert 0.3 <= time.monotonic() - start < 30
+    ending.join()
+    looks = iter([0, 1])
+    assert polling.wait(lambda: next(looks), lambda: True, store, 1, 60, (0.05, 5), lambda: None) == 1
+
+
 @pytest.mark.parametrize("key", [None, KEY])
 def test_the_end_of_a_run(key: Any) -> None:
     public = key.public_key() if key else None
@@ -451,12 +470,20 @@ def test_the_end_of_a_run(key: Any) -> None:
     assert subscriber.ended
     assert pulse.status(store).ended
     assert verify(store, public_key=public).ok
+    assert subscriber.wait(1, timeout=60) == 1
+    start = time.monotonic()
+    with pytest.raises(pulse.VersionNotFoundError, match="the run has ended with version 1;") as raised:
+        subscriber.wait(2, timeout=60)
+    assert (raised.value.url, raised.value.version) == (store.url, 2)
     publisher = pulse.Publisher(store, sign_with=key)
     publisher.publish(weights(2), version=2)
     assert not subscriber.ended
+    with pytest.raises(TimeoutError, match="the newest is 2"):
+        subscriber.wait(3, timeout=0.2)
     assert "end.json" not in names(store)
     publisher.end()
     assert subscriber.ended
+    assert time.monotonic() - start < 30
 
 
 def test_a_mark_that_does_not_count() -> None:

@@ -1,14 +1,15 @@
-"""Waiting for a version: looks at growing intervals, through outages, until a timeout."""
+"""Waiting for a version: looks at growing intervals, through outages, until a timeout or the end of the run."""
 
 import time
 from collections.abc import Callable
 
-from pulse_rl.errors import StoreError, one_line
+from pulse_rl.errors import StoreError, VersionNotFoundError, one_line
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import impatient
 
 POLL_S, LONGEST_POLL_S = 0.05, 5.0  # between two looks; clouds charge for each
 SHARE = 1 / 20  # of the time waited: how much later than it could a version is seen
+FIRST_ASK_S, ASK_S = 1.0, 15.0  # whether the run has ended: one more request, which ordinary waits are too short for
 
 
 def check_intervals(poll: float, poll_max: float) -> None:
@@ -19,6 +20,7 @@ def check_intervals(poll: float, poll_max: float) -> None:
 
 def wait(
     look: Callable[[], int | None],
+    ended: Callable[[], bool],
     store: Store,
     version: int,
     timeout: float,
@@ -27,18 +29,29 @@ def wait(
 ) -> int:
     """Look until the newest version is this one or a newer one.
 
-    look: gives the newest version. intervals: the first between two looks and the longest, seconds. alive: called
-    after each look in vain. Raises as `Subscriber.wait`.
+    look: gives the newest version. ended: tells whether the run has ended. intervals: the first between two looks and
+    the longest, seconds. alive: called after each look in vain. Raises as `Subscriber.wait`.
     """
     if not timeout >= 0:
         raise ValueError(f"timeout: expected seconds, at least 0, found {timeout}")
     start = time.monotonic()
     newest: int | None = None
+    ask_at = start + FIRST_ASK_S
     while True:
         failure = None
         try:
             with impatient(store):  # this is a loop of attempts already
                 newest = look()
+                if newest is not None and newest < version and time.monotonic() >= ask_at:
+                    before = newest
+                    if ended() and (newest := look()) == before:  # another one may have come with the end
+                        raise VersionNotFoundError(
+                            f"version {version} is not expected in {store.url} any more: the run has ended with "
+                            f"version {newest}; if it is continued, wait again when its trainer has published",
+                            url=store.url,
+                            version=version,
+                        )
+                    ask_at = time.monotonic() + ASK_S
         except StoreError as error:
             if not error.temporary:
                 raise

@@ -212,13 +212,14 @@ class Subscriber:
 
         Raises:
             TimeoutError: The history does not hold the version in time, or the store was out of reach.
+            VersionNotFoundError: The run has ended before that version, as `ended` says. Raised after a
+                second, or of a run that ends during the wait within 15.
             StoreError: The store failed for a reason that does not pass.
             IntegrityError: As `latest`.
             ValueError: The timeout is not a number of at least 0.
         """
-        return wait(
-            self.latest, self.history.store, version, timeout, (self._poll, self._poll_max), self._beating.beat_again
-        )
+        intervals, alive = (self._poll, self._poll_max), self._beating.beat_again
+        return wait(self.latest, self.history.ended, self.history.store, version, timeout, intervals, alive)
 
     @in_turn
     @collective
