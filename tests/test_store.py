@@ -6,16 +6,19 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import servers
+from obstore.exceptions import GenericError
 
 import pulse_rl as pulse
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError
 from pulse_rl.store.base import Store
+from pulse_rl.store.failures import one_line
 
 
 @pytest.fixture(params=["memory", "file", "s3", "azure"])
@@ -213,9 +216,67 @@ def test_opening_a_remote_store_makes_no_request(url: str, monkeypatch: pytest.M
 
 def test_what_the_environment_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(pulse.StoreError, match="Account must be specified$") as raised:
+    with pytest.raises(
+        pulse.StoreError, match=r"set AZURE_STORAGE_ACCOUNT_NAME .*Account must be specified\)$"
+    ) as raised:
         pulse.open_store("az://container/a")
     assert raised.value.url == "az://container/a"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    with pytest.raises(pulse.StoreError, match=r"set AWS_ACCESS_KEY_ID, AWS_SECRET.*Missing SecretAccessKey\)$"):
+        pulse.open_store("s3://bucket/a")
+
+
+class NoRole(BaseHTTPRequestHandler):
+    """A machine's service for the credentials of its role, which has none."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_PUT = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(("scheme", "variable"), [("s3", "AWS_ACCESS_KEY_ID"), ("az", "AZURE_STORAGE_ACCOUNT_KEY")])
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_environment_without_credentials(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, variable: str, answers: bool
+) -> None:
+    """The first error of whoever tries a bucket; without it they read of an address that they have never seen."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoRole) as server:
+        here = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", here)
+        monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{here}/metadata/identity/oauth2/token")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+        if answers:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        else:
+            server.server_close()
+        with pytest.raises(pulse.StoreError, match=f"no credentials: .*{variable}.*role .*Error performing") as raised:
+            pulse.open_store(f"{scheme}://bucket/a").list("manifests")
+        assert raised.value.temporary == (not answers)  # as before
+        if answers:
+            server.shutdown()
+
+
+def test_a_google_bucket_without_credentials() -> None:
+    """obstore's own words, as its address cannot be redirected."""
+    found = one_line(
+        GenericError(
+            "Generic GCS error: Error performing token request: Error performing GET http://metadata.google.internal/"
+            "computeMetadata/v1/instance/service-accounts/default/token?audience=x in 1.407855ms, after 3 retries, "
+            "max_retries: 3, retry_timeout: 5s  - HTTP error: error sending request\n\nDebug source:\nGeneric {"
+        )
+    )
+    assert found.startswith("no credentials: ")
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in found
+    assert found.endswith("HTTP error: error sending request)")
+    sound = "Generic S3 error: Error performing GET https://s3.amazonaws.com/b/latest/api/token: status code: 403"
+    assert one_line(GenericError(sound)) == sound
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y", "memory://name", "file://host/x", "s3:///x", "https://host/a?token=1"])
