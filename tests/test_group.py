@@ -220,6 +220,27 @@ def test_a_group_may_be_made_of_some_ranks_only() -> None:
     assert "not a member" in str(outside)
 
 
+def give_meshes(rank: int, size: int) -> list[str]:
+    """What a Publisher and a Subscriber say of meshes, as FSDP2 and tensor parallelism have them."""
+    meshes = [
+        dist.device_mesh.init_device_mesh("cpu", (size,)),
+        dist.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("replicas", "shards")),
+    ]
+    pulse.Subscriber("memory://", group=meshes[0].get_group())
+    pulse.Subscriber("memory://", group=meshes[1].get_group("shards"))
+    errors = [caught(lambda mesh=mesh: pulse.Publisher("memory://", group=mesh)) for mesh in meshes]  # type: ignore[misc]
+    errors += [caught(lambda: pulse.Channel(meshes[0])), caught(lambda: pulse.Subscriber("memory://", group=meshes[0]))]  # type: ignore[arg-type]
+    assert all(isinstance(error, TypeError) for error in errors), errors
+    return [str(error) for error in errors]
+
+
+def test_a_mesh_is_no_group() -> None:
+    for one, two, *others in good(group_world.run(give_meshes, 2)):
+        assert one == "group: expected a process group, found a DeviceMesh (2,): give mesh.get_group()"
+        assert others == [one, one]
+        assert two.endswith("group.WORLD for all ranks, or mesh.get_group('shards') for one dimension")
+
+
 def test_without_torch_distributed_the_error_says_what_to_call() -> None:
     with pytest.raises(pulse.ExchangeError, match="init_process_group"):
         PrivateGroup.of()

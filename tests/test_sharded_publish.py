@@ -272,6 +272,7 @@ def test_what_fails_on_one_rank_is_published_by_none(
     assert not any(isinstance(result, BaseException) for result in results), results
     assert results[1][0] == own
     assert all(told in text for _, text, *_ in (results[0], results[2]))
+    assert not any("lost" in text for _, text, *_ in results)  # none is
     assert all(name in (own, "ExchangeError", "StoreError") for name, *_ in results)
     assert results[0][2] == 0  # version 1 was not committed
     assert all(result[3:] == [0, digest_of(2)] for result in results)  # and version 2 follows version 0

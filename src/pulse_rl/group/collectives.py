@@ -34,10 +34,15 @@ class Wording(NamedTuple):
         "the exchange between ranks failed: a rank or the network is lost, or the ranks did not make the same calls"
     )
     advice: str = ""  # how things stand after a failure, and what to do
+    in_step: str | None = None  # the same where one rank's work has failed and none is lost; None for the advice
 
     def with_advice(self, what: str, why: str = "") -> str:
         """What happened, the advice, and in brackets why it happened."""
         return "".join([what, self.advice and f"; {self.advice}", why and f" ({why})"])
+
+    def with_state(self, what: str) -> str:
+        """What one rank's work has failed at, and how things stand."""
+        return self.with_advice(what) if self.in_step is None else f"{what}; {self.in_step}"
 
 
 PLAIN = Wording()
@@ -67,7 +72,10 @@ class Group:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None, wording: Wording = PLAIN) -> Self:
-        """A group that torch.distributed knows. Raises ExchangeError if there is none, or this rank is not in it."""
+        """A group that torch.distributed knows.
+
+        Raises ExchangeError if there is none, or this rank is not in it, and TypeError for a DeviceMesh.
+        """
         torch = require("torch", "torch")
         dist = torch.distributed
         if not dist.is_available() or not dist.is_initialized():
@@ -75,6 +83,12 @@ class Group:
                 "there is no process group: call torch.distributed.init_process_group() first "
                 "(for a single process too: world_size=1)"
             )
+        if isinstance(process_group, dist.DeviceMesh):  # what FSDP2 is given
+            names = process_group.mesh_dim_names or range(process_group.ndim)
+            found, own = f"a DeviceMesh {tuple(process_group.shape)}", "mesh.get_group()"
+            if process_group.ndim > 1:
+                own = f"torch.distributed.group.WORLD for all ranks, or mesh.get_group({names[-1]!r}) for one dimension"
+            raise TypeError(f"group: expected a process group, found {found}: give {own}")
         rank = dist.get_rank(process_group)
         if rank < 0:
             raise ExchangeError("process_group: this rank is not a member of it: give each rank a group that it is in")

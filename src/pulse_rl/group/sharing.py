@@ -64,7 +64,7 @@ def _raise_if_one_failed(group: Group, what: str, messages: list[memoryview]) ->
         texts = [f"rank {rank}: {_decode(group, what, rank, messages[rank], str)}" for rank in failed[:_SHOWN]]
         listed = "; ".join(texts if len(failed) > 1 else [texts[0].partition(": ")[2]])
         where = name_ranks(failed, group.size)
-        raise ExchangeError(group.wording.with_advice(f"{what} failed on {where}: {listed}"), ranks=failed)
+        raise ExchangeError(group.wording.with_state(f"{what} failed on {where}: {listed}"), ranks=failed)
 
 
 def _decode(group: Group, what: str, rank: int, found: memoryview, kind: type[T]) -> T:

@@ -20,6 +20,7 @@ WORDING = Wording(
     "the same calls",
     advice="if a rank is lost, make a new process group and a new Subscriber on all ranks: its first sync repairs the "
     "weights in place",
+    in_step="when the cause is gone, the same call may be made again on all ranks",
 )
 LIMIT = 32 << 20  # bytes of what one rank has chosen for all, as JSON
 SHORT_NBYTES = 32 << 10  # of it, sent together with what came of the work

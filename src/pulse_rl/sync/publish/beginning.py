@@ -13,6 +13,7 @@ WORDING = Wording(
     # A lost first rank may have committed the version: who is left cannot know.
     advice="if a rank is lost, make a new process group and a new Publisher on all ranks: it goes on from the newest "
     "version in the store, and none is there in part",
+    in_step="when the cause is gone, the same call may be made again on all ranks",
 )
 
 
