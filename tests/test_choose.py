@@ -1,5 +1,6 @@
 """auto: the codec that is at the other side first, from what both took on the patches at hand."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def test_a_publisher_chooses_by_the_link_and_reports_why(tmp_path: Path) -> None
         assert pulse.digest(weights) == slow.digest
 
 
-def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
+def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A restarted one knows nothing of it: then it may take another codec, and the log says so."""
+    caplog.set_level(logging.INFO, "pulse_rl.sync.publish.encoding")
     publisher = pulse.Publisher(tmp_path)
     first, second = _steps(1)
     publisher.publish(first, version=0)
@@ -103,6 +106,13 @@ def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path) -> None:
     assert reason is not None
     assert reason.endswith("over an unknown link")
     assert taken_up.history.head().patch.codec == "context"  # type: ignore[union-attr]
+    first_line, second_line = (record.getMessage() for record in caplog.records)
+    assert first_line.startswith("version 1: codec ")
+    assert second_line == f"version 2: codec context from here on: {reason}"
+    caplog.clear()
+    taken_up.publish(_steps(3)[3], version=3)  # the same codec again
+    pulse.Publisher(tmp_path, codec="gap").publish(_steps(4)[4], version=4)
+    assert not caplog.records
 
 
 def test_a_bandwidth_is_bits_per_second_or_text_with_a_unit(tmp_path: Path) -> None:

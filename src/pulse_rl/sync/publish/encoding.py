@@ -59,6 +59,8 @@ class Encoder:
     def __init__(self, codec: str, ranks: Ranks) -> None:
         self._chooser = Chooser(codec)
         self._ranks = ranks
+        self._auto = codec == "auto"
+        self._taken: str | None = None  # the codec of the version before
         self._replaced: Overlay | None = None  # by the patch that is made
 
     def encode(
@@ -77,6 +79,9 @@ class Encoder:
         density = self._changes / max(1, share.plan.elements)
         chosen = self._chooser.choose(list(candidates), density, bandwidth)
         application, patch = candidates[chosen]
+        if self._auto and chosen.codec != self._taken and self._ranks.rank == 0:
+            log.info("version %d: codec %s from here on: %s", version, chosen.codec, self._chooser.reason)
+        self._taken = chosen.codec
         prove_s = sum(trial.decode_s for trial in candidates)  # decoding and proving
         replaced, self._replaced = self._replaced, None
         return application, Encoded(
