@@ -125,7 +125,7 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, v
     if version <= head.version:
         raise ValueError(
             f"version: expected more than {head.version}, the newest one, found {version}; without version=… it is the "
-            "next number, and resume() returns the newest"
+            "next number, and resume() returns the newest; a run that begins anew needs a new or emptied store"
         )
     sides = next_in_store(head.version, url)
     if base is not None:
