@@ -155,7 +155,8 @@ class SyncReport:
         decode_s: Seconds of decoding patches, summed over threads.
         apply_s: Seconds of writing to the weights.
         prove_s: Seconds of proving, summed over threads.
-        total_s: Seconds of the call.
+        total_s: Seconds of the call that returned this report: all of a `sync`; of a version that was staged only
+            `apply`, while the fields above count its staging too.
         metadata: What the trainer noted of the version; None for nothing.
     """
 
