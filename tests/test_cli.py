@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 import pulse_rl as pulse
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import write_checkpoint
-from pulse_rl.cli import output
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import OFFERED
 from pulse_rl.history.operate.targets import kind_of
@@ -258,21 +257,6 @@ def test_inspect_goes_on_past_a_damaged_manifest(run: Run, store: Path) -> None:
     result = run("inspect", store)
     assert (result.code, result.out) == (1, "")
     assert "manifests/000000000003.json" in result.err
-
-
-@pytest.mark.parametrize("columns", [None, 60])
-def test_a_long_cell_pads_no_other_row(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int | None
-) -> None:
-    """It is one line, or folded to the width that is set."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", str(columns))
-    output.table(["subscriber", "last error"], [("worker-0", "word " * 70), ("worker-1", "–")])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split() == ["worker-1", "–"]
-    assert all(line == line.rstrip() for line in lines)
-    assert max(map(len, lines)) <= columns if columns else len(lines) == 3
 
 
 def test_people_get_text(run: Run, files: Files, store: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_heartbeats_of_the_dead_are_pruned(tmp_path: Path, capsys: pytest.Captur
     put_beat(store, "old", 1)
     put_beat(store, "new", 1)
     age(tmp_path / "heartbeats" / "old.json", 2 * 86400)
-    assert "1 heartbeats" in command(capsys, "prune", tmp_path, "--retain", 5)[1]
+    assert "1 heartbeat," in command(capsys, "prune", tmp_path, "--retain", 5)[1]
     assert [info.name for info in store.list("heartbeats")] == ["heartbeats/new.json"]
     age(tmp_path / "heartbeats" / "new.json", 100)
     command(capsys, "prune", tmp_path, "--retain", 5, "--expire", 50)
@@ -175,7 +175,7 @@ def test_uploads_of_a_killed_publisher(tmp_path: Path, capsys: pytest.CaptureFix
     assert Retention(5).plan(History(store), leftovers=True).partial == ()  # within the grace period
     code, out, _ = command(capsys, "prune", tmp_path / "run", "--retain", 5, "--grace", 0)
     assert code == 0
-    assert "1 unfinished uploads" in out
+    assert "1 unfinished upload," in out
     assert not target.exists()
     assert (tmp_path / "run" / "patches/x#1").exists()
     assert pulse.verify(store).ok

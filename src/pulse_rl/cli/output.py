@@ -100,13 +100,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         drawn.add_column(column, justify="left" if words else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*(printable(str(cell)) for cell in row))
-    # Without a terminal there is no width to fold to, unless somebody has set one.
-    folds = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if folds else 1000, highlight=False, markup=False)
+    # Without a terminal there is no width to fold to.
+    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(drawn)
-    # One long cell in the last column pads all other rows.
-    write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    write(captured.get())
 
 
 class Report(Protocol):
