@@ -275,7 +275,7 @@ def test_an_error_that_ends_the_context_is_reported_alone(store: Store, caplog: 
 
 
 def test_trainers_that_count_rounds_end_together_after_a_restart(store: Store) -> None:
-    """One that is killed and takes the same lines again ends with the others; one that counts steps is told."""
+    """A killed trainer runs the same lines again and ends with the others; if it counts steps, the error says so."""
 
     def run(one: Trainer) -> None:
         with one.loco:

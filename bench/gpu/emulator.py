@@ -4,9 +4,9 @@ Numba-CUDA hands a kernel to the device's compiler in LLVM's language. Here the 
 its types, widths and overflows are the device's, and blocks are as large as there. What this cannot show: speed, what
 the device's own compiler makes of the text, and two blocks at once.
 
-Blocks run one after another, and the threads of a block in turns, in an order that is drawn anew each time: a thread
-runs until it comes to a barrier or ends. Each has a stack of its own; `swapcontext` of the C library goes from one to
-another. Shared memory holds garbage when a block begins.
+Blocks run one after another, in a random order. The threads of a block take turns, in a random order too: a thread runs
+until it reaches a barrier or ends. Each thread has its own stack, and `swapcontext` of the C library switches stacks.
+Shared memory holds garbage when a block begins.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
