@@ -6,6 +6,7 @@ All are the simple receiver with one thing done otherwise.
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ class IgnoresTiedNames(Simple):
         )
 
 
-@found_by("strided", "fused")
+@found_by("strided", "fused", "dimensions")
 class WritesToCopies(Simple):
     """A flat view of weights that are not contiguous is a copy, and the copy is written."""
 
@@ -189,7 +190,7 @@ class WritesWhileReading(Simple):
     def sync(self, version: int | None = None) -> int:
         if self.known is None:
             (ref,) = self.history.read(self.target(version).anchor_sequence).anchor
-            data, part = b"", max(1000, -(-ref.nbytes // 3))
+            data, part = b"", max(4000, -(-ref.nbytes // 3))
             for start in range(0, ref.nbytes, part):
                 data += self.source.store.read_range(ref.name, start, min(start + part, ref.nbytes))
                 for name, tensor in parse(data, partly=True).items():
@@ -254,6 +255,82 @@ class SkipsScalars(Simple):
     def put(self, live: torch.Tensor, new: torch.Tensor) -> None:
         if live.ndim:
             super().put(live, new)
+
+
+@found_by("dimensions")
+class KnowsThreeDimensions(Simple):
+    """Tensors of more dimensions are left as they are."""
+
+    def put(self, live: torch.Tensor, new: torch.Tensor) -> None:
+        if live.ndim <= 3:
+            super().put(live, new)
+
+
+@found_by("gaps", "beyond-16-bits", "beyond-20-bits", "beyond-24-bits")
+class IndexesWith16Bits(Simple):
+    """Everything from element 65,536 of a tensor on is left as it is."""
+
+    bits = 16
+
+    def put(self, live: torch.Tensor, new: torch.Tensor) -> None:
+        if live.numel() <= 1 << self.bits:
+            super().put(live, new)
+        else:
+            known = torch.arange(live.numel()).reshape(live.shape) < 1 << self.bits
+            integers(live)[known] = integers(new)[known]
+
+
+@found_by("beyond-20-bits", "beyond-24-bits")
+class IndexesWith20Bits(IndexesWith16Bits):
+    """Everything from element 1,048,576 of a tensor on is left as it is."""
+
+    bits = 20
+
+
+@found_by("beyond-24-bits")
+class IndexesWithFloat32(IndexesWith16Bits):
+    """Everything from element 16,777,216 of a tensor on is left as it is: the next index is no float32."""
+
+    bits = 24
+
+
+@found_by("gaps")
+class GapsOf16Bits(Simple):
+    """Changes after a gap of more than 65,535 elements are dropped."""
+
+    def put(self, live: torch.Tensor, new: torch.Tensor) -> None:
+        (changed,) = (integers(live) != integers(new)).reshape(-1).nonzero(as_tuple=True)
+        (long,) = (changed.diff(prepend=torch.tensor([-1])) > 0xFFFF).nonzero(as_tuple=True)
+        if not len(long):
+            super().put(live, new)
+        else:
+            at = torch.unravel_index(changed[: long[0]], live.shape)
+            integers(live)[at] = integers(new)[at]
+
+
+@found_by("many-tensors")
+class KnowsTwentyTensors(Simple):
+    """Of the tensors, in the order of their names, the first twenty are written."""
+
+    def write(self, new: Weights) -> None:
+        super().write({name: new[name] for name in sorted(new)[:20]})
+
+
+@found_by("names")
+class WritesAsciiNames(Simple):
+    """Tensors whose names are not ASCII are not found, and left as they are."""
+
+    def write(self, new: Weights) -> None:
+        super().write({name: tensor for name, tensor in new.items() if name.isascii()})
+
+
+@found_by("names")
+class NormalisesNames(Simple):
+    """Names that look alike are one."""
+
+    def write(self, new: Weights) -> None:
+        normal = {unicodedata.normalize("NFC", name): tensor for name, tensor in new.items()}
+        super().write({name: normal[unicodedata.normalize("NFC", name)] for name in new})
 
 
 @found_by("killed", "killed-writing")

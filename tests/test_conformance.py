@@ -23,6 +23,9 @@ STORES = {"empty-history", "unknown-version", "pruned", "another-run", "failing-
 STORES |= {"torn-read", "torn-object", "missing-object", "exchanged-objects", "killed", "killed-writing"}
 OUTAGES = {"failing-call", "outage", "torn-read", "torn-object", "missing-object", "exchanged-objects"}
 LONG = {"failing-stage", "catch-up", "late-start", "patterns", "killed", "killed-writing"}
+LARGEST = "beyond-24-bits"  # a second for each receiver
+SIZES = {"dimensions", "gaps", "beyond-16-bits", "beyond-20-bits", LARGEST, "many-tensors", "names"}
+LONG |= {LARGEST, "many-tensors"}
 SKIPPED: list[tuple[Any, set[str]]] = [
     (Subscribers(), RANKS),
     (ShardedSubscribers(POOL), {"killed-writing"}),
@@ -47,7 +50,12 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("check", "skipped"),
     [
-        pytest.param(check, check.name in skipped, id=f"{adapter.name}: {check}")
+        pytest.param(
+            check,
+            check.name in skipped,
+            id=f"{adapter.name}: {check}",
+            marks=[pytest.mark.slow] if check.name == LARGEST and not isinstance(adapter, Subscribers) else [],
+        )
         for adapter, skipped in SKIPPED
         for check in checks(adapter)
         if not isinstance(adapter, Engines)
@@ -70,9 +78,16 @@ def test_ranks_that_are_right() -> None:
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_fails_in_the_checks_that_are_for_it(fault: Any) -> None:
-    """Exactly those fail. Of those that take long only a fault's own are run, to save time, or all of the store's."""
+    """Exactly those fail. Of those that take long only a fault's own are run, to save time, or all of the store's.
+
+    Those of a size are run on faults of a size.
+    """
     expected = FAULTS[fault]
     left_out = LONG - expected if expected & OUTAGES else LONG | OUTAGES
+    if expected <= SIZES:
+        left_out |= STORES | STAGING  # of a small model
+    elif not expected & SIZES:
+        left_out |= SIZES
     report = run(Adapter(fault), [name for name in CHECKS if name not in left_out or name in expected])
     assert {one.name: one.detail for one in report.results if one.name in set(report.failed) ^ expected} == {}
     assert not report.ok

@@ -6,7 +6,7 @@ from unittest import SkipTest
 import pytest
 import torch.distributed as dist
 from conformance_clients import CONTEXT, Plugins, SGLangs
-from test_conformance import RANKS
+from test_conformance import LARGEST, RANKS
 
 from pulse_rl import parallel
 from pulse_rl.engines import receiver
@@ -36,7 +36,12 @@ def _small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("check", "skipped"),
     [
-        pytest.param(check, check.name in skipped, id=f"{adapter.name}: {check}")
+        pytest.param(
+            check,
+            check.name in skipped,
+            id=f"{adapter.name}: {check}",
+            marks=[pytest.mark.slow] if check.name == LARGEST else [],
+        )
         for adapter, skipped in SKIPPED
         for check in checks(adapter)
         # A Subscriber reads for them, which meets these in the other tests.

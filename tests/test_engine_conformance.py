@@ -17,7 +17,7 @@ from pulse_rl.testing import Check, checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 OTHER_TENSORS = {f"dtypes-{count}" for count in ("1-byte", "2-bytes", "4-bytes", "8-bytes")}
-OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes"}
+OTHER_TENSORS |= {"zeros", "nans", "patterns", "scalars", "empty-tensors", "shapes", "dimensions"}
 NO_CALLS = {"failing-call", "outage", "recovery", "torn-read", "failing-stage", "killed", "killed-writing"}
 SKIPPED = OTHER_TENSORS | NO_CALLS | {"ranks-together", "one-rank-fails"}
 

@@ -1,4 +1,4 @@
-"""Exactness: every bit of every dtype, wherever it lies in memory."""
+"""Exactness: every bit of every dtype, wherever it lies in memory, in tensors of any size, number and name."""
 
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.testing import models
@@ -10,13 +10,19 @@ from pulse_rl.testing.trial import Trial
 
 
 def _follow(
-    adapter: Adapter, model: Model, *, codec: CodecName = "gap", place: Place = "plain", tied_apart: bool = False
+    adapter: Adapter,
+    model: Model,
+    *,
+    codec: CodecName = "gap",
+    place: Place = "plain",
+    tied_apart: bool = False,
+    patches: int = 3,
 ) -> None:
     """Load a version, then follow some, one by one."""
-    recorded = record(model, 4, codec=codec)
+    recorded = record(model, 1 + patches, codec=codec)
     with Trial(adapter, recorded, place=place, tied_apart=tied_apart) as trial:
         trial.sync()
-        for _ in range(3):
+        for _ in range(patches):
             trial.source.show()
             trial.sync()
 
@@ -69,6 +75,42 @@ def empty(adapter: Adapter) -> None:
 def shapes(adapter: Adapter) -> None:
     """Shapes of one element, of odd sizes, of three dimensions."""
     _follow(adapter, models.SHAPES, codec="context")
+
+
+def dimensions(adapter: Adapter) -> None:
+    """Tensors of four and five dimensions, as convolutions have, contiguous and not."""
+    _follow(adapter, models.DIMENSIONS)
+    _follow(adapter, models.DIMENSIONS, place="strided")
+
+
+def gaps(adapter: Adapter) -> None:
+    """Changes that lie 65,535 elements apart and further, and as far from the start; others follow each gap."""
+    _follow(adapter, models.GAPS)
+
+
+def beyond_16_bits(adapter: Adapter) -> None:
+    """Tensors of more than 2^16 elements, rows and columns; elements before and beyond change."""
+    _follow(adapter, models.beyond(16), codec="context")
+
+
+def beyond_20_bits(adapter: Adapter) -> None:
+    """A tensor of more than 2^20 elements, of which few change, from the first to the last."""
+    _follow(adapter, models.beyond(20), patches=1)
+
+
+def beyond_24_bits(adapter: Adapter) -> None:
+    """A tensor of more than 2^24 elements, which float32 does not count, of which few change, from first to last."""
+    _follow(adapter, models.beyond(24), patches=1)
+
+
+def many(adapter: Adapter) -> None:
+    """Three hundred tensors."""
+    _follow(adapter, models.MANY, patches=1)
+
+
+def names(adapter: Adapter) -> None:
+    """Names that are not ASCII, that JSON escapes, that are longer than 255 bytes, or that look alike."""
+    _follow(adapter, models.NAMES, codec="context")
 
 
 def strided(adapter: Adapter) -> None:

@@ -120,6 +120,19 @@ def roll(name: str, dtype: str, bits: UIntArray, random: np.random.Generator, ve
     bits[:] = ((np.arange(len(bits)) + stride) % (1 << 8 * bits.itemsize)).astype(bits.dtype)
 
 
+def spread(name: str, dtype: str, bits: UIntArray, random: np.random.Generator, version: int) -> None:
+    """Few elements move, all over the tensor: the ends, those around powers of two, and one in some 50,000."""
+    powers = 1 << np.arange(8, 32)
+    near = np.concatenate([powers - 1, powers, powers + 1, [0, len(bits) - 1], np.arange(version, len(bits), 50_021)])
+    bits[np.unique(near[near < len(bits)])] += np.array(1, bits.dtype)
+
+
+def leap(name: str, dtype: str, bits: UIntArray, random: np.random.Generator, version: int) -> None:
+    """Changes lie 2^16 - 1, 2^16, 2^16 + 1 and 2^17 elements apart; in `down` the first lies as far from the start."""
+    first = [version] if ".up." in name else []
+    bits[np.cumsum([*first, 0xFFFF, 0x1_0000, 2 + version, 0x1_0001, 3, 0x2_0000])] += np.array(1, bits.dtype)
+
+
 def keep(name: str, dtype: str, bits: UIntArray, random: np.random.Generator, version: int) -> None:
     """Nothing changes, but in every third version."""
     if version % 3 == 2:
@@ -162,6 +175,31 @@ SHAPES = Model(
 )
 SCALARS = Model("scalars", {name: SHAPES.tensors[name] for name in ("scale", "count", "flat")}, nudge)
 EMPTY = Model("empty", {name: SHAPES.tensors[name] for name in ("nothing", "no.columns", "flat")}, nudge)
+DIMENSIONS = Model("dimensions", {"video": ("bfloat16", (4, 3, 2, 3, 5)), "image": ("bfloat16", (6, 3, 5, 7))}, nudge)
+GAPS = Model("gaps", {f"model.layers.0.{part}.weight": ("bfloat16", (577, 601)) for part in ("up", "down")}, leap)
+MANY = Model("many", {f"model.layers.{number}.up.weight": ("bfloat16", (3, 5)) for number in range(300)}, nudge)
+NAMES = Model(
+    "names",
+    {
+        f"model.{name}.weight": ("bfloat16", (6, 5))
+        for name in (
+            *("größe", "слой", "層", "🧠", "\u00e9", "e\u0301"),  # the last two look alike
+            *('with "quotes"', "back\\slash", "a/path", "層" * 100),
+        )
+    },
+    nudge,
+)
+_BEYOND: dict[int, dict[str, tuple[int, ...]]] = {  # bits of an index → tensors with more elements than these count
+    16: {"embed": (70_001, 3), "layers.0.up": (3, 70_001), "layers.0.norm": (70_001,)},  # also more rows, or columns
+    20: {"embed": (1031, 1033)},
+    24: {"embed": (4099, 4103)},
+}
+
+
+def beyond(bits: int) -> Model:
+    """Tensors with more elements than so many bits count."""
+    tensors = {f"model.{name}.weight": ("bfloat16", shape) for name, shape in _BEYOND[bits].items()}
+    return Model(f"beyond {bits}", tensors, spread)
 
 
 def _transformer(step: Step, name: str, tied: bool = False) -> Model:

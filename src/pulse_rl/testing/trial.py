@@ -29,7 +29,7 @@ from pulse_rl.weights.pieces import pieces_of
 def read(ranks: Sequence[Held], model: Model) -> State:
     """What all ranks hold together. Raises ConformanceError where an element is held by no rank, or differently."""
     found: State = {}
-    times: dict[str, Any] = {}
+    covered: dict[str, Any] = {}
     for number, rank in enumerate(ranks):
         for name, bits in layout(rank.weights).all_names().items():
             owner = model.tied.get(name, name)
@@ -39,19 +39,17 @@ def read(ranks: Sequence[Held], model: Model) -> State:
             if tuple(bits.shape) != shape:
                 raise ConformanceError(f"tensor {name!r}: expected shape {shape}, found {bits.shape}", tensor=name)
             whole = found.setdefault(name, np.zeros(shape, f"u{bits.itemsize}"))
-            count = times.setdefault(name, np.zeros(shape, np.int64))
+            known = covered.setdefault(name, np.zeros(shape, bool))
             for piece in pieces_of(bits):
                 at = tuple(slice(a, a + n) for a, n in zip(piece.box.offset, piece.box.sizes, strict=True))
                 held = piece.bits.read(0, piece.bits.size).reshape(piece.box.sizes)
-                known = count[at] > 0
-                if (whole[at][known] != held[known]).any():
+                if (known[at] & (whole[at] != held)).any():
                     raise ConformanceError(
                         f"tensor {name!r}: rank {number} holds other bits of it than the ranks before it", tensor=name
                     )
-                whole[at] = held
-                count[at] += 1
+                whole[at], known[at] = held, True
     for name in model.tensors:
-        if name not in found or not (times[name] > 0).all():
+        if name not in found or not covered[name].all():
             raise ConformanceError(f"tensor {name!r}: some of its elements are held by no rank", tensor=name)
     return found
 
