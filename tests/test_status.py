@@ -423,6 +423,43 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert verify(store).ok
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("s3:/bucket/run", 2),  # slips in a URL
+        ("s4://bucket/run", 2),
+        ("https:/host/run", 2),
+        ("missing", 2),
+        ("file", 2),
+        ("empty", 2),  # neither a store nor anything else
+        ("begun", 1),  # a store, without a version
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--watch", "0.1"]], ids=["once", "watching"])
+def test_status_exits_with_2_where_there_is_no_store(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    expected: int,
+    options: list[str],
+) -> None:
+    """Also while it watches: where the target is a slip by itself, else when it is stopped."""
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pulse_rl.cli.stores.time.sleep", stop)
+    (tmp_path / "file").write_bytes(b"no store")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun" / "manifests").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command(capsys, "status", target, *options)
+    assert (code, out) == (expected, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
 def test_what_the_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifests").mkdir()
     assert command(capsys, "status", tmp_path)[2].endswith("holds no version yet\n")
@@ -434,7 +471,7 @@ def test_what_the_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[
     weights = {"w": np.arange(9, dtype=np.uint16)}
     patch.write_bytes(pulse.diff(weights, weights, base=0, target=1))
     code, _, err = command(capsys, "status", patch)
-    assert (code, err) == (1, f"error: {patch}: expected a store or the directory of a run, found a patch\n")
+    assert (code, err) == (2, f"error: {patch}: expected a store or the directory of a run, found a patch\n")
     url = f"http://127.0.0.1:{servers.web(tmp_path)}/"
     code, _, err = command(capsys, "prune", url, "--retain", 1)
     assert code == 1

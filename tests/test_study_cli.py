@@ -90,6 +90,8 @@ def test_the_report_is_written_and_printed(capsys: pytest.CaptureFixture[str], r
     out = tmp_path / "new" / "study"
     code, printed, err = call(capsys, run.directory, "-o", out)
     assert code == 0, err
+    files = ", ".join(map(str, sorted(out.iterdir(), reverse=True)))  # the page, too, where its extra is installed
+    assert printed.endswith(f"\nwritten: {files}\n")
     written = msgspec.json.decode((out / "report.json").read_bytes(), type=Report)
     assert written.format == json.loads((out / "report.json").read_text())["format"] == "pulse-rl/study"
     for expected in (

@@ -54,7 +54,8 @@ def status(
     sync), silent (--max-silence) or damaged (its heartbeat). The store's is
     damaged where something is wrong at a glance (as an anchor or a patch that
     is missing on the way to the newest version), otherwise its subscribers'
-    worst. Exit code: 0 all ok, 1 not, 2 the store cannot be read.
+    worst. Exit code: 0 all ok, 1 not or no version yet, 2 no store can be read
+    there, as after a slip in its URL.
 
     Reads listings, the newest version's manifest and trail, and the heartbeats
     of subscribers that write them, as Subscriber(store, heartbeat="worker-3")
@@ -62,7 +63,7 @@ def status(
 
     Example: pulse-rl status s3://bucket/run-a
     """
-    from pulse_rl.errors import PulseError, StoreError, VersionNotFoundError, VersionSkewError, one_line
+    from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
     from pulse_rl.history.operate.status import status as look
 
     code = OK
@@ -70,10 +71,12 @@ def status(
         while True:
             try:
                 info = look(store, max_lag=max_lag, max_silence=max_silence, expire=expire)
-            except (PulseError, FileNotFoundError) as error:
-                away = isinstance(error, (StoreError, VersionSkewError, FileNotFoundError))
-                code = UNREADABLE if away and not isinstance(error, VersionNotFoundError) else PROBLEM
+            except (PulseError, OSError, ValueError) as error:
+                read = isinstance(error, (IntegrityError, VersionNotFoundError))  # it was, and this was found
+                code = PROBLEM if read else UNREADABLE
                 print(f"error: {one_line(error)}", file=sys.stderr)
+                if isinstance(error, ValueError):
+                    break  # what was given names no store, however often it is looked at
             else:
                 code = OK if info.verdict == "ok" else PROBLEM
                 if as_json:

@@ -95,12 +95,13 @@ def study(
             report = measure(source, settings, codecs=codecs, progress=update)
     if len(targets) == 1 and _is_run(targets[0]):
         report = replace(report, source="run", location=targets[0], notes=(*report.notes, *_run_notes(targets[0])))
-    if out is not None:
-        _write(report, out, html)
+    written = _write(report, out, html) if out is not None else []
     if as_json:
         output.emit(report)
     else:
         _print(report)
+        if written:
+            output.write(f"\nwritten: {printable(', '.join(map(str, written)))}\n")
 
 
 def _is_run(target: str) -> bool:
@@ -174,20 +175,25 @@ def _open(targets: list[str], stack: ExitStack) -> Source:
     return Checkpoints(targets)
 
 
-def _write(report: Report, directory: Path, html: bool | None) -> None:
-    """Write the report, and its page, into an existing directory. html: None writes a page if its extra is there."""
+def _write(report: Report, directory: Path, html: bool | None) -> list[Path]:
+    """Write the report, and its page, into an existing directory. html: None writes a page if its extra is there.
+
+    Returns the files.
+    """
     import msgspec
 
     from pulse_rl.disk import write_stream
     from pulse_rl.study.show import page
 
-    write_stream(directory / REPORT, [msgspec.json.format(msgspec.json.encode(report), indent=1)])
-    if html is False:
-        return
-    try:
-        write_stream(directory / PAGE, [page.html(report).encode()])
-    except MissingExtraError as error:
-        typer.echo(f"no {PAGE}: {one_line(error)}", err=True)
+    written = [directory / REPORT]
+    write_stream(written[0], [msgspec.json.format(msgspec.json.encode(report), indent=1)])
+    if html is not False:
+        try:
+            write_stream(directory / PAGE, [page.html(report).encode()])
+            written.append(directory / PAGE)
+        except MissingExtraError as error:
+            typer.echo(f"no {PAGE}: {one_line(error)}", err=True)
+    return written
 
 
 def _print(report: Report) -> None:
