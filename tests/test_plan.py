@@ -226,6 +226,26 @@ def test_the_docs_show_what_the_command_prints(run: Run) -> None:
         assert row[5] == f"{bits(RATES['gap'], density) / density:.2f}"
 
 
+def test_the_docs_show_what_is_calculated_for_links_that_people_have() -> None:
+    """Each cell of the table in docs/plan.md, and what is said below it at a density of 0.6 %."""
+    rows = re.findall(r"^\| (\d+B) \| (\d+ Gbit/s) \| (.*) \|$", (ROOT / "docs/plan.md").read_text(), re.M)
+    assert len(rows) == 12
+    for params, link, cells in rows:
+        found = planned(params=round(units.parse(params, units.COUNTS, "params")), bandwidth=link)
+        full, gap, context = found.weights
+        over = [units.seconds(one.seconds) for one in found.weights]
+        use = [f"{one.utilization:.1%}" for one in found.weights]
+        coding = ", ".join(units.seconds(one.coding_seconds) for one in (gap, context))
+        sooner = ", ".join(f"{one.dense_density:.1%}" if one.dense_density else "always" for one in (gap, context))
+        assert cells == " | ".join([over[0], use[0], over[1], use[1], over[2], coding, sooner])
+        wins = [one.seconds + one.coding_seconds < full.seconds for one in (gap, context)]
+        assert wins == [link != "100 Gbit/s", link == "1 Gbit/s"]
+        if (params, link) == ("7B", "10 Gbit/s"):
+            readme = " ".join((ROOT / "README.md").read_text().split())
+            shown = f"takes {over[0]} as a full checkpoint, and as a patch {over[1]} and {coding.split(',')[0]} of one"
+            assert shown in readme
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
