@@ -205,6 +205,39 @@ def test_the_reference_finds_what_is_missing() -> None:
     assert list(reference.wrong("whole", whole)) == []
 
 
+def test_the_reference_shows_defaults_as_values() -> None:
+    """By the extension that zensical.toml names: of a constant's name, of a module's attribute, of a literal."""
+    griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+    from signatures import Values
+
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    options = site["plugins"]["mkdocstrings"]["handlers"]["python"]["options"]
+    assert options["extensions"] == ["tests/signatures.py"]
+    for module, name, expected in (
+        ("pulse_rl.sync.publish.publisher", "Publisher.__init__", {"grace": "3600.0", "patience": "60.0"}),
+        ("pulse_rl.history.operate.status", "status", {"expire": "86400.0"}),
+        ("pulse_rl.store.objects", "open_store", {"cache_nbytes": "8_589_934_592", "cache": "False"}),
+    ):
+        file = ROOT / "src" / f"{module.replace('.', '/')}.py"
+        function = griffe.visit(module, filepath=file, code=file.read_text())[name]
+        Values().on_function(func=function)
+        assert {one.name: str(one.default) for one in function.parameters if one.name in expected} == expected
+
+
+def test_the_navigation_has_five_groups_with_every_page() -> None:
+    def pages(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for inner in entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else ():
+            yield from pages(inner)
+
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    assert [next(iter(group)) for group in nav] == ["Start", "Guides", "Concepts", "Operate", "Reference"]
+    listed = list(pages(nav))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    assert listed[0] == "index.md"
+
+
 def test_files_that_contributing_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for name in re.findall(r"`([\w/]+\.(?:py|md|html|toml))`", text):
