@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pulse_rl.flow.playing.scripted import Echo, Scripted
     from pulse_rl.flow.playing.tools import Python, Toolbox, ToolError, Tools
     from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards, play
+    from pulse_rl.flow.registry import Plugin
     from pulse_rl.flow.samples import Episode, Turn
 
 _HOME = {
@@ -22,6 +23,7 @@ _HOME = {
     "Conversation": "playing.workflow",
     "Echo": "playing.scripted",
     "Episode": "samples",
+    "Plugin": "registry",
     "Policy": "playing.workflow",
     "Python": "playing.tools",
     "Rewards": "playing.workflow",
@@ -38,6 +40,7 @@ __all__ = [
     "Conversation",
     "Echo",
     "Episode",
+    "Plugin",
     "Policy",
     "Python",
     "Rewards",

@@ -85,7 +85,11 @@ class Plugin(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
 
     def to_toml(self) -> str | dict[str, Any]:
-        """As it is written in a recipe: a name, or a table with the name and the settings."""
+        """Write it as a recipe does.
+
+        Returns:
+            Its name; with settings, a table of the name and these.
+        """
         return {"name": self.name, **self.settings} if self.settings else self.name
 
 
