@@ -75,7 +75,7 @@ gpu-packages:
 bench-gpu: export PYTHONPATH := src:build/gpu/packages:$(PYTHONPATH)
 bench-gpu:
 	for wheel in $(wildcard build/gpu/*.whl); do $(GPU_PYTHON) -m zipfile -e $$wheel build/gpu/packages || exit; done
-	$(GPU_PYTHON) bench/gpu/bench_gpu.py $(ARGS)
+	$(GPU_PYTHON) -m bench.gpu $(ARGS)
 
 # Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup

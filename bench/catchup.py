@@ -1,4 +1,4 @@
-"""What a worker that fell behind reads to reach the newest version: python bench/catchup.py [STORE]
+"""What a worker that fell behind reads to reach the newest version: python -m bench.catchup [STORE]
 
 For each number of versions behind: the objects (manifest, trail, patches) and bytes of the cheapest route, and next to
 them the bytes of all single patches between. With STORE it reads only manifests and trails. Without, it publishes 85
@@ -12,7 +12,7 @@ import time
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench.roles import masters, step
+from bench.roles import masters, step
 from pulse_rl.history.search import FaultLog, find_links
 from pulse_rl.history.trail import cheapest
 

@@ -1,4 +1,4 @@
-"""Draw where changes are and how many bits each part of them takes: python bench/codec_plot.py OLD NEW docs/codec.svg
+"""Draw where changes are and how many bits each part of them takes: python -m bench.codec_plot OLD NEW docs/codec.svg
 
 Left, by exponent of the old value: the probability of a change, the share of the elements, the share of the changes.
 Right, the bits per change of each part, `context` next to `gap`. The bits of a `context` stream are divided by the

@@ -1,4 +1,4 @@
-"""Draw the mean reward of a run as an SVG: python bench/curve.py RUN/metrics.jsonl bench/learning.svg"""
+"""Draw the mean reward of a run as an SVG: python -m bench.curve RUN/metrics.jsonl bench/learning.svg"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Draw reward against bytes sent as an SVG: pulse-rl bench loco --json > LOCO; python bench/loco_plot.py LOCO OUT
+"""Draw reward against bytes sent as an SVG: python -m bench loco --json > LOCO; python -m bench.loco_plot LOCO OUT
 
 It draws the runs of the document's first task. A line for each method: the final reward minus the first, mean and
 standard deviation over the seeds, against the bytes that one trainer sent in the whole run, by H. Methods also differ

@@ -1,6 +1,6 @@
 """What a step of a collective `publish` or `sync` costs a rank, by the number of ranks. Less than a minute.
 
-    .venv/bin/python bench/many_ranks.py
+    .venv/bin/python -m bench.many_ranks
 
 In a step every rank sends a short message to every other one and waits for theirs. The ranks are threads of one
 process, each with its own connections over Gloo, so their processor time is measured together and divided.

@@ -1,4 +1,4 @@
-"""What SparsityMonitor costs a training loop: python bench/monitor_speed.py [STEPS]
+"""What SparsityMonitor costs a training loop: python -m bench.monitor_speed [STEPS]
 
 Supervised AdamW steps of SmolLM2-135M (those of sft.py) on 64 answers each, the number of completions per step of
 `pulse-rl train`, with float32 masters, on one thread. The first measurement of a process compiles and is not counted.
@@ -10,8 +10,8 @@ import time
 
 import torch
 
-from pulse_rl.bench.supervised import loss
-from pulse_rl.rl import model, tasks
+from bench.supervised import loss
+from pulse_rl.flow import model, tasks
 from pulse_rl.study import SparsityMonitor
 
 BATCH = 64

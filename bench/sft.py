@@ -1,4 +1,4 @@
-"""A supervised fine-tune as a contrast to RL: python bench/sft.py STORE; then pulse-rl study STORE.
+"""A supervised fine-tune as a contrast to RL: python -m bench.sft STORE; then pulse-rl study STORE.
 
 SmolLM2-135M on the answers of sums (the default task of `pulse-rl train`): 32 a step, AdamW (0.9, 0.999) on dithered
 float32 masters under BF16 autocast, gradient norm 1, no weight decay. Every step is published as a version.
@@ -9,8 +9,8 @@ import argparse
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench.supervised import loss
-from pulse_rl.rl import model, tasks
+from bench.supervised import loss
+from pulse_rl.flow import model, tasks
 
 BATCH = 32
 

@@ -1,6 +1,6 @@
 """Time and memory of a study of checkpoints, against NumPy's comparison of two of them.
 
-    PYTHONPATH=src python bench/study_speed.py OLD.safetensors NEW.safetensors [MORE.safetensors …]
+    python -m bench.study_speed OLD.safetensors NEW.safetensors [MORE.safetensors …]
 
 In turns: `numpy !=` over the bytes of the first two, held in memory, and the study of the two, read from their files,
 with every statistic but the sizes of codecs. On a shared machine, CPU time says more than wall time. Then the study of
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import ROOT
 from pulse_rl.parallel import threads
 from pulse_rl.study.results import Settings
 from pulse_rl.study.sources.checkpoints import Checkpoints
@@ -58,8 +59,8 @@ def main(paths: list[str]) -> None:
     print(f"two of {old.nbytes / 1e6:,.0f} MB, {threads()} threads, medians of {ROUNDS}")
     print(f"wall time: numpy != {wall:.3f} s, study {study_wall:.3f} s: {study_wall / wall:.1f} ×")
     print(f"CPU time, of all threads: numpy != {cpu:.3f} s, study {study_cpu:.3f} s: {study_cpu / cpu:.1f} ×")
-    alone = [sys.executable, str(Path(__file__)), ALONE, *paths]
-    found = json.loads(subprocess.run(alone, check=True, capture_output=True, text=True).stdout)
+    alone = [sys.executable, "-m", "bench.study_speed", ALONE, *paths]
+    found = json.loads(subprocess.run(alone, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     print(f"{len(paths)} of them, alone: {found['seconds']:.2f} s, peak {found['peak']:,.0f} MB", end=" ")
     print(f"({found['imported']:,.0f} MB after the imports)")
 

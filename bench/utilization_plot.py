@@ -1,4 +1,4 @@
-"""Draw GPU use by bandwidth as an SVG: python bench/link --json > LINK; python bench/utilization_plot.py LINK OUT
+"""Draw GPU use by bandwidth as an SVG: python -m bench link --json > LINK; python -m bench.utilization_plot LINK OUT
 
 U(B) = Tc / (Tc + S / B): a trainer computes for Tc seconds between two versions, and everybody waits while S bits are
 sent over a link of B bit/s. Left: the setting of arXiv 2602.03839, with the two points that its authors give. Right:

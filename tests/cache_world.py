@@ -16,6 +16,7 @@ import pulse_rl as pulse
 from pulse_rl.history import manifest
 from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.cached_files import key_of
+from pulse_rl.store.folder import Folder
 
 BOUND = 1 << 30
 PROCESS = Path(__file__).parent / "cache_process.py"
@@ -59,21 +60,26 @@ class World:
 
     @property
     def folder(self) -> Path:
-        return self.cache / "objects" / key_of(self.url)
+        return self.cache / "objects"
 
     def file(self, name: str) -> Path:
-        return self.folder / name.replace("/", "+")
+        return self.folder / f"{key_of(self.url, name)}.object"
 
-    def kept(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+    def kept(self) -> set[str]:
+        """The files of objects in the cache, as `kept_as` gives them."""
+        return {path.name for path in self.folder.iterdir()} - {"lock"} if self.folder.exists() else set()
+
+    def kept_as(self, *names: str, end: str = ".object") -> set[str]:
+        return {key_of(self.url, name) + end for name in names}
 
     def size(self) -> int:
-        total = 0
-        for folder, _, files in os.walk(self.cache):
-            for file in files:
+        """The bytes of all files, counted under the cache's own lock: each once, though it is renamed meanwhile."""
+        sizes = {}
+        with Folder(self.cache) as folder, folder.locked(), os.scandir(folder.path) as entries:
+            for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    total += Path(folder, file).stat().st_size
-        return total
+                    sizes[entry.inode()] = entry.stat().st_size
+        return sum(sizes.values())
 
     def start(self, *names: str, bound: int = BOUND, seed: int = -1, prefix: str = "") -> "Process":
         return Process(prefix + self.url, str(self.cache), str(bound), str(seed), *names)

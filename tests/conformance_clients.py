@@ -22,6 +22,7 @@ from pulse_rl.engines.ranks import RankState
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.states import Follow
 from pulse_rl.engines.views import LiveViews
+from pulse_rl.errors import EngineError
 from pulse_rl.integrations.sglang import SGLangEngine, loader
 from pulse_rl.testing import Held, Source
 from pulse_rl.weights.layout import TensorSpec
@@ -144,17 +145,22 @@ class Plugins:
         return _Plugin(engine, files, receiver, Follow(store=source.url, patience=0))
 
 
-class _Served(SGLangEngine):
-    """The client, on an SGLang that is nothing but its slot for a loader. One for all engines, which come in turn."""
+class Slot:
+    """An SGLang that is nothing but its slot for a loader, with its client. One for all engines, which come in turn."""
 
     model: torch.nn.Module
 
     def __init__(self) -> None:
-        super().__init__("http://127.0.0.1:9")
+        self.client = SGLangEngine("http://127.0.0.1:9", reply_host="127.0.0.1")
+        transport: Any = self.client._transport
+        transport._service._engine._ask = self._ask
         self._weight_version = "default"
         self.running = True
+        self.routes: list[str] = []
+        self.flush_fails = False
 
     def _ask(self, during: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        self.routes.append(route)
         if route == "pause_generation":
             self.running = False
         elif route == "continue_generation":
@@ -167,6 +173,8 @@ class _Served(SGLangEngine):
             assert not self.running
             (order,) = body["serialized_named_tensors"]
             loader.load(self.model, pickle.loads(base64.b64decode(order)))
+            if self.flush_fails and body["flush_cache"]:
+                raise EngineError("the caches cannot be flushed", during=during, status=400)
         elif route == "server_info":
             return {"tp_size": 1}
         elif route == "model_info":
@@ -192,11 +200,11 @@ CONTEXT = Context()
 class _SGLang(_Following):
     """SGLang's loader, driven by its client."""
 
-    def __init__(self, engine: Engine, files: Any, client: _Served, url: str) -> None:
+    def __init__(self, engine: Engine, files: Any, slot: Slot, url: str) -> None:
         super().__init__(engine, files)
-        self._client, self._url = client, url
-        client.model = engine
-        client.state()
+        self._client, self._url = slot.client, url
+        slot.model = engine
+        self._client.state()
 
     def stage(self, version: int | None = None) -> Version:
         self._client.follow(self._url, patience=0)
@@ -223,10 +231,10 @@ class SGLangs:
     remote = False
 
     def __init__(self) -> None:
-        self._client: _Served | None = None
+        self._slot: Slot | None = None
 
     def make(self, weights: Mapping[str, torch.Tensor], source: Source) -> _SGLang:
         files = tempfile.TemporaryDirectory(prefix="pulse-rl-engine-")
         CONTEXT.files = str(save(weights, Path(files.name)))
-        self._client = self._client or _Served()
-        return _SGLang(Engine(weights), files, self._client, source.url)
+        self._slot = self._slot or Slot()
+        return _SGLang(Engine(weights), files, self._slot, source.url)

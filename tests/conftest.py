@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
+from pulse_rl.store.opening import open_store
 
 if TYPE_CHECKING:
     from loco_ranks import Ranks

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+import pulse_rl as pulse
+from pulse_rl.engines.adoption import prove
+from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.service import Service, serve
 from pulse_rl.engines.states import PauseMode
@@ -60,7 +63,9 @@ class HeldViews:
     def prove(self, history: History, checkpoint: Path | None, ranks: Ranks | None) -> int | None:
         if self._engine.unmapped:
             raise UnmappedError("tensor 'up' is packed", name="up", reason="packed")
-        return None
+        if pulse.digest(self._engine.weights) == pulse.digest(fresh()):
+            return None  # by its files
+        return prove(self.weights(), {}, history, checkpoint, ranks)
 
     def prove_derived(self) -> None:
         assert threading.current_thread().name != "pulse-rl"  # in the engine's thread
@@ -82,8 +87,6 @@ class _Server(ThreadingHTTPServer):
 
 class SmallEngine:
     """What a service needs of an engine, and the HTTP server before it."""
-
-    model = "small"
 
     def __init__(self, port: int = 0) -> None:
         self.weights = fresh()
@@ -113,7 +116,8 @@ class SmallEngine:
         return self._server.server_port
 
     def _views(self, tensors: dict[str, TensorSpec], tied: dict[str, str]) -> HeldViews:
-        assert tensors.keys() == self.weights.keys()
+        if tensors.keys() != self.weights.keys():
+            raise UnmappedError("the tensors of another model", reason="another model")
         assert threading.current_thread().name != "pulse-rl"  # in the engine's thread
         return HeldViews(self)
 
@@ -146,14 +150,11 @@ class SmallEngine:
             self._version = version
         self._paused = False
 
-    async def is_paused(self) -> bool:
-        return self._paused
-
     async def report(self, version: str) -> None:
         self._version = version
 
-    async def reported(self) -> str:
-        return self._version
+    async def outside(self) -> Outside:
+        return Outside("small", self._paused, self._version)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         engine = self

@@ -13,7 +13,7 @@ from typing import Any
 import runs
 from runs import COMMAND, children
 
-from pulse_rl.rl import metrics
+from pulse_rl.flow import metrics
 
 PATIENCE_S = 600  # with other work on the machine
 until = partial(runs.until, seconds=PATIENCE_S)
@@ -80,8 +80,9 @@ def start(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> "
 def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
     """The summary of a run, and what it said."""
     stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
+    assert process.returncode in (0, 130), stderr
     summary: dict[str, Any] = json.loads(stdout)
+    assert process.returncode == (130 if summary["stopped"] else 0), stderr
     return summary, stderr
 
 

@@ -10,6 +10,7 @@ from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.curators import All, Curator
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
+from pulse_rl.flow.data.journal import FILE
 from pulse_rl.flow.samples import Episode, Group, PolicyGroup, Task, Turn
 
 
@@ -79,6 +80,7 @@ def dataflow(
         curator or All(),
         deterministic=deterministic,
         directory=directory,
+        durable=False,  # the machine outlives these tests
         dispatch=dispatch,
         clock=clock or Clock(),
     )
@@ -101,3 +103,12 @@ def take_all(flow: Dataflow, worker: str = "w0") -> list[Task]:
     while (task := flow.take(worker)) is not None:
         tasks.append(task)
     return tasks
+
+
+def kill(flow: Dataflow, directory: Path) -> None:
+    """Leave the journal as the death of the flow's process would: its lock is free, and its files are as they are."""
+    files = {path: path.read_bytes() for path in directory.glob(f"{FILE}*")}
+    assert flow._state._journal is not None
+    flow._state._journal.close()
+    for path, data in files.items():
+        path.write_bytes(data)

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from naive import context as reference_context
 
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, open_block
+from pulse_rl.codecs.base import SegmentChanges, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
-from pulse_rl.kernels.reference import context as reference_context
 from pulse_rl.weights.changes import find_changes
 
 CODEC = context_codec.ContextCodec()
@@ -68,7 +68,7 @@ def encoded(segments: Sequence[Segment]) -> Block:
 def decode(block: Block) -> Decoded:
     """The library's result. Raises FormatError."""
     decoded, at = [], 0
-    for piece in open_block(CODEC, memoryview(block.payload), block.specs):
+    for piece in CODEC.open_block(memoryview(block.payload), block.specs):
         reads = [lambda old=old: old for old in block.old[at : at + piece.segments]]
         decoded += [(indices.tolist(), values.tolist()) for indices, values in piece.decode(reads)]
         at += piece.segments

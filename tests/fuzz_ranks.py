@@ -40,7 +40,7 @@ from rank_faults import Fault, Place
 from rank_rounds import TIMEOUT_S, Round, Step, follow, model, publish
 
 import pulse_rl as pulse
-from pulse_rl.codecs.choose import OFFERED
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.log import History
 
 PROMPT_S = 15.0  # within which every call ends, whatever happened
@@ -128,7 +128,7 @@ class Case:
     def play_followers(self, store: str, memory: Path) -> None:
         """Groups that follow a history, one after another, in the same memory."""
         draw = self.random
-        codec: Any = draw.choice(OFFERED)
+        codec: Any = draw.choice([*CODECS])
         with pulse.Publisher(store, codec=codec, anchor_every=draw.choice((2, 4, 50))) as publisher:
             for version in range(10):
                 publisher.publish(model(version), version=version)

@@ -18,7 +18,7 @@ CUDA = torch.cuda.is_available()
 @pytest.fixture
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     if not CUDA:
-        import emulator
+        from bench.gpu import emulator
 
         for where, name, value in emulator.replacements():
             monkeypatch.setattr(where, name, value)

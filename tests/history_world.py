@@ -12,10 +12,11 @@ import torch
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from mutations import compress, decompressed, dumps, members, sealed_manifest
-from patch_tools import changed, diff, random_tensor, snapshot
+from patch_tools import changed, random_tensor, snapshot
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
+from pulse_rl.history.beginning import encode_first
 from pulse_rl.store.base import Store
 
 VERSIONS = 10  # of the history: a skip patch leads from 0 to 4, and from 4 to 8
@@ -48,7 +49,7 @@ def _clone(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _subject(old: dict[str, Any], new: dict[str, Any], codec: Any) -> Subject:
-    made = diff(old, new, base=3, target=4, codec=codec)
+    made = pulse.diff(old, new, base=3, target=4, codec=codec)
     return Subject(made, lambda: _clone(old), snapshot(new), pulse.digest(new))
 
 
@@ -111,7 +112,6 @@ class History:
             patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
             patch("pulse_rl.sync.publish.publisher.check_assets"),  # so that an index is read too, as of several files
-            patch("pulse_rl.codecs.choose.OFFERED", tuple(CODECS)),
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):
             weights = _state(rng, "a b c d empty s twin")
@@ -120,7 +120,7 @@ class History:
                 self._weights.append(weights)
                 self.states[version] = snapshot(weights)
                 weights = _stepped(weights, rng, 0.03)
-        self.store.put("first.json", b"0")
+        self.store.put("first.json", encode_first(0))
         names = [o.name for p in ("manifests", "patches", "trails", "anchors") for o in self.store.list(p)]
         self.objects = {name: bytes(self.store.get(name)) for name in [*names, "first.json"]}
 

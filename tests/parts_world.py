@@ -10,7 +10,6 @@ import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.manifest import (
     FORMAT,
-    FORMAT_VERSION,
     Manifest,
     ObjectRef,
     PatchRef,
@@ -101,8 +100,8 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
         changes=sum(part.changes for part in coded),
     )
     manifest = Manifest(
-        format=FORMAT,
-        format_version=FORMAT_VERSION,
+        format=FORMAT.name,
+        format_version=FORMAT.version,
         sequence=sequence,
         version=version,
         digest=digests.to_hex(target_digest),
@@ -117,6 +116,7 @@ def publish_parts(store: Store, old: Any, new: Any, cut: Cut, ranks: int, *, cod
         publisher=base.publisher,
         created=0.0,
         history=base.history,
+        software=base.software,
     )
     known = history.trail(base) or Trail(base.sequence)
     link = link_of(manifest)

@@ -17,8 +17,7 @@ from blake3 import blake3
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES
-from pulse_rl.patch.encode import encode, find
-from pulse_rl.patch.verbs import pair
+from pulse_rl.patch.encode import find
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import layout
 
@@ -65,15 +64,6 @@ def changed(tensor: Any, count: int, rng: np.random.Generator) -> Any:
     where = rng.choice(len(data), count, replace=False)
     data[where, rng.integers(0, itemsize, count)] ^= 1
     return from_bytes(kind, dtype, tuple(tensor.shape), data.tobytes())
-
-
-def diff(old: Any, new: Any, *, base: int = 0, target: int = 1, codec: Any = "auto") -> bytes:
-    """`pulse.diff` with any codec that can be read: `raw` too, which it does not offer."""
-    if codec != "raw":
-        return pulse.diff(old, new, base=base, target=target, codec=codec)
-    before, after, tied = pair(layout(old), layout(new))
-    (patch,) = encode(before, after, base=base, target=target, codecs=[CODECS[codec]], tied=tied)
-    return patch.data
 
 
 def take_apart(patch: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
@@ -201,12 +191,10 @@ def seal(metadata: Mapping[str, Any], streams: Mapping[str, bytes], *, spans: bo
     spans: whether the hashes of the spans are made to match too, if the index can be read.
     """
     stated = {key: value for key, value in metadata.items() if key not in ("blake3", "head_blake3")}
-    if spans and stated.get("format_version") != "1":
+    if spans:
         streams = _with_span_hashes(stated, streams)
     data = b"".join(streams.values())
-    if stated.get("format_version") != "1":
-        head = b"".join(stream for name, stream in streams.items() if name != "payload")
-        stated["head_blake3"] = hash_of(stated, head)
+    stated["head_blake3"] = hash_of(stated, b"".join(data for name, data in streams.items() if name != "payload"))
     stated["blake3"] = hash_of(stated, data)
     header: dict[str, Any] = {"__metadata__": stated}
     at = 0

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ def until(process: "subprocess.Popen[str]", condition: Callable[[], object], sec
 def lives(process: "subprocess.Popen[str]") -> None:
     """Raise AssertionError with what a run said, if it has ended."""
     assert process.poll() is None, process.communicate()[1]
+
+
+def exposed(pid: int) -> set[str]:
+    """Addresses at which a process, or one below it, can be reached from another machine."""
+    import psutil
+
+    found = set()
+    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with suppress(psutil.Error):
+            found |= {one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    assert found, "a run has servers"
+    return {ip for ip in found if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
 
 
 def children(title: str, below: int) -> list[int]:

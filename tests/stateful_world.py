@@ -20,6 +20,7 @@ from stateful_weights import Bits, Model
 import pulse_rl as pulse
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import CannotListError
+from pulse_rl.history.beginning import read_first
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.store.objects import ObjectStore
 
@@ -75,10 +76,7 @@ class Disk:
 
     def began(self) -> int:
         """Where the history begins for readers that cannot list."""
-        try:
-            return int(bytes(self.inner.get("first.json")).split()[0])
-        except pulse.ObjectNotFoundError:
-            return 0
+        return read_first(self.inner)
 
     def highest(self) -> int:
         """The highest version that this disk ever held."""

@@ -149,7 +149,7 @@ def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -
             moves_by_exponent=1.5 * changes,
             moves=1.45 * changes,
         ),
-        codecs={"context": int(changes * 0.52), "gap": int(changes * 2.7), "raw": int(changes * 6)},
+        codecs={"context": int(changes * 0.52), "gap": int(changes * 2.7)},
         precisions={
             name: Visible(elements, int(changes * share), share * here, scales, scales // 500)
             for name, (share, scales) in PRECISIONS.items()

@@ -122,7 +122,7 @@ def test_a_source_stands_before_the_message() -> None:
 
 
 def test_missing_extra_names_it() -> None:
-    with pytest.raises(pulse.MissingExtraError, match=r"pip install 'pulse-rl\[run\]'") as raised:
+    with pytest.raises(pulse.MissingExtraError, match=r"pip install '\.\[run\]'") as raised:
         errors.require("no_such_module_here", "run")
     assert (raised.value.name, raised.value.extra) == ("no_such_module_here", "run")
 
@@ -190,4 +190,10 @@ def test_patch_verbs_work_without_torch() -> None:
         "sub = p.Subscriber(pub.history.store); w = {'a': np.zeros(9, np.float32)}; sub.sync(w)\n"
         "assert (w['a'] == new['a']).all()"
     )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_plug_in_of_vllm_is_loaded_without_kernels() -> None:
+    """vLLM scans all modules as its worker starts, and fails at one of those that compile kernels."""
+    code = "import sys, pulse_rl.integrations.vllm.plugin; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench import codec as bench
-from pulse_rl.bench import loco
-from pulse_rl.bench.bound import bounds
-from pulse_rl.bench.shards_model import Layout, Model, ModelSize
+from bench import codec as bench
+from bench.__main__ import main
+from bench.bound import bounds
+from bench.loco import run as loco
+from bench.shards.model import Layout, Model, ModelSize
 from pulse_rl.checkpoint.shards import write_checkpoint
-from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.parallel import threads
@@ -65,7 +65,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 def document(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "codec", *map(str, args), "--rounds", "1", "--json"])
+        main(["codec", *map(str, args), "--rounds", "1", "--json"])
     assert exit_info.value.code == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -188,7 +188,7 @@ def test_a_model_too_large_for_zstd_is_reported(
 
 def test_text_for_people(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "codec", "--checkpoints", str(run_directory), "--rounds", "1"])
+        main(["codec", "--checkpoints", str(run_directory), "--rounds", "1"])
     assert exit_info.value.code == 0
     out = capsys.readouterr().out
     assert out.count("bits a change: ") == out.count("xor zstd-1") == 2
@@ -197,7 +197,7 @@ def test_text_for_people(run_directory: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("args", [[], ["a"], ["a", "b", "--checkpoints", "c"], ["a", "--checkpoints", "c"]])
 def test_incomplete_arguments_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "codec", *args])
+        main(["codec", *args])
     assert exit_info.value.code == 2
     assert "either OLD and NEW or --checkpoints DIR" in " ".join(capsys.readouterr().err.split())
 
@@ -214,7 +214,7 @@ def test_a_directory_with_one_checkpoint(tmp_path: Path) -> None:
 def test_a_publisher_makes_no_more_requests_for_many_subscribers(capsys: pytest.CaptureFixture[str]) -> None:
     """Its requests and bytes with three subscribers against those with one."""
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "fanout", "--subscribers", "3", "--versions", "2", "--elements", "100000", "--json"])
+        main(["fanout", "--subscribers", "3", "--versions", "2", "--elements", "100000", "--json"])
     assert exit_info.value.code == 0
     one, many = json.loads(capsys.readouterr().out)["results"]
     assert (one["subscribers"], many["subscribers"]) == (1, 3)
@@ -252,7 +252,7 @@ def test_a_model_in_shares(capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks publish what one does, bit for bit, and send each other no tensor; halves are received."""
     model = ["--layers", "1", "--vocab", "64", "--ranks", "2", "--versions", "2", "--codec", "gap"]
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "shards", *model, "--json"])
+        main(["shards", *model, "--json"])
     assert exit_info.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["elements"] == 64 * 576 + 576 * (2 * 576 + 2 * 192 + 3 * 1536 + 3)
@@ -277,7 +277,7 @@ def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(loco, "PRETRAIN", 120)
     monkeypatch.setattr(loco, "MODEL_LRS", (3e-6,))
     monkeypatch.setattr(loco, "MODEL_VALUES", ("float32",))
-    command = ["bench", "loco", "--seeds", "1", "--steps", "16", "--task", "noisy sums", "--model", "tiny"]
+    command = ["loco", "--seeds", "1", "--steps", "16", "--task", "noisy sums", "--model", "tiny"]
     with pytest.raises(SystemExit) as exit_info:
         main([*command, "--rounds", "1", "--json"])
     assert exit_info.value.code == 0
@@ -317,6 +317,6 @@ def test_trainers_by_every_method(capsys: pytest.CaptureFixture[str], monkeypatc
 )
 def test_runs_that_cannot_be_compared_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "loco", *args])
+        main(["loco", *args])
     assert exit_info.value.code == 2
     assert "16" in capsys.readouterr().err

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from network import Network
 
 import pulse_rl as pulse
+from bench import ROOT
+from bench.link.network import Network
 
-COMMAND = [sys.executable, str(Path(__file__).parents[1] / "bench" / "link"), "--layers", "0"]
+COMMAND = [sys.executable, "-m", "bench", "link", "--layers", "0"]
 
 
 def namespaces() -> set[str]:
@@ -50,7 +51,7 @@ def test_a_narrow_link(may_make_networks: None) -> None:
     """The times against what the link lets through; the benchmark itself compares the bits of all three methods."""
     before, mbit = namespaces(), 200
     command = [*COMMAND, "--rate", str(mbit), "--versions", "1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["full_nbytes"] == 2 * found["elements"] == 2 * (49152 + 1) * 576
@@ -71,7 +72,7 @@ def test_a_benchmark_that_is_ended_leaves_no_network(
 ) -> None:
     before = namespaces()
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(COMMAND, env=environment, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(COMMAND, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
         assert soon(lambda: len(list(tmp_path.glob("*/subscriber-2"))) == 1)
         assert len(namespaces() - before) == 3
         process.send_signal(how)

@@ -15,7 +15,8 @@ from pulse_rl.history import manifest as manifests
 from pulse_rl.history import newest
 from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import manifest_name, seal
+from pulse_rl.history.manifest import manifest_name
+from pulse_rl.history.sealed import seal
 from pulse_rl.store.base import Store
 
 

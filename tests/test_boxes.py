@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.weights import boxes
-from pulse_rl.weights.boxes import Box, Positions, Run, Shape, count_at_most, cuts, disjoint, tiles, whole
+from pulse_rl.weights.box_sets import disjoint
+from pulse_rl.weights.boxes import Box, Positions, Run, Shape, count_at_most, cuts, tiles, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 FILLED = st.lists(st.integers(1, 9), max_size=4).map(tuple)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import loco as reference
 
 import pulse_rl as pulse
 from pulse_rl.kernels.cpu import loco
-from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.weights.bits import ArrayCastBits, TorchBits, as_bits
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS, cast_array
 from pulse_rl.weights.changes import find_cast_changes, find_changes

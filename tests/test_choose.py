@@ -92,27 +92,64 @@ def test_a_publisher_chooses_by_the_link_and_reports_why(tmp_path: Path) -> None
         assert pulse.digest(weights) == slow.digest
 
 
+class Bucket:
+    """A directory that says it is elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = pulse.open_store(path)
+        self.url = "elsewhere://bucket"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
 def test_a_publisher_learns_its_link_from_the_anchor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A restarted one knows nothing of it: then it may take another codec, and the log says so."""
+    """A restarted one knows nothing of it, and keeps the codec, until it has put an anchor."""
     caplog.set_level(logging.INFO, "pulse_rl.sync.publish.encoding")
-    publisher = pulse.Publisher(tmp_path)
-    first, second = _steps(1)
-    publisher.publish(first, version=0)
-    reason = publisher.publish(second, version=1).codec_reason
-    assert reason is not None
-    assert reason.endswith("bit/s")  # and not "over an unknown link"
-    taken_up = pulse.Publisher(tmp_path)
-    reason = taken_up.publish(_steps(2)[2], version=2).codec_reason
-    assert reason is not None
-    assert reason.endswith("over an unknown link")
-    assert taken_up.history.head().patch.codec == "context"  # type: ignore[union-attr]
-    first_line, second_line = (record.getMessage() for record in caplog.records)
-    assert first_line.startswith("version 1: codec ")
-    assert second_line == f"version 2: codec context from here on: {reason}"
+    states, store = _steps(6), Bucket(tmp_path)
+    publisher = pulse.Publisher(store)
+    publisher.publish(states[0])
+    first = publisher.publish(states[1])
+    assert first.codec_reason is not None
+    assert first.codec_reason.endswith("bit/s")
+    other = "gap" if first.codec == "context" else "context"
+    fixed = pulse.Publisher(store, codec=other)  # type: ignore[arg-type]
+    fixed.publish(states[2])
     caplog.clear()
-    taken_up.publish(_steps(3)[3], version=3)  # the same codec again
-    pulse.Publisher(tmp_path, codec="gap").publish(_steps(4)[4], version=4)
-    assert not caplog.records
+    taken_up = pulse.Publisher(store)
+    for state in states[3:5]:
+        report = taken_up.publish(state, background=True)
+        taken_up.flush()
+        assert report.codec == other
+        assert report.codec_reason is not None
+        assert report.codec_reason.endswith("as before: no bandwidth of a link is known")
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith(f"version 3: codec {other} from here on: {other} ")
+    taken_up.publish(states[5], anchor=True)
+    report = taken_up.publish(states[6])
+    assert report.codec_reason is not None
+    assert report.codec_reason.endswith("bit/s")
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_directory_gets_the_fewest_bytes_however_fast_this_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
+    """A codec that takes long, as one that compiles does, is taken all the same, before a restart and after it."""
+    genuine = ContextCodec.encode
+
+    def slow(self: ContextCodec, segments: Any, spans: Any) -> tuple[bytes, list[bytes]]:
+        time.sleep(0.0 if warm else 0.3)
+        return genuine(self, segments, spans)
+
+    monkeypatch.setattr(ContextCodec, "encode", slow)
+    states = _steps(3)
+    for publisher in (pulse.Publisher(tmp_path), pulse.Publisher(tmp_path)):
+        for state in (states.pop(0), states.pop(0)):
+            report = publisher.publish(state)
+        assert report.codec == "context"
+        assert report.codec_reason is not None
+        assert report.codec_reason.endswith("no bandwidth of a link is known")
 
 
 def test_a_bandwidth_is_bits_per_second_or_text_with_a_unit(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pulse_rl
-from pulse_rl.kernels.cpu import compiled
+from pulse_rl.kernels.cpu import beside, compiled
 
 ROOM = "pulse_rl/kernels/cpu/__pycache__"
 # A patch of 16-bit elements; "all": each codec on elements of each width, a publish, PULSELoCo's gate.
@@ -154,3 +154,20 @@ def test_machine_code_is_of_the_sources_that_a_process_has_imported(package: Pat
     after, new = run(package, "-c", EDITED, home=package).stdout.split(maxsplit=1)
     assert before != after
     assert (old, new) == ("[1.0, 1.0]\n", "[2.0, 2.0]\n")
+
+
+def test_compiling_in_another_process_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How many kernels it has compiled; nothing where all were there; and why it failed."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(beside, "_COMPILE", "print(0, 0.0)")
+    beside.start_compiling().join()
+    assert caplog.messages == []
+    monkeypatch.setattr(beside, "_COMPILE", "print(7, 1.26)")
+    beside.start_compiling().join()
+    monkeypatch.setattr(beside, "_COMPILE", "raise OSError('no room')")
+    beside.start_compiling().join()
+    told, failed = caplog.messages
+    assert told == "compiled 7 kernels beforehand, in 1.3 s"
+    assert failed.endswith("no room")

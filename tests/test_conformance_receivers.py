@@ -9,9 +9,9 @@ from conformance_clients import CONTEXT, Plugins, SGLangs
 from test_conformance import LARGEST, RANKS
 
 from pulse_rl import parallel
-from pulse_rl.engines import receiver
 from pulse_rl.integrations.sglang import loader
 from pulse_rl.integrations.sglang.orders import Answer, Order, await_answers, reply
+from pulse_rl.kernels.cpu import beside
 from pulse_rl.testing import Check, checks
 from pulse_rl.testing.models import LLM
 from pulse_rl.testing.recorded import record
@@ -29,8 +29,8 @@ SKIPPED: list[tuple[Any, set[str]]] = [
 def _small_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread for a handful of elements, no compiler, and what SGLang would say."""
     monkeypatch.setattr(parallel, "threads", lambda: 1)
-    monkeypatch.setattr(receiver, "_compile", lambda: None)
-    monkeypatch.setattr(loader, "require", lambda module, extra: CONTEXT)
+    monkeypatch.setattr(beside, "compile_missing", lambda: None)
+    monkeypatch.setattr(loader, "import_module", lambda module: CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_ranks_of_sglang_answer_a_client_that_was_started_again() -> None:
         port = store.port
         for one in range(2):  # the second over the connection of the first
             order = Order("state", f"{number}.{one}", "127.0.0.1", port)
-            reply(order, 0, Answer(None, seconds=number + one))
+            reply(order, 0, Answer(found=[number, one]))
             (found,) = await_answers(store, order, 1, timeout=5)
-            assert found.seconds == number + one
+            assert found.found == [number, one]
         del store

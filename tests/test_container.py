@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from patch_tools import (
     TORCH_DTYPES,
     changed,
-    diff,
     from_bytes,
     hash_of,
     index_bytes,
@@ -224,12 +223,12 @@ def make_weights() -> dict[str, Any]:
     }
 
 
-def make_patch(codec: str) -> bytes:
+def make_patch(codec: Any) -> bytes:
     rng = np.random.default_rng(4)
     old = make_weights()
     counts = {"embed": 9, "a": 20, "b": 3, "dense": 5, "empty": 0}
     new = {name: changed(old[name], count, rng) for name, count in counts.items()}
-    return diff(old, {**new, "head": new["embed"]}, base=1, target=2, codec=codec)
+    return pulse.diff(old, {**new, "head": new["embed"]}, base=1, target=2, codec=codec)
 
 
 BASE = snapshot(make_weights())
@@ -255,7 +254,7 @@ def test_an_untouched_patch_survives_being_taken_apart() -> None:
 HEADERS: list[tuple[str, str | None, str]] = [
     ("format", "pulse-rl/history", "not a pulse-rl patch: expected format 'pulse-rl/patch'"),
     ("format", None, "found None"),
-    ("format_version", "01", "expected 1 or 2, found 01"),
+    ("format_version", "01", "expected 1, found 01"),
     ("codec", "zip", f"codec: expected one of {', '.join(CODECS)}, found 'zip'"),
     ("codec", "auto", f"codec: expected one of {', '.join(CODECS)}, found 'auto'"),
     ("codec", None, "patch header: .*codec"),
@@ -270,7 +269,6 @@ HEADERS: list[tuple[str, str | None, str]] = [
     ("elements", "572", "elements: the header says 572, the streams hold 571"),
     ("changes", "38", "changes: the header says 38, the streams hold 37"),
     ("full_nbytes", "1", "full_nbytes: the header says 1, the streams hold"),
-    ("segment", "1048576", "patch header: .*segment"),  # of format 1
     ("blocks", "-1", "patch header"),
     ("blocks", "0", "index"),
     ("blocks", "2", "at most 4 spans, found 1 in 2 blocks"),
@@ -278,9 +276,9 @@ HEADERS: list[tuple[str, str | None, str]] = [
     ("spans", "0", "index"),
     ("spans", "2", "index"),
     ("spans", "5", "expected at most 4 spans, found 5"),
-    ("spans", None, r"expected keys of format 2, found \['part', 'parts'\]"),
-    ("part", None, "expected keys of format 2"),
-    ("parts", None, "expected keys of format 2"),
+    ("spans", None, "patch header: .*spans"),
+    ("part", None, "patch header: .*part"),
+    ("parts", None, "patch header: .*parts"),
     ("part", "1", "part: expected less than 1, found 1"),
     ("parts", "0", "part: expected less than 0, found 0"),
     ("parts", "x", "patch header"),
@@ -326,14 +324,14 @@ def test_a_hash_of_a_span_that_is_wrong() -> None:
     refused(seal(metadata, wrong, spans=False), "the hash of span 0 does not match")
 
 
-def edit_streams(change: Callable[[dict[str, bytes]], dict[str, bytes]], codec: str = "gap") -> bytes:
+def edit_streams(change: Callable[[dict[str, bytes]], dict[str, bytes]], codec: Any = "gap") -> bytes:
     metadata, streams = take_apart(PATCHES[codec])
     return seal(metadata, change(streams))
 
 
 def test_malformed_streams() -> None:
     refused(edit_streams(lambda s: {"table": s["table"], "payload": s["payload"], "index": s["index"]}), "streams")
-    refused(edit_streams(lambda s: {n: s[n] for n in ("table", "index", "payload")}), "streams")  # as in format 1
+    refused(edit_streams(lambda s: {n: s[n] for n in ("table", "index", "payload")}), "streams")
     refused(edit_streams(lambda s: {**s, "more": b""}), "streams.*more")
     refused(edit_streams(lambda s: {"table": s["table"]}), "streams")
     refused(edit_streams(lambda s: {}), "streams")
@@ -376,7 +374,7 @@ TABLES: dict[str, tuple[bytes, str]] = {
     "tied in a chain": (table([["a", "U8", [], []]], {"b": "a", "c": "b"}), "'c' is tied to 'b'"),
     "size unknown": (zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"), "table: expected at most"),
     "too large": (compress(bytes((16 << 20) + 1)), "expected at most 16777216 bytes, the frame declares 16777217"),
-    "of format 1": (table([["a", "U8", [4]]]), "broken table"),
+    "a row too short": (table([["a", "U8", [4]]]), "broken table"),
     "no sizes": (table([["a", "U8", [4], [[[0]]]]]), "broken table"),
     "negative offset": (table([["a", "U8", [4], [[[-1], [2]]]]]), "'a': expected disjoint boxes"),
     "negative sizes": (table([["a", "U8", [4], [[[2], [-1]]]]]), "'a': expected disjoint boxes"),
@@ -391,8 +389,8 @@ TABLES: dict[str, tuple[bytes, str]] = {
     "unsorted boxes": (table([["a", "U8", [4], [[[2], [2]], [[0], [2]]]]]), "boxes in ascending order"),
     "an empty box": (table([["a", "U8", [4], [[[0], [4]], [[4], [0]]]]]), "boxes that are not empty"),
     "too many boxes": (
-        table([["a", "U8", [4096], [[[i], [1]] for i in range(1025)]]]),
-        "'a': expected at most 1024 boxes, found 1025",
+        table([["a", "U8", [1 << 17], [[[i], [1]] for i in range((1 << 16) + 1)]]]),
+        "'a': expected at most 65536 boxes, found 65537",
     ),
     "too many tiles": (table([["a", "U8", [1 << 41], []]]), "expected tensors of at most"),
     "too many tiles of tensors alike": (
@@ -479,31 +477,6 @@ def test_malformed_gap_blocks() -> None:
     refused(with_block(block(compress(good), compress(bytes(1 << 24)))), "values: expected at most 141")
 
 
-def test_malformed_raw_blocks() -> None:
-    ascending = np.concatenate([np.arange(20), np.arange(3), np.arange(9)]).astype("<u4")
-    values = bytes(20 * 4 + 3 + 5 * 8 + 9 * 2)
-
-    def with_block(indices: Any, values: bytes = values) -> bytes:
-        block = np.array(indices, "<u4").tobytes() + values
-        metadata, streams = take_apart(PATCHES["raw"])
-        return seal(metadata, {**streams, "index": words(1, 0, 4, len(block), 20, 3, 5, 9), "payload": block})
-
-    def at(place: int, index: int) -> Any:
-        found = ascending.copy()
-        found[place] = index
-        return found
-
-    refused(with_block(ascending), kind=pulse.IntegrityError)  # intact, but not the target
-    refused(with_block(at(19, 300)), "expected ascending indices below 300")
-    refused(with_block(at(19, (1 << 32) - 1)), "expected ascending indices below 300")
-    refused(with_block(at(19, 18)), "expected ascending indices below 300")
-    refused(with_block(at(0, 250)), "expected ascending indices below 300")
-    refused(with_block(at(22, 77)), "expected ascending indices below 77")
-    refused(with_block(ascending, values[:-1]), "values: expected 141 bytes, found 140")
-    refused(with_block(ascending, values + b"x"), "values: expected 141 bytes, found 142")
-    refused(with_block(ascending[:9], b""), "raw indices: expected 128 bytes, found 36")
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=60), st.integers(0, 100))
 def test_any_frame_is_refused_or_within_its_limit(data: bytes, limit: int) -> None:
@@ -555,7 +528,7 @@ def survives(patch: bytes) -> None:
 
 @settings(deadline=None, max_examples=500)
 @given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=4))
-def test_fuzz_of_whole_patches(codec: str, mutations: list[tuple[str, float, int, int]]) -> None:
+def test_fuzz_of_whole_patches(codec: Any, mutations: list[tuple[str, float, int, int]]) -> None:
     survives(mutate(PATCHES[codec], mutations))
 
 
@@ -567,7 +540,7 @@ def test_fuzz_of_whole_patches(codec: str, mutations: list[tuple[str, float, int
     st.lists(MUTATION, min_size=1, max_size=3),
 )
 def test_fuzz_of_streams_with_their_hash_made_right(
-    codec: str, stream: str, inside: bool, mutations: list[tuple[str, float, int, int]]
+    codec: Any, stream: str, inside: bool, mutations: list[tuple[str, float, int, int]]
 ) -> None:
     """inside: mutate what the zstd frames hold and compress it again, so that the checks behind them are met."""
     metadata, streams = take_apart(PATCHES[codec])
@@ -593,7 +566,7 @@ def test_fuzz_of_streams_with_their_hash_made_right(
     st.sampled_from(sorted(take_apart(PATCHES["gap"])[0])),
     st.text(max_size=20) | st.integers().map(str),
 )
-def test_fuzz_of_metadata_with_its_hash_made_right(codec: str, key: str, value: str) -> None:
+def test_fuzz_of_metadata_with_its_hash_made_right(codec: Any, key: str, value: str) -> None:
     metadata, streams = take_apart(PATCHES[codec])
     try:
         patch = seal({**metadata, key: value}, streams)
@@ -604,7 +577,7 @@ def test_fuzz_of_metadata_with_its_hash_made_right(codec: str, key: str, value: 
 
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=3))
-def test_fuzz_of_the_json_with_its_hash_made_right(codec: str, mutations: list[tuple[str, float, int, int]]) -> None:
+def test_fuzz_of_the_json_with_its_hash_made_right(codec: Any, mutations: list[tuple[str, float, int, int]]) -> None:
     """Mutated header text; where it still parses, its metadata gets the hash that it asks for."""
     patch = PATCHES[codec]
     (length,) = struct.unpack_from("<Q", patch)

@@ -19,7 +19,7 @@ from patch_tools import changed, random_tensor, seal, snapshot, take_apart
 import pulse_rl as pulse
 from pulse_rl import parallel
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import SegmentSpec, open_block
+from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
@@ -132,7 +132,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
         listed.append(Segment("BF16", old, stepped(old, 0.2, "ulp", rng), 30))
     block = encoded(listed)
     head = 4 + struct.unpack_from("<I", block.payload)[0]
-    pieces = open_block(CODEC, memoryview(block.payload), block.specs)
+    pieces = CODEC.open_block(memoryview(block.payload), block.specs)
     assert [piece.segments for piece in pieces] == [1, 1, 1, 1]
     expected = expected_of(listed)
     for number in (2, 0, 3):
@@ -143,7 +143,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
     turned = bytearray(block.payload)
     for at in range(head, min(last, len(turned) - 200)):
         turned[at] ^= 0xFF
-    ((indices, values),) = open_block(CODEC, memoryview(turned), block.specs)[3].decode([lambda: block.old[3]])
+    ((indices, values),) = CODEC.open_block(memoryview(turned), block.specs)[3].decode([lambda: block.old[3]])
     assert (indices.tolist(), values.tolist()) == expected[3]
 
 
@@ -474,7 +474,7 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     clock = time.perf_counter()
     tracemalloc.start()
     try:
-        for piece in open_block(CODEC, memoryview(block.payload), block.specs):
+        for piece in CODEC.open_block(memoryview(block.payload), block.specs):
             ((indices, _),) = piece.decode([lambda: old])
             assert len(indices) == size
     except FormatError:

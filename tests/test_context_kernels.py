@@ -7,13 +7,13 @@ import pytest
 from fuzz_context import Segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive import context as reference
 from test_context import segments
 
 from pulse_rl.codecs import model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
 from pulse_rl.kernels.cpu import coding, moves, rangecoder
 from pulse_rl.kernels.cpu.context import Start, tables
-from pulse_rl.kernels.reference import context as reference
 
 # The range coder
 

@@ -216,7 +216,7 @@ def test_the_reference_shows_defaults_as_values() -> None:
     for module, name, expected in (
         ("pulse_rl.sync.publish.publisher", "Publisher.__init__", {"grace": "3600.0", "patience": "60.0"}),
         ("pulse_rl.history.operate.status", "status", {"expire": "86400.0"}),
-        ("pulse_rl.store.objects", "open_store", {"cache_nbytes": "8_589_934_592", "cache": "False"}),
+        ("pulse_rl.store.opening", "open_store", {"cache_nbytes": "8_589_934_592", "cache": "False"}),
     ):
         file = ROOT / "src" / f"{module.replace('.', '/')}.py"
         function = griffe.visit(module, filepath=file, code=file.read_text())[name]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench.engine import EngineBenchReport, Followed, Throughput
-from pulse_rl.bench.engine_server import Load, Server
-from pulse_rl.bench.engine_versions import Replayed, Trained
-from pulse_rl.bench.engine_worker import read_patch, write_patch
+from bench.engine.run import EngineBenchReport, Followed, Throughput
+from bench.engine.server import Load, Server
+from bench.engine.versions import Replayed, Trained
+from bench.engine.worker import read_patch, write_patch
 
 
 def test_a_patch_has_every_change_and_nothing_else(tmp_path: Path) -> None:

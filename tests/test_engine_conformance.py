@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from conformance_vllm import Workers
 
 from pulse_rl import parallel
-from pulse_rl.engines import receiver
 from pulse_rl.integrations.vllm import plain_gemm
+from pulse_rl.kernels.cpu import beside
 from pulse_rl.testing import Check, checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -41,7 +41,7 @@ def _worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda: 1)
-    monkeypatch.setattr(receiver, "_compile", lambda: None)
+    monkeypatch.setattr(beside, "compile_missing", lambda: None)
 
 
 @pytest.mark.parametrize("check", checks(Workers()), ids=str)

@@ -9,7 +9,7 @@ from flow_runs import check, finish, start, until
 from runs import children
 from vllm_world import tied_model
 
-from pulse_rl.rl import metrics
+from pulse_rl.flow import metrics
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")

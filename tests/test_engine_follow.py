@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,18 +19,22 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 import torch
 from engine_world import SmallEngine, fresh, moved
 
 import pulse_rl as pulse
+from pulse_rl.cli.follow import _line
+from pulse_rl.engines import receiver
 from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.fleet import Engines
-from pulse_rl.engines.follow import Driver, Manner, heartbeat_id
+from pulse_rl.engines.follow import Driver, Followed, Manner, heartbeat_id
 from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow, failure_of
 from pulse_rl.errors import EngineError
 from pulse_rl.history.log import History
+from pulse_rl.kernels.cpu import beside
 from pulse_rl.sync.subscribe import landings
 
 TESTS = Path(__file__).parent
@@ -39,9 +44,9 @@ QUICK = Manner(poll=0.05)
 class Run:
     """A trainer and its store."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, seed: int = 0) -> None:
         self.store = directory
-        self.weights = fresh()
+        self.weights = fresh(seed)
         self.publisher = pulse.Publisher(directory, anchor_every=4)
         self.version = -1
         self.publish()
@@ -201,9 +206,8 @@ def test_a_failed_write_keeps_the_engine_paused_until_an_update_repairs_it(
 
     def tear(*_: object) -> None:
         engine.weights["up"].view(-1)[:5] += 1
-        subscriber = engine.receiver._subscriber
-        assert subscriber is not None
-        subscriber._proof.hold(None)
+        assert engine.receiver._opened is not None
+        engine.receiver._opened.subscriber._proof.hold(None)
         raise pulse.IntegrityError("element 5 of 'up' does not read back as written", name="up")
 
     monkeypatch.setattr(landings.Keeping, "write", tear)
@@ -268,6 +272,105 @@ def test_another_history_is_followed_in_place(run: Run, engine: SmallEngine, tmp
     client.follow(other.store)
     assert client.update().digest == other.digest
     assert same(engine.weights, other.weights)
+
+
+def wrong_history(run: Run, directory: Path, how: str) -> Path:
+    """A history that no engine here can follow."""
+    if how == "of another model":
+        pulse.Publisher(directory).publish({"other": torch.zeros(3, 3)}, version=0)
+    elif how != "missing":
+        shutil.copytree(run.store, directory)
+        damaged = max((directory / "manifests").iterdir())
+        damaged.write_bytes(damaged.read_bytes().replace(b'"digest"', b'"tsegid"'))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("missing", "VersionNotFoundError"), ("damaged", "IntegrityError"), ("of another model", "UnmappedError")],
+)
+def test_a_history_that_cannot_be_followed_takes_nothing_from_the_one_that_is(
+    run: Run, engine: SmallEngine, tmp_path: Path, how: str, kind: str
+) -> None:
+    client = EngineClient(engine.url)
+    client.follow(run.store)
+    run.publish()
+    client.update()
+    run.publish()
+    client.stage()
+    wrong = wrong_history(run, tmp_path / "wrong", how)
+    client.follow(wrong, patience=0)
+    until(lambda: client.state().phase != "working")
+    state = client.state()
+    assert (state.version, state.digest, state.ready) == (1, pulse.digest(engine.weights), True)
+    assert state.follow is not None
+    assert state.pending is not None
+    assert state.failure is not None
+    assert (state.follow.store, state.pending.store) == (str(run.store), str(wrong))
+    assert (state.failure.during, state.failure.kind) == ("follow", kind)
+    assert is_ready(engine) == (200, {"ready": True, "version": 1})
+    with pytest.raises(EngineError) as caught:  # and not version 2 of the history before, which was staged
+        client.update(2)
+    assert (caught.value.kind, caught.value.version) == (kind, 1)
+    client.follow(run.store)
+    assert client.update().version == 2
+    state = client.state()
+    assert (state.pending, state.failure, state.ready) == (None, None, True)
+    assert same(engine.weights, run.weights)
+
+
+def test_a_second_run_is_followed_where_the_files_of_the_first_are_gone(
+    run: Run, engine: SmallEngine, tmp_path: Path
+) -> None:
+    client = EngineClient(engine.url)
+    client.follow(run.store)
+    run.publish(2)
+    client.update()
+    shutil.rmtree(run.store)
+    other = Run(tmp_path / "other", seed=7)
+    client.follow(other.store)
+    assert client.update().digest == other.digest
+    other.publish(5)
+    report = client.update()
+    assert (report.version, report.previous, report.route) == (5, 0, "patches")
+    assert client.verify() == other.digest
+    assert same(engine.weights, other.weights)
+
+
+def test_a_store_that_begins_anew_is_followed_when_that_is_said_again(run: Run, engine: SmallEngine) -> None:
+    client = EngineClient(engine.url)
+    client.follow(run.store)
+    run.publish(3)
+    client.update()
+    shutil.rmtree(run.store)
+    client.follow(run.store)  # of a store without versions nothing is known: it goes on
+    until(lambda: client.state().phase != "working")
+    assert (client.state().version, client.state().ready) == (3, True)
+    other = Run(run.store, seed=7)
+    with pytest.raises(EngineError, match="another history") as caught:  # nobody has said that this one is meant
+        client.update()
+    assert caught.value.version == 3
+    with driving(other, engine) as driver:
+        assert driver.wait_until_current(20)
+    assert same(engine.weights, other.weights)
+    assert client.verify() == other.digest
+    client.follow(run.store)
+    other.publish()
+    assert client.update().previous == 0  # the same history is not opened again
+
+
+def test_a_history_is_refused_while_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(beside, "compile_missing", lambda: end.wait(20))
+    found = receiver.Receiver(lambda *_: pytest.fail("there is nothing to map"), compiles=True)
+    found.follow(Follow(store=str(tmp_path / "nothing"), patience=0))
+    until(lambda: not found.state().working)
+    failure = found.state().failure
+    assert not end.is_set()
+    assert failure is not None
+    assert failure.kind == "VersionNotFoundError"
+    end.set()
+    found.close()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", ""])
@@ -348,10 +451,13 @@ def test_failures_carry_what_json_can_hold() -> None:
 
 
 @contextlib.contextmanager
-def driving(run: Run, *engines: SmallEngine, heartbeat: str | None = None) -> Iterator[Driver]:
+def driving(
+    run: Run, *engines: SmallEngine, heartbeat: str | None = None, store: Path | None = None
+) -> Iterator[Driver]:
+    store = store or run.store
     clients = [EngineClient(engine.url, timeout=5) for engine in engines]
-    follow = Follow(store=str(run.store), heartbeat=heartbeat)
-    driver = Driver(History(run.store, patience=0), follow, clients, manner=QUICK)
+    follow = Follow(store=str(store), heartbeat=heartbeat, patience=0)
+    driver = Driver(History(store, patience=0), follow, clients, manner=QUICK)
     driver.start()
     try:
         yield driver
@@ -419,6 +525,43 @@ def test_a_store_that_fails_for_a_while(run: Run, engine: SmallEngine) -> None:
         until(lambda: driver.engines()[0].version == 2 and driver.store_error is None)
 
 
+@pytest.mark.parametrize("how", ["missing", "damaged", "of another model"])
+def test_a_slip_in_the_store_of_a_driver_takes_no_engine_out_of_service(
+    run: Run, engine: SmallEngine, tmp_path: Path, how: str
+) -> None:
+    with driving(run, engine) as driver:
+        assert driver.wait_until_current(20)
+    wrong = wrong_history(run, tmp_path / "wrong", how)
+    with driving(run, engine, store=wrong) as driver:
+        until(lambda: driver.engines()[0].error not in (None, "it was not read yet"))
+        seen = driver.engines()[0]
+        assert seen.standing == ("failing" if how == "of another model" else "waiting")
+        assert str(wrong) in str(seen.error) or "another model" in str(seen.error)
+        assert is_ready(engine) == (200, {"ready": True, "version": 0})
+    run.publish()
+    with driving(run, engine) as driver:
+        until(lambda: driver.newest == 1)
+        assert driver.wait_until_current(20)
+
+
+def test_an_engine_whose_digest_is_not_the_manifests_is_failing(run: Run, engine: SmallEngine) -> None:
+    with driving(run, engine) as driver:
+        assert driver.wait_until_current(20)
+        look = engine._routes["GET", "/v1/pulse/state"]
+
+        async def lie(body: bytes) -> tuple[int, bytes]:
+            status, answer = await look(body)
+            return status, answer.replace(run.digest.encode(), b"0123456789abcdef")
+
+        engine._routes["GET", "/v1/pulse/state"] = lie
+        until(lambda: driver.engines()[0].standing == "failing")
+        seen = driver.engines()[0]
+        assert run.digest in str(seen.error)
+        assert "0123456789abcdef" in str(seen.error)
+        engine._routes["GET", "/v1/pulse/state"] = look
+        assert driver.wait_until_current(20)
+
+
 def test_a_driver_that_is_killed_is_started_again(run: Run, engine: SmallEngine) -> None:
     with driving(run, engine) as driver:
         assert driver.wait_until_current(20)
@@ -461,12 +604,30 @@ def test_once_brings_all_engines_to_the_newest_version(run: Run, engine: SmallEn
     found = json.loads(done.stdout)
     assert (found["newest"], found["engines"][0]["version"], found["engines"][0]["standing"]) == (2, 2, "ok")
     assert same(engine.weights, run.weights)
+    slip = subprocess.run(
+        [*call[:-1], str(run.store) + "x", "--engine", engine.url + "/v1", "--once", "--timeout", "0.5", "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert slip.returncode == 1
+    assert slip.stderr.startswith(f"no such file or directory: {run.store}x: ")
+    found = json.loads(slip.stdout)
+    assert f"{run.store}x holds no version yet" in found["store_error"]
+    assert (found["engines"][0]["standing"], found["engines"][0]["version"]) == ("waiting", 2)
+    assert is_ready(engine)[0] == 200
     engine.unmapped = True
     lost = subprocess.run(
         [*call, "--engine", "http://127.0.0.1:9", "--once", "--timeout", "0.5"], capture_output=True, text=True
     )
     assert lost.returncode == 1
     assert "out of reach" in lost.stdout
+
+
+def test_a_line_names_what_an_engine_holds_and_what_it_is_brought_to() -> None:
+    seen = Followed("http://gpu-1:8000", "staging", version=3, newest=5)
+    assert "staging version 3 → 5" in _line(seen)
+    assert "nothing proved → 5" in _line(msgspec.structs.replace(seen, version=None))
+    assert "→" not in _line(msgspec.structs.replace(seen, version=5))
 
 
 def test_ctrl_c_is_quiet_and_a_killed_engine_is_followed_again(run: Run, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def served(model: Path, size: int) -> Iterator[str]:
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
     """A model that a test moves on, and the files that its engine loads."""
-    from pulse_rl.rl.model import load
+    from pulse_rl.flow.model import load
 
     loaded = load("tiny", seed=0)
     directory = tmp_path / "model"

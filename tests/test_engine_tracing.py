@@ -434,6 +434,17 @@ def test_a_loader_that_fails_is_an_error_of_the_tensor_it_had() -> None:
     assert raised.value.name == "w"
 
 
+def test_a_loader_that_asserts_without_a_word_is_told_in_a_sentence() -> None:
+    def weight_loader(model: One, weight: torch.Tensor) -> None:
+        raise AssertionError  # as `assert` in a module that pytest does not rewrite
+
+    model = One(_empty(8, 6).data, weight_loader)
+    with pytest.raises(pulse.UnmappedError, match=r"'w', BF16 \[8, 6\]: .* of another model") as raised:
+        LiveViews.of(model, model.load_weights, _specs({"w": _random(8, 6)}))
+    assert "AssertionError: AssertionError" not in str(raised.value)
+    assert raised.value.reason == "AssertionError in weight_loader"
+
+
 def _walk(random: np.random.Generator, tensor: torch.Tensor) -> torch.Tensor:
     """A few random views of a tensor, and clones."""
     for _ in range(random.integers(1, 6)):

@@ -10,13 +10,13 @@ from vllm_world import tied_model
 
 import pulse_rl as pulse
 from pulse_rl.cli import recipes
-from pulse_rl.rl import model, policy
-from pulse_rl.rl.sampler import Settings
+from pulse_rl.flow import model, policy
+from pulse_rl.flow.rollout.sampler import Settings
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from pulse_rl.rl.vllm_sampler import VllmSampler
+from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pulse_rl as pulse
+from pulse_rl.flow import model as models
 from pulse_rl.integrations.transformers import FollowWhileGenerating
-from pulse_rl.rl import model as models
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 

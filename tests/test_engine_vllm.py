@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm_world import ENVIRONMENT, PROMPTS, Server, step, tiny_model
 
 import pulse_rl as pulse
@@ -36,6 +37,7 @@ class Trainer:
     """Publishes versions, and keeps a checkpoint of those that engines are started on."""
 
     def __init__(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
         self.model, self.tokenizer = tiny_model()
         self._directory = directory
         self.store = directory / "store"
@@ -225,6 +227,76 @@ def test_staging_while_requests_run_and_failures_that_leave_the_old_version(
     assert readiness(server)[0] == 503
     assert client.update(pause="abort").version == 3
     assert client.verify() == trainer.digest
+
+
+def test_a_server_follows_a_second_run_and_slips_leave_it_the_first(
+    trainer: Trainer, servers: list[Server], tmp_path: Path
+) -> None:
+    server = Server(trainer.checkpoint(), tmp_path / "log")
+    servers.append(server)
+    server.wait()
+    client = EngineClient(server.url)
+    client.follow(trainer.store)
+    trainer.publish(2)
+    client.update()
+    first = server.outputs()
+    # Slips: nothing there, and another model, which vLLM's own loader refuses.
+    other = {name: torch.zeros(3, 5).bfloat16() for name, _ in trainer.model.named_parameters()}
+    pulse.Publisher(tmp_path / "other").publish(other, version=0)
+    for slip, kind in (("nothing", "VersionNotFoundError"), ("other", "UnmappedError")):
+        client.follow(tmp_path / slip, patience=0)
+        with pytest.raises(EngineError) as caught:
+            client.stage()
+        assert (caught.value.kind, caught.value.version) == (kind, 2)
+        assert ("as of another model" in str(caught.value)) == (slip == "other")
+        assert readiness(server) == (200, {"ready": True, "version": 2})
+        assert server.outputs() == first
+    # A second run, from the same start; and a third, from another one.
+    for number in (2, 3):
+        second = Trainer(tmp_path / f"run-{number}")
+        if number == 3:
+            step(second.model, 99)
+            second.publisher = pulse.Publisher(tmp_path / "third")
+            second.store = tmp_path / "third"
+            second.publisher.publish(second.model, version=0)
+        second.publish(number)
+        client.follow(second.store)
+        report = client.update()
+        assert (report.version, report.digest) == (number, second.digest)
+        second.publish()
+        assert client.update().route == "patches"
+        assert client.verify() == second.digest
+        with_second = server.outputs()
+        assert with_second != first
+        first = with_second
+
+
+def test_a_server_with_a_gate_and_pins(trainer: Trainer, servers: list[Server], tmp_path: Path) -> None:
+    pins = {"PULSE_RL_GATE": "1", "PULSE_RL_STORE": f"{trainer.store.parent}/"}
+    server = Server(trainer.checkpoint(), tmp_path / "log", environment=pins)
+    servers.append(server)
+    server.wait()
+    with pytest.raises(HTTPError) as refused:
+        server.complete(PROMPTS[0])
+    with refused.value as error:
+        assert (error.code, json.load(error)["error"]["code"]) == (503, 503)
+    client = EngineClient(server.url)
+    elsewhere = tmp_path.with_name(tmp_path.name + "-elsewhere")
+    for store, cache in ((elsewhere, None), (trainer.store, tmp_path / "cache")):
+        client.follow(store, cache=cache)
+        with pytest.raises(EngineError, match="operator has pinned") as caught:
+            client.stage()
+        assert caught.value.kind == "StoreError"
+    with pytest.raises(HTTPError) as refused:  # by vLLM's own route neither
+        server.ask("/init_weight_transfer_engine", {"init_info": {"store": str(elsewhere)}})
+    refused.value.close()
+    assert not (tmp_path / "cache").exists()
+    client.follow(trainer.store)
+    client.update()
+    assert server.complete(PROMPTS[0])[0]
+    log = (tmp_path / "log").read_text()
+    assert "POST /v1/pulse/follow" in log
+    assert "GET /v1/pulse/state" not in log
 
 
 def test_vllms_own_routes_for_trainers(trainer: Trainer, servers: list[Server], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from conftest import Trainee
 
 import pulse_rl as pulse
-from pulse_rl.codecs.choose import OFFERED
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
 
@@ -112,7 +112,7 @@ class Follower:
         return version
 
 
-@pytest.mark.parametrize("codec", OFFERED)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("lose", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(5))
 def test_never_a_wrong_bit_and_all_recovers(trainee: Trainee, codec: Any, lose: float, seed: int) -> None:
@@ -155,20 +155,24 @@ class Silent:
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
-        self.down = False
+        self.down = False  # from the next manifest on
+        self._silent = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
         self._inner.put(name, data, mode=mode)
-        if self.down and name.startswith("manifests/"):
-            raise pulse.StoreError("no response")
+        self._silent = self.down and name.startswith("manifests/")
+        self._respond()
 
-    def get(self, name: str) -> memoryview:
-        if self.down:
+    def stream(self, name: str) -> Iterator[memoryview]:
+        self._respond()
+        return self._inner.stream(name)
+
+    def _respond(self) -> None:
+        if self.down and self._silent:
             raise pulse.StoreError("no response")
-        return self._inner.get(name)
 
 
 def test_a_publisher_goes_on_from_a_commit_whose_response_was_lost(trainee: Trainee) -> None:

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from flow_world import Clock, group, started
 
-from pulse_rl.bench.flow import FlowReport
-from pulse_rl.bench.flow_setup import Setup
-from pulse_rl.bench.flow_sim import Simulation
-from pulse_rl.cli.main import main
+from bench.__main__ import main
+from bench.flow.setup import Setup
+from bench.flow.simulation import Simulation
+from bench.flow.size import FlowReport
 from pulse_rl.flow.data.balance import WINDOW, Balance, Region, Share, WaitRule
 
 
@@ -161,7 +161,7 @@ def test_a_thousand_workers_cost_no_more_each_than_ten() -> None:
 
 
 def test_bench_flow_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "flow", "--workers", "4", "--policies", "2", "--hours", "0.02"]
+    arguments = ["flow", "--workers", "4", "--policies", "2", "--hours", "0.02"]
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--json"])
     assert ended.value.code == 0

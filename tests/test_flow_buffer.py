@@ -264,7 +264,7 @@ def test_a_deterministic_batch_is_given_again_as_it_was() -> None:
     assert buffer.state.repeated == 4
     buffer.commit(2)
     with pytest.raises(ValueError, match="number 2"):
-        buffer.begin(1, 9, 1)
+        buffer.check_begin(1)
 
 
 # --- curators -------------------------------------------------------------------------------------------------------

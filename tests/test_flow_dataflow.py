@@ -5,6 +5,7 @@ consumption; policies in lockstep; one receiver served after the other. That a d
 channel's, in `test_sync.py` and `test_damaged.py`.
 """
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flow_world import Clock, dataflow, group, started, take_all
+from flow_world import Clock, dataflow, group, kill, started, take_all
 
-from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.data import events
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.curators import All, DropSolved
 from pulse_rl.flow.data.dataflow import QUESTIONS, Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.filters import drop_equal
-from pulse_rl.flow.data.journal import FILE, Journal
 from pulse_rl.flow.data.replay import Recent
 from pulse_rl.flow.data.state import KEPT
 from pulse_rl.flow.samples import Episode, Group, Task, Turn, split
@@ -144,6 +143,27 @@ def test_a_group_without_a_reward_or_with_torn_arrays_is_refused() -> None:
         flow.push(good._replace(episodes=[good.episodes[0]._replace(turns=[torn])]))
     assert flow.push(good)
     assert split(good._replace(episodes=[Episode([], {"a": 0.0}, {})]), "a") is None
+
+
+def test_numbers_that_no_sampler_gives_are_refused() -> None:
+    """One NaN would make every weight NaN at the next step; a negative id is an index from the end."""
+    flow = started("a")
+    task = flow.take("w0")
+    assert task is not None
+    good = group(task, "w0", {"a": 0})
+    first = good.episodes[0]
+    turn = first.turns[0]
+    for number in (math.nan, math.inf, -math.inf):
+        bad = turn._replace(logprobs=np.full(len(turn.tokens), number, np.float32))
+        with pytest.raises(ValueError, match="expected finite log-probabilities"):
+            flow.push(good._replace(episodes=[first._replace(turns=[bad]), *good.episodes[1:]]))
+        with pytest.raises(ValueError, match=f"expected a finite reward, found {number}"):
+            flow.push(good._replace(episodes=[first._replace(rewards={"a": number}), *good.episodes[1:]]))
+    for field in ("prompt", "tokens"):
+        bad = turn._replace(**{field: getattr(turn, field) * 0 - 1})
+        with pytest.raises(ValueError, match="token ids from 0"):
+            flow.push(good._replace(episodes=[first._replace(turns=[bad]), *good.episodes[1:]]))
+    assert flow.push(good)
 
 
 def test_workers_are_served_while_another_is_slow() -> None:
@@ -416,6 +436,8 @@ def _play(directory: Path | None, seed: int, workers: int, *, kills: bool = Fals
             flow.begin(name, saved[name], version[name])
         if kills and chance.random() < 0.02:
             curator = DropSolved(problems=20, times=1)
+            if directory is not None:
+                kill(flow, directory)
             flow = dataflow(*names, curator=curator, **settings)
     return {name: found[:6] for name, found in batches.items()}
 
@@ -457,6 +479,7 @@ def test_after_a_restart_everybody_goes_on(tmp_path: Path) -> None:
     flow.dismiss("w1")
     flow.stop()
 
+    kill(flow, tmp_path)
     flow = dataflow("p", directory=tmp_path)
     again = flow.pull("p", 0)  # the answer was lost with the process
     assert again is not None
@@ -487,6 +510,7 @@ def test_what_no_checkpoint_holds_is_given_again_after_all_has_died(tmp_path: Pa
         flow.publish("p", step, "d", step)
         if step == 2:
             flow.commit("p", 2)
+    kill(flow, tmp_path)
     flow = dataflow("p", directory=tmp_path, max_staleness=9)
     flow.resume()
     flow.begin("p", 2, 5)
@@ -497,74 +521,6 @@ def test_what_no_checkpoint_holds_is_given_again_after_all_has_died(tmp_path: Pa
     assert flow.status()["policies"]["p"]["repeated"] == 4
     with pytest.raises(ValueError, match="committed"):
         flow.pull("p", 0)
-
-
-def test_a_journal_that_ends_anywhere_is_recovered(tmp_path: Path) -> None:
-    """A process that is killed while it writes: at every byte of the last events."""
-    flow = started("p", directory=tmp_path, slots=4)
-    sizes, states = [], []
-    for task in take_all(flow)[:3]:
-        flow.push(group(task, "w0", {"p": 0}))
-        sizes.append((tmp_path / FILE).stat().st_size)
-        states.append(flow.status()["policies"])
-    data = (tmp_path / FILE).read_bytes()
-    for end in range(sizes[0], sizes[2] + 1):
-        (tmp_path / FILE).write_bytes(data[:end])
-        found = dataflow("p", directory=tmp_path)
-        acknowledged = max(number for number, size in enumerate(sizes) if size <= end)
-        if end in (sizes[0], sizes[1] - 1, sizes[1], sizes[2] - 1, sizes[2]) or end % 97 == 0:
-            assert found.status()["policies"] == states[acknowledged]
-        assert len(found._buffers["p"].state.ready) == acknowledged + 1
-        # It can be written to again, and read once more.
-        if end % 211 == 0:
-            found.share("end", 0, end)
-            assert dataflow("p", directory=tmp_path).shared("end") == {0: end}
-
-
-def test_damage_before_the_end_of_a_journal_is_an_error(tmp_path: Path) -> None:
-    flow = started("p", directory=tmp_path)
-    for task in take_all(flow):
-        flow.push(group(task, "w0", {"p": 0}))
-    data = bytearray((tmp_path / FILE).read_bytes())
-    data[200] ^= 1
-    (tmp_path / FILE).write_bytes(data)
-    with pytest.raises(IntegrityError, match="expected the checksum") as caught:
-        dataflow("p", directory=tmp_path)
-    assert caught.value.name == str(tmp_path / FILE)
-    (tmp_path / FILE).write_bytes(b"something else entirely")
-    with pytest.raises(IntegrityError, match="begins with"):
-        dataflow("p", directory=tmp_path)
-
-
-def test_zeros_that_a_file_system_left_at_the_end_are_cut_off(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / FILE)
-    journal.append(b"one", sync=True)
-    with (tmp_path / FILE).open("ab") as file:
-        file.write(bytes(4096))
-    found = Journal(tmp_path / FILE)
-    assert (found.events, found.cut) == ([b"one"], 4096)
-    found.append(b"two", sync=False)
-    assert Journal(tmp_path / FILE).events == [b"one", b"two"]
-
-
-def test_a_compacted_journal_holds_the_same_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.flow.data.state.COMPACT_NBYTES", 0)
-    curator = DropSolved(problems=9)
-    flow = started("a", "b", directory=tmp_path, slots=12, curator=curator, max_staleness=3, workers=2)
-    for step in range(1, 8):
-        for task in take_all(flow):
-            flow.push(group(task, "w0", {"a": step - 1, "b": step - 1}, solved=1.0))
-        for name in ("a", "b"):
-            assert flow.pull(name) is not None
-            flow.publish(name, step, "d", step)
-        flow.evaluate("small", [1, 2], {"a": step, "b": step})
-        flow.commit("a", step)
-    take_all(flow, "w1")
-    assert Journal(tmp_path / FILE).snapshot
-    before = flow.status()
-    found = dataflow("a", "b", directory=tmp_path, curator=DropSolved(problems=9), max_staleness=3).status()
-    for key in ("policies", "workers", "tasks", "windows", "skipped", "given_up"):
-        assert found[key] == before[key], key
 
 
 def test_calls_that_make_no_sense_say_so() -> None:
@@ -636,6 +592,7 @@ def _stopped_and_resumed(directory: Path, *, pushed: int) -> list[list[int]]:
         flow.push(group(task, "w0"))
     flow.finish("b")
     flow.end()
+    kill(flow, directory)
     flow = dataflow("a", "b", **settings)
     flow.resume()
     for name in ("a", "b"):
@@ -670,6 +627,7 @@ def test_no_deterministic_round_opens_after_the_last_step(tmp_path: Path) -> Non
         assert flow.take("w0") is None
         flow.finish("a")
         flow.finish("b")
+        kill(flow, tmp_path)
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])
@@ -686,6 +644,7 @@ def test_a_deterministic_round_after_a_resume_waits_for_no_trainer_to_start(tmp_
         flow.finish(name)
     flow.end()
     more = {name: replace(settings, steps=2) for name, settings in policies.items()}
+    kill(flow, tmp_path)
     flow = Dataflow(more, All(), deterministic=True, directory=tmp_path, clock=Clock())
     flow.resume()
     fast = "b" if slow == "a" else "a"
@@ -747,6 +706,7 @@ def test_deterministic_policies_whose_rounds_differ_go_on_after_one_has_finished
     flow.finish("a")
     assert _round(flow, versions, {"b": 1}) == {"b": [[8]]}
     flow.finish("b")
+    kill(flow, tmp_path)
     flow = Dataflow(policies, All(), deterministic=True, directory=tmp_path, clock=Clock())
     flow.resume()
     flow.begin("a", 4, 2)
@@ -778,6 +738,7 @@ def test_what_ranks_share_survives_the_dataflow(tmp_path: Path) -> None:
     assert flow.share("p joined", 0, 5) == flow.shared("p joined") == {0: 5, 1: 0}
     for number in range(2 * KEPT):
         flow.share(f"p version {number}", 0, number)
+    kill(flow, tmp_path)
     flow = dataflow("p", directory=tmp_path)
     assert flow.shared("p version 0") == {}
     assert flow.shared(f"p version {2 * KEPT - 1}") == {0: 2 * KEPT - 1}

@@ -71,6 +71,15 @@ def test_tables_show_policies_pools_queues_and_who_waits() -> None:
     assert status["balance"]["sentence"] in terminal.text
 
 
+def test_the_queues_of_the_table_are_explained() -> None:
+    terminal = Terminal()
+    display = Display("solver and judge", 40)
+    display._live = terminal  # type: ignore[assignment]
+    dataflow = _dataflow()
+    display.update([], dataflow.status(), dataflow.board())
+    assert "groups ready for a batch, coming from workers, dropped; share of time waited for them" in terminal.text
+
+
 def test_tables_fit_a_terminal_of_80_columns() -> None:
     dataflow, terminal = _dataflow(), Terminal(columns=80)
     display = Display("solver and judge", 100_000)

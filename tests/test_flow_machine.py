@@ -5,11 +5,13 @@ given up; nothing is trained on twice without being counted and marked; nothing 
 """
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from flow_world import Clock, dataflow, group
+from flow_faults import failing
+from flow_world import Clock, dataflow, group, kill
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -210,8 +212,33 @@ class Machine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Its process dies, and its journal brings it back."""
         before = self._comparable()
+        kill(self.flow, Path(self._scratch.name))
         self.flow = dataflow(*POLICIES, **self.arguments)  # type: ignore[arg-type]
         assert self._comparable() == before
+
+    @rule(statement=st.sampled_from(["INSERT", "COMMIT"]), data=st.data())
+    def refuse(self, statement: str, data: st.DataObject) -> None:
+        """The disk refuses whatever comes next: it leaves nothing."""
+        name, policy = data.draw(st.sampled_from(WORKERS)), data.draw(st.sampled_from(POLICIES))
+        held = sorted(self.held[name])
+        calls = {
+            "take": lambda: self.flow.take(name, held),
+            "lost": lambda: self.flow.lost(name),
+            "leave": lambda: self.flow.leave(name),
+            "register": lambda: self.flow.register(name, "builtin", 3, POLICIES),
+            "begin": lambda: self.flow.begin(policy, self.step[policy], self.version[policy] + 1),
+            "push": lambda: self.flow.push(group(self.held[name][held[0]], name, self.made[held[0]])),
+            "give_back": lambda: self.flow.give_back(name, held[0], "failed"),
+            "pull": lambda: self.flow.pull(policy),
+            "publish": lambda: self.flow.publish(policy, self.version[policy] + 1, "d", self.step[policy] + 1),
+            "finish": lambda: self.flow.finish(policy),
+            "stop": self.flow.stop,
+        }
+        chosen = data.draw(st.sampled_from(sorted(calls)))
+        before = self._comparable()
+        with failing(self.flow, statement), suppress(OSError, LookupError, IndexError):
+            calls[chosen]()
+        assert self._comparable() == before, chosen
 
     def _comparable(self) -> dict[str, object]:
         status = self.flow.status()

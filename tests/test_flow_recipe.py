@@ -4,7 +4,7 @@ import inspect
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -16,7 +16,15 @@ from pulse_rl.cli.train import train as cli_train
 from pulse_rl.flow import recipe_file, registry
 from pulse_rl.flow.data import service
 from pulse_rl.flow.playing import workflow
-from pulse_rl.flow.recipe import PolicyRecipe, PoolRecipe, Recipe, check
+from pulse_rl.flow.recipe import (
+    AutoscaleRecipe,
+    EvaluationRecipe,
+    PolicyRecipe,
+    PoolRecipe,
+    Recipe,
+    WorkflowRecipe,
+    check,
+)
 from pulse_rl.flow.registry import Plugin
 
 TINY = ("model=tiny",)
@@ -64,11 +72,15 @@ def test_set_changes_one_value(text: str, read: Callable[[Recipe], bool]) -> Non
 BAD = [
     ("stesp=3", ["stesp", "did you mean steps"]),
     ("policies.solvr.lr=1", ["policies", "solver", "'solvr'", "did you mean solver?"]),
-    ("policies.solver.learning_rate=1", ["policies.solver.learning_rate", "keys of policies.solver"]),
-    ("policies.solver.lr=abc", ["policies.solver.lr: expected a number, found 'abc'"]),
-    ("policies.solver.lr=0", ["policies.solver.lr: expected more than 0, found 0"]),
-    ("policies.solver.lr=nan", ["policies.solver.lr: expected more than 0, found nan"]),
-    ("policies.solver.betas=[0.9]", ["policies.solver.betas: expected 2 numbers, found [0.9]"]),
+    ("policies.solver.learning_rate=1", ["policies.solver.learning_rate: ", "found 'learning_rate'; did you mean lr?"]),
+    ("learning_rate=1", ["found 'learning_rate'; did you mean policies.NAME.lr?"]),
+    ("policies.solver.group_size=4", ["found 'group_size'; did you mean workflow.group_size?"]),
+    ("policies.solver.threads_=4", ["found 'threads_'; did you mean threads?"]),
+    ("colour=1", ["found 'colour'; all are name, seed, steps"]),
+    ("policies.solver.lr=abc", ["policies.solver.lr: expected a number above 0 and at most 10, found 'abc'"]),
+    ("policies.solver.lr=0", ["policies.solver.lr: expected a number above 0 and at most 10, found 0"]),
+    ("policies.solver.lr=nan", ["policies.solver.lr: expected a number above 0", "found nan"]),
+    ("policies.solver.betas=[0.9]", ["policies.solver.betas: expected 2 numbers from 0 to below 1, found [0.9]"]),
     ("pools.worker.policies=[1]", ["pools[0].policies: expected a list of strings, found [1]"]),
     ("policies.solver.betas=[0.9, 1.0]", ["policies.solver.betas", "below 1"]),
     ("policies.solver.trained=1", ["policies.solver.trained: expected true or false, found 1"]),
@@ -83,8 +95,8 @@ BAD = [
     ("policies.solver.replay=recent", ["policies.solver.replay_ratio", "with one"]),
     ("policies.solver.replay_ratio=1.0", ["policies.solver.replay_ratio", "below 1"]),
     ("policies.solver.filter=variants", ["policies.solver.filter", "did you mean variance?"]),
-    ("policies.solver.trainers=0", ["policies.solver.trainers: expected at least 1, found 0"]),
-    ("policies.solver.threads=0", ["policies.solver.threads: expected at least 1, found 0"]),
+    ("policies.solver.trainers=0", ["policies.solver.trainers: expected a whole number from 1 to 10,000, found 0"]),
+    ("policies.solver.threads=0", ["policies.solver.threads: expected a whole number from 1", "found 0"]),
     ("policies.solver.trainer_sync=ddp", ["policies.solver.trainer_sync", "trainers of at least 2", "found 1"]),
     ("policies.solver.sync_every=4", ["policies.solver.sync_every", "trainers of at least 2", "found 1"]),
     ("policies.solver.elastic=true", ["policies.solver.elastic", "trainers of at least 2", "found 1"]),
@@ -102,7 +114,7 @@ BAD = [
     ("workflow.tusk=1", ["workflow: 'math' has no setting 'tusk'", "did you mean task?"]),
     ("workflow.task=chain_summ", ["workflow: task", "did you mean chain_sum"]),
     ("workflow.reward=scores", ["workflow: reward", "did you mean score?"]),
-    ("workflow.group_size=1", ["workflow.group_size: expected at least 2", "found 1"]),
+    ("workflow.group_size=1", ["workflow.group_size: expected a whole number from 2 to 4,096, found 1"]),
     ("workflow=3", ["workflow: expected a table, found 3"]),
     ("tools.python.cpu=1", ["tools.python: 'python' has no setting 'cpu'", "cpu_s"]),
     ("tools.web=web", ["tools.web: expected calculator, python"]),
@@ -117,7 +129,7 @@ BAD = [
     ("autoscale.pool=far", ["autoscale.pool: expected one of worker, found 'far'"]),
     ("autoscale.grow=0.01", ["autoscale.grow: expected a share above autoscale.shrink"]),
     ('evaluation=[{name = "a@b"}]', ["evaluation[0].name: expected a name of letters", "'a@b'"]),
-    ("evaluation=[{every = 0}]", ["evaluation[0].every: expected at least 1, found 0"]),
+    ("evaluation=[{every = 0}]", ["evaluation[0].every: expected a whole number from 1", "found 0"]),
     ("store=memory://x", ["store", "memory://"]),
     ("steps", ["--set", "key=value", "'steps'"]),
     ("steps.x=1", ["--set steps.x=1: expected a table at steps, found 40"]),
@@ -152,7 +164,7 @@ def test_a_bad_setting_is_one_sentence_that_names_the_key(text: str, parts: list
             "policies.solver.trainer_store: expected none with deterministic = true, .* found 'a'",
         ),
         (["policies.solver.overlap=8"], "policies.solver.overlap: expected 0 to 7 steps, .* found 8"),
-        (["policies.solver.overlap=-1"], "policies.solver.overlap: expected 0 to 7 steps, .* found -1"),
+        (["policies.solver.overlap=-1"], "policies.solver.overlap: expected a whole number from 0 .* found -1"),
         (
             ["policies.solver.overlap=2", "policies.solver.trainer_sync=ddp"],
             "policies.solver.overlap: expected trainer_sync pulse, .* found ddp",
@@ -235,6 +247,39 @@ def test_every_type_in_a_recipe_has_a_word_for_errors() -> None:
                 continue
             with pytest.raises(ValueError, match=f"{name}: expected"):
                 recipe_file._field(kind, name, [object()], name)
+
+
+def _numbers(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    """The fields of a table that hold numbers, with their types."""
+    hints = get_type_hints(kind, include_extras=True)
+    plain = get_type_hints(kind)
+    return [
+        (name, hint)
+        for name, hint in hints.items()
+        if {int, float} & {plain[name], *get_args(plain[name])} and name != "settings"
+    ]
+
+
+@pytest.mark.parametrize("kind", [Recipe, PolicyRecipe, WorkflowRecipe, PoolRecipe, AutoscaleRecipe, EvaluationRecipe])
+@pytest.mark.parametrize("value", [-(10**30), 10**30, -1e300, 1e300, float("inf"), float("-inf"), float("nan")])
+def test_every_number_of_a_recipe_has_bounds(kind: type[msgspec.Struct], value: float) -> None:
+    """No number that a keyboard can give starts a run for ever, or one that no machine can hold."""
+    for name, hint in _numbers(kind):
+        given = [value, value] if get_origin(hint) is tuple else value
+        with pytest.raises(ValueError, match=rf"^{name}: expected (a|2|a whole) numbers? (from|above) "):
+            recipe_file._field(kind, name, given, name)
+
+
+@pytest.mark.parametrize("text", ["workflow.group_size=1000000000", "steps=99999999999999999999", "seed=-1"])
+def test_a_number_out_of_bounds_is_refused_when_the_recipe_is_read(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^(workflow.group_size|steps|seed): expected a whole number from \d"):
+        _load("math", text)
+
+
+def test_every_other_name_of_a_setting_leads_to_one() -> None:
+    for other, name in recipe_file.OTHERS.items():
+        with pytest.raises(ValueError, match=rf"found '{other}'; did you mean (\S+ or )*(\S+\.)?{name}\b"):
+            _load("math", f"{other}=1")
 
 
 def test_resuming_keeps_the_recipe(tmp_path: Path) -> None:
@@ -324,7 +369,7 @@ def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
         (["--recipe", "math", "--lr", "1e-6"], ["--lr is a setting of the recipe", "--set lr=1e-06"]),
         (["--recipe", "math", "--task", "chain_sum"], ["--task is a setting of the recipe"]),
         (["--recipe", "mth"], ["did you mean math?"]),
-        (["--recipe", "math", "--steps", "0"], ["steps: expected at least 1, found 0"]),
+        (["--recipe", "math", "--steps", "0"], ["steps: expected a whole number from 1", "found 0"]),
         (["--recipe", "math", "--set", "lr"], ["--set: expected key=value"]),
         (["--recipe", "math", "--resume", "."], ["--recipe: expected a new run"]),
         (["--recipe", "solver-verifier", "--workers", "3"], ["--set pools.NAME.workers=3"]),
@@ -342,22 +387,22 @@ def test_the_command_refuses_before_anything_starts(
 
 
 OPTIONS = [
-    ({"steps": 0}, "steps: expected at least 1, found 0"),
-    ({"group_size": 1}, "--group-size: expected at least 2"),
-    ({"prompts": 0}, "--prompts: expected at least 1, found 0"),
-    ({"chunk": 0}, "--chunk: expected at least 1, found 0"),
-    ({"lr": 0.0}, "--lr: expected more than 0"),
-    ({"lr": float("nan")}, "--lr: expected a number, found 'NaN'"),
-    ({"betas": (0.9, 1.0)}, "--betas: expected two numbers from 0 to below 1"),
-    ({"warmup": -1}, "--warmup: expected at least 0, found -1"),
-    ({"weight_decay": -0.1}, "--weight-decay: expected at least 0"),
+    ({"steps": 0}, "steps: expected a whole number from 1 to 1,000,000,000, found 0"),
+    ({"group_size": 1}, "--group-size: expected a whole number from 2 "),
+    ({"prompts": 0}, "--prompts: expected a whole number from 1 to 65,536, found 0"),
+    ({"chunk": 0}, "--chunk: expected a whole number from 1 to 65,536, found 0"),
+    ({"lr": 0.0}, "--lr: expected a number above 0 "),
+    ({"lr": float("nan")}, "--lr: expected a number above 0 and at most 10, found 'NaN'"),
+    ({"betas": (0.9, 1.0)}, "--betas: expected 2 numbers from 0 to below 1"),
+    ({"warmup": -1}, "--warmup: expected a whole number from 0 .* found -1"),
+    ({"weight_decay": -0.1}, "--weight-decay: expected a number from 0 to 100, found -0.1"),
     ({"sync": "carrier pigeon"}, "--sync: expected patch or full"),
     ({"engine": "sglang"}, "--engine: expected builtin or vllm"),
     ({"clip": 0.0}, "--clip: expected more than 0, found 0.0"),
     ({"codec": "zip"}, "--codec: expected one of"),
     ({"dither": 1}, "--dither: expected it only with the model smollm2"),
     ({"task": "chain_summ"}, "--task: expected one of reasoning-gym's"),
-    ({"trainers": 0}, "--trainers: expected at least 1, found 0"),
+    ({"trainers": 0}, "--trainers: expected a whole number from 1 .* found 0"),
     ({"sync_every": 4}, "--sync-every: expected --trainers of at least 2 with it, found 1"),
     ({"trainers": 2, "overlap": 8}, "--overlap: expected 0 to 7 steps, fewer than --sync-every, found 8"),
     ({"trainer_sync": "ddp"}, "--trainer-sync: expected --trainers of at least 2 with it, found 1"),

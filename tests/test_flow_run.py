@@ -5,15 +5,24 @@ import socket
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from flow_runs import GAME, PATIENCE_S, ROLES, Nodes, check, files, finish, kill, run, start, steps, until
 from runs import COMMAND, children, wait_for
 
-from pulse_rl.errors import PulseError
+from pulse_rl.errors import PulseError, one_line
+from pulse_rl.flow import metrics
+from pulse_rl.flow.engine import ProcessHandle, Remote, engine
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.rl import metrics
-from pulse_rl.rl.engine import engine
+
+
+class _Unsendable(Exception):
+    """An error that no process can send to another."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be sent")
 
 
 def test_killed_services_return_and_a_worker_joins_and_interrupt_leaves_a_whole_run(tmp_path: Path) -> None:
@@ -83,6 +92,48 @@ def test_a_ray_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pyte
     said = r"^Ray did not start: The current node timed out during startup\. .*raylet"
     with pytest.raises(PulseError, match=said), engine(Recipe(out=str(tmp_path))):
         pass
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "said"),
+    [
+        (OSError(28, "No space left on device", "run/dataflow.journal"), OSError, "dataflow.journal: No space left"),
+        (ValueError("batch: expected 3, found 4"), ValueError, "batch: expected 3, found 4"),
+        (_Unsendable("torn"), PulseError, "_Unsendable: torn"),
+    ],
+)
+def test_an_error_of_a_process_is_its_own_line(
+    cause: Exception, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a service or a process raises comes to the command line as it is, without Ray's report of many lines."""
+    import ray
+
+    trace = f"ray::push()\n  File 'x.py', line 1\n{type(cause).__name__}: {cause}"
+    raised = ray.exceptions.RayTaskError("push", trace, cause, "title", 1, "127.0.0.1").as_instanceof_cause()
+
+    def get(_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", lambda _: MagicMock())
+    handle = ProcessHandle("worker-0", {"NodeID": "n", "NodeManagerHostname": "h"}, MagicMock(), object, ())
+    for call in (Remote("dataflow").push, handle.result):
+        with pytest.raises(kind) as caught:
+            call()
+        line = one_line(caught.value)
+        assert said in line
+        assert "ray::" not in line
+        assert not isinstance(caught.value, ray.exceptions.RayError)
+
+
+def test_a_failure_of_ray_itself_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    failed = pytest.raises(PulseError, match=r"^Ray failed: the store is full Memory .*…$")
+    with failed as caught, engine(Recipe(out=str(tmp_path))):
+        raise ray.exceptions.ObjectStoreFullError("the store is full\nMemory\n" + "report\n" * 300)
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from pulse_rl.flow import model, policy
 from pulse_rl.flow.rollout import sampling
+from pulse_rl.flow.rollout.sampler import Reached
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step
 from pulse_rl.flow.samples import Turn
-from pulse_rl.rl import model, policy
-from pulse_rl.rl.sampler import Reached
 
 
 class Recorded:

@@ -12,7 +12,7 @@ import pytest
 from flow_runs import ROLES, check, ends, files, finish, kill, run, start, steps, until
 from runs import children
 
-from pulse_rl.rl import metrics
+from pulse_rl.flow import metrics
 
 SEVERAL = ("policies.digits.trainers=2", "policies.digits.sync_every=2")
 

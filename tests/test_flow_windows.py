@@ -3,8 +3,8 @@
 from typing import Any
 
 from pulse_rl.flow import recipe_file
-from pulse_rl.flow.data.evaluation import Windows
-from pulse_rl.flow.driver.windows import Evaluations, window_of
+from pulse_rl.flow.data.evaluation import Windows, window_of
+from pulse_rl.flow.driver.windows import Evaluations
 
 
 class Dataflow:

@@ -1,5 +1,6 @@
 """A rollout worker with a real Dataflow and real histories, in one process."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 from runs import wait_for
 
 import pulse_rl as pulse
+from pulse_rl.flow import model
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.curators import All
 from pulse_rl.flow.data.dataflow import Dataflow
@@ -24,16 +26,15 @@ from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Rec
 from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.worker import RolloutWorker
 from pulse_rl.flow.samples import Batch, Turn
-from pulse_rl.rl import model
 
 
 class Odd:
-    """Odd tokens are rewarded. broken: number of a problem that cannot be played."""
+    """Odd tokens are rewarded. broken: number of a problem that cannot be played. hanging: of one that never ends."""
 
     roles = ("solver",)
 
-    def __init__(self, *, broken: int = -1) -> None:
-        self._broken = broken
+    def __init__(self, *, broken: int = -1, hanging: int = -1) -> None:
+        self._broken, self._hanging = broken, hanging
 
     def problem(self, number: int) -> int:
         return number
@@ -41,6 +42,8 @@ class Odd:
     async def play(self, problem: Any, policies: Mapping[str, Policy], tools: Tools, random: Random) -> Rewards:
         if problem == self._broken:
             raise RuntimeError(f"problem {problem} is broken")
+        if problem == self._hanging:
+            await asyncio.Event().wait()
         turn = await policies["solver"].complete(policies["solver"].encode(f"{problem} ="), stop=())
         return Rewards({"solver": float(np.mean(turn.tokens % 2))})
 
@@ -56,6 +59,7 @@ class World:
         tokens: int = 3,
         staleness: int = 1,
         sync: Literal["patch", "full"] = "patch",
+        timeout_s: float = 1800.0,
         **settings: int,
     ) -> None:
         self.recipe = Recipe(
@@ -63,7 +67,11 @@ class World:
             deterministic=deterministic,
             policies={"solver": PolicyRecipe(model="tiny", sync=sync)},
             workflow=WorkflowRecipe(
-                name="test_flow_worker:Odd", settings=settings, group_size=2, max_new_tokens=tokens
+                name="test_flow_worker:Odd",
+                settings=settings,
+                group_size=2,
+                max_new_tokens=tokens,
+                timeout_s=timeout_s,
             ),
             pools=[PoolRecipe(slots=2)],
             evaluation=[EvaluationRecipe(name="held", samples=3)],
@@ -172,6 +180,18 @@ def test_a_worker_follows_plays_and_ends_with_the_last_bits(tmp_path: Path) -> N
     assert world.result["failed"] >= 1
     assert 0 < world.result["start_s"] < world.result["seconds"]
     assert world.dataflow.status()["workers"] == {}  # it has left
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_play_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path, deterministic: bool) -> None:
+    """It gives its slot back with a reason; it would have kept it, and the run's end would have waited for it."""
+    world = World(tmp_path, hanging=0, timeout_s=1.0, deterministic=deterministic)
+    world.publish(0)
+    with world.worker():
+        wait_for(lambda: world.dataflow.status()["workers"].get("near-0", {}).get("error"))
+        assert world.dataflow.status()["workers"]["near-0"]["error"] == "not played within 1 s (workflow.timeout_s)"
+        assert [group.problem for group in world.pull().groups] != []
+    assert world.result["played"] >= 2
 
 
 def test_exact_versions_are_played_as_they_are_asked_for(tmp_path: Path) -> None:

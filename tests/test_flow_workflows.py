@@ -13,7 +13,7 @@ from pulse_rl import flow
 from pulse_rl.flow import Conversation, Echo, Episode, Policy, Rewards, Scripted, Tools, Turn, play, recipe_file
 from pulse_rl.flow.playing.workflow import build
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.rl.tasks import Task
+from pulse_rl.flow.tasks import Task
 
 GAME = Path(__file__).parents[1] / "examples" / "sum_game.toml"
 

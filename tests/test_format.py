@@ -13,20 +13,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import naive as reference
 import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fuzz_context import Block, Decoded, decode, decode_naively
-from patch_tools import changed, diff, from_bytes, part_of, random_tensor, snapshot, take_apart
+from patch_tools import changed, from_bytes, part_of, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.manifest import parse, seal
+from pulse_rl.history.manifest import parse
+from pulse_rl.history.sealed import seal
 from pulse_rl.history.trail import decode_trail
-from pulse_rl.kernels import cpu, reference
+from pulse_rl.kernels import cpu
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
 
@@ -60,7 +62,7 @@ TABLE = (
 )
 METADATA = {
     "format": "pulse-rl/patch",
-    "format_version": "2",
+    "format_version": "1",
     "base": "3",
     "target": "4",
     "base_digest": "552df3471a92139a",
@@ -73,68 +75,47 @@ METADATA = {
     "part": "0",
     "parts": "1",
 }
-# d's index | values of a | of b, which is dense | of d
-RAW_PAYLOAD = "030000000500000080020003000400ffffefcdab8967452301"
-# one block of one span, which share nothing | the span: 4 segments, 25 bytes | changes of a, b, c, d
-RAW_INDEX = [1, 0, 4, 25, 1, 2, 0, 1]
-RAW_SPAN_HASH = "9e2aa52ef6bc2c162d7b37fe13e2c0ea"
 # Of the gap codec, decompressed. Sparse: b (2 of 6 elements) and d; a is dense.
 GAP_WORDS = "010003000300"
 GAP_VALUES = "050080ffffefcdab8967452301"
-RAW_PATCH = """
+SPAN_HASH = "880a1e987c8aae37cbeb577cb2a75ab3"
+# one block of one span, which share nothing | the span: 4 segments, and its bytes | changes of a, b, c, d
+INDEX = [1, 0, 4, 41, 1, 2, 0, 1]
+PATCH = """
 a0020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
-61745f76657273696f6e223a2232222c22636f646563223a22726177222c2262617365223a2233222c22746172676574223a2234222c2262
+61745f76657273696f6e223a2231222c22636f646563223a22676170222c2262617365223a2233222c22746172676574223a2234222c2262
 6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
 6133323338336439222c22656c656d656e7473223a223135222c226368616e676573223a2234222c2266756c6c5f6e6279746573223a2236
 35222c22626c6f636b73223a2231222c227370616e73223a2231222c2270617274223a2230222c227061727473223a2231222c2268656164
-5f626c616b6533223a2230653137346235663938663161336162373863633333383766653464616661353038316234313436356337633232
-616666396663643632656361643661363961222c22626c616b6533223a223933353438613333633837613636383265643461376463396431
-3365653137336539363031656266633633353431626535393933663363656338383164613861227d2c227461626c65223a7b226474797065
+5f626c616b6533223a2239396465633661316365313033353633376331316137646339653330313363316530663938663665326433386537
+376237393665396435383031336136306436222c22626c616b6533223a223263656530623837636232613639616563373334303933343664
+3235666238626566333234646439376436336234336438353361616361646230663165333462227d2c227461626c65223a7b226474797065
 223a225538222c227368617065223a5b3130335d2c22646174615f6f666673657473223a5b302c3130335d7d2c22696e646578223a7b2264
-74797065223a225538222c227368617065223a5b35375d2c22646174615f6f666673657473223a5b3130332c3136305d7d2c227368617265
-64223a7b226474797065223a225538222c227368617065223a5b305d2c22646174615f6f666673657473223a5b3136302c3136305d7d2c22
-7061796c6f6164223a7b226474797065223a225538222c227368617065223a5b32355d2c22646174615f6f666673657473223a5b3136302c
-3138355d7d7d202028b52ffd2088f5020052c51117606f3a8be805f04b462592081c6c9b9fe883020400705cd7f51b785bc70d74e2750172
+74797065223a225538222c227368617065223a5b35345d2c22646174615f6f666673657473223a5b3130332c3135375d7d2c227368617265
+64223a7b226474797065223a225538222c227368617065223a5b305d2c22646174615f6f666673657473223a5b3135372c3135375d7d2c22
+7061796c6f6164223a7b226474797065223a225538222c227368617065223a5b34315d2c22646174615f6f666673657473223a5b3135372c
+3139385d7d7d202028b52ffd2088f5020052c51117606f3a8be805f04b462592081c6c9b9fe883020400705cd7f51b785bc70d74e2750172
 afa2f44022fb5034d9597bad2c7b212877e6ac735997dd48eecb99c7d41451108c5b010800adf14248d65493e02158c2a62ab08c484c3d28
-b52ffd203081010001000000000000000400000019000000010000000200000000000000010000009e2aa52ef6bc2c162d7b37fe13e2c0ea
-030000000500000080020003000400ffffefcdab8967452301
-"""
-# The same patch in format 1, which is read and no longer written.
-TABLE_1 = (
-    b'{"tensors":[["a","I8",[]],["b","U16",[2,3]],["c","U32",[3]],["d","U64",[5]],["empty","F32",[0,3]]],'
-    b'"tied":{"c.tied":"c"}}'
-)
-RAW_INDEX_1 = [4, 25, 1, 2, 0, 1]  # one block of 4 segments and 25 bytes | changes of a, b, c, d
-PATCH_1 = """
-08020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
-61745f76657273696f6e223a2231222c22636f646563223a22726177222c2262617365223a2233222c22746172676574223a2234222c2262
-6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
-6133323338336439222c22656c656d656e7473223a223135222c226368616e676573223a2234222c2266756c6c5f6e6279746573223a2236
-35222c227365676d656e74223a2231303438353736222c22626c6f636b73223a2231222c22626c616b6533223a2238363063643530343238
-356132393237623632326130306138626263653833653035323432633238376362336632356435313539386534306431623437303765227d
-2c227461626c65223a7b226474797065223a225538222c227368617065223a5b3130315d2c22646174615f6f666673657473223a5b302c31
-30315d7d2c22696e646578223a7b226474797065223a225538222c227368617065223a5b32365d2c22646174615f6f666673657473223a5b
-3130312c3132375d7d2c227061796c6f6164223a7b226474797065223a225538222c227368617065223a5b32355d2c22646174615f6f6666
-73657473223a5b3132372c3135325d7d7d2020202020202028b52ffd2079e502002245111770adc6f05f13a584857173ab3e107ff0c36d9f
-a5ff6f08d3f41b784b6d1897b9bac0588fe6c34462f581c1d5d57a4bd5ea4c40d695579d5bbd38d69377db12726413e75208002df359053b
-ea2468089698890a8ca5daa90728b52ffd20188d000082410307c01d036f9ab414c73fc7770500030000000500000080020003000400ffff
-efcdab8967452301
+b52ffd20306d010002430a14d0670c0043ac9ecb881c01e64013cecc407229538b20b5a33191cc1ea0e5bfff1ffffbc39fffff05000f0000
+0028b52ffd200631000001000300030028b52ffd200d690000050080ffffefcdab8967452301
 """
 
 
 def test_the_writer_makes_the_pinned_streams() -> None:
-    """diff of fixed arrays against metadata and streams, byte for byte."""
-    patch = diff(base_weights(), target_weights(), base=3, target=4, codec="raw")
+    """diff of fixed arrays against metadata and streams, byte for byte where zstd does not make them."""
+    patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="gap")
     metadata, streams = take_apart(patch)
     stated, head = metadata.pop("blake3"), metadata.pop("head_blake3")
-    assert metadata == {**METADATA, "codec": "raw"}
+    assert metadata == {**METADATA, "codec": "gap"}
     assert list(streams) == ["table", "index", "shared", "payload"]
     assert zstandard.decompress(streams["table"]) == TABLE
-    index = zstandard.decompress(streams["index"])
-    assert np.frombuffer(index[:-16], "<u4").tolist() == RAW_INDEX
-    assert index[-16:].hex() == RAW_SPAN_HASH == blake3(streams["payload"]).hexdigest()[:32]
+    payload, index = streams["payload"], zstandard.decompress(streams["index"])
+    assert np.frombuffer(index[:-16], "<u4").tolist() == [*INDEX[:3], len(payload), *INDEX[4:]]
+    assert index[-16:] == blake3(payload).digest()[:16]
     assert streams["shared"] == b""
-    assert streams["payload"].hex() == RAW_PAYLOAD
+    (length,) = struct.unpack_from("<I", payload)
+    assert zstandard.decompress(payload[4 : 4 + length]).hex() == GAP_WORDS
+    assert zstandard.decompress(payload[4 + length :]).hex() == GAP_VALUES
     lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
     assert head == blake3(lines.encode() + streams["table"] + streams["index"] + streams["shared"]).hexdigest()
     lines = "".join(f"{key}={value}\n" for key, value in sorted({**metadata, "head_blake3": head}.items()))
@@ -144,27 +125,13 @@ def test_the_writer_makes_the_pinned_streams() -> None:
     assert len(patch) == 8 + length + sum(map(len, streams.values()))
 
 
-def test_the_gap_codec_makes_the_pinned_streams() -> None:
-    patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="gap")
-    metadata, streams = take_apart(patch)
-    del metadata["blake3"], metadata["head_blake3"]
-    assert metadata == {**METADATA, "codec": "gap"}
-    payload = streams["payload"]
-    (length,) = struct.unpack_from("<I", payload)
-    assert zstandard.decompress(payload[4 : 4 + length]).hex() == GAP_WORDS
-    assert zstandard.decompress(payload[4 + length :]).hex() == GAP_VALUES
-    index = np.frombuffer(zstandard.decompress(streams["index"])[:-16], "<u4").tolist()
-    assert index == [1, 0, 4, len(payload), *RAW_INDEX[4:]]
-
-
-@pytest.mark.parametrize("golden", [RAW_PATCH, PATCH_1], ids=["format 2", "format 1"])
-def test_the_reader_reads_the_pinned_file(golden: str) -> None:
-    """Patches as they were written when their format was fixed."""
+def test_the_reader_reads_the_pinned_file() -> None:
+    """A patch as it was written when the format was fixed."""
     weights = base_weights()
-    info = pulse.apply(weights, bytes.fromhex(golden))
+    info = pulse.apply(weights, bytes.fromhex(PATCH))
     assert snapshot(weights) == snapshot(target_weights())
-    assert info == pulse.inspect(bytes.fromhex(golden))
-    assert (info.base, info.target, info.codec, info.elements, info.changes) == (3, 4, "raw", 15, 4)
+    assert info == pulse.inspect(bytes.fromhex(PATCH))
+    assert (info.base, info.target, info.codec, info.elements, info.changes) == (3, 4, "gap", 15, 4)
     assert [(t.name, t.dtype, t.shape, t.changes) for t in info.tensors] == [
         ("a", "I8", (), 1),
         ("b", "U16", (2, 3), 2),
@@ -285,10 +252,6 @@ DENSE = [
     ("gap", 2, 300, 150),
     ("gap", 4, 300, 200),
     ("gap", 8, 300, 240),
-    ("raw", 1, 300, 60),
-    ("raw", 2, 300, 100),
-    ("raw", 4, 300, 150),
-    ("raw", 8, 300, 200),
 ]
 
 
@@ -434,52 +397,34 @@ def document_segments(tensors: list[Any]) -> list[DocumentSegment]:
     return found
 
 
-def document_segments_1(tensors: list[Any]) -> list[DocumentSegment]:
-    """The segments of a table of format 1."""
-    return [
-        DocumentSegment(name, WIDTHS[dtype], list(range(start, min(start + (1 << 20), math.prod(shape)))))
-        for name, dtype, shape in tensors
-        for start in range(0, math.prod(shape), 1 << 20)
-    ]
-
-
 def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, bytes]:
     """The target's bytes by name, from the base's: plain Python, one element at a time."""
     metadata, streams = take_apart(patch)
     tensors = json.loads(zstandard.decompress(streams["table"]))["tensors"]
     index = zstandard.decompress(streams["index"])
     target = {row[0]: bytearray(base[row[0]]) for row in tensors}
-    if metadata["format_version"] == "1":
-        segments, spans = document_segments_1(tensors), int(metadata["blocks"])
-    else:
-        segments, spans = document_segments(tensors), int(metadata["spans"])
-        index = index[8 * int(metadata["blocks"]) :]  # what spans share is nothing with these codecs
+    segments, spans = document_segments(tensors), int(metadata["spans"])
+    index = index[8 * int(metadata["blocks"]) :]  # what spans share is nothing with this codec
     numbers = [n for (n,) in struct.iter_unpack("<I", index[: 8 * spans + 4 * len(segments)])]
     hashes = index[8 * spans + 4 * len(segments) :]
     counts = iter(numbers[2 * spans :])
-    overhead = {"gap": 2, "raw": 4}[metadata["codec"]]
+    assert metadata["codec"] == "gap"
     at = taken = 0
     for number, nbytes in zip(numbers[: 2 * spans : 2], numbers[1 : 2 * spans : 2], strict=True):
         payload = streams["payload"][at : at + nbytes]
-        assert hashes[:16] in (b"", blake3(payload).digest()[:16])
+        assert hashes[:16] == blake3(payload).digest()[:16]
         hashes = hashes[16:]
         specs = [(segment, next(counts)) for segment in segments[taken : taken + number]]
         at, taken = at + nbytes, taken + number
-        sparse = [n * (overhead + segment.width) < len(segment.places) * segment.width for segment, n in specs]
-        if metadata["codec"] == "raw":
-            split = 4 * sum(n for (_, n), is_sparse in zip(specs, sparse, strict=True) if is_sparse)
-            words, values = [n for (n,) in struct.iter_unpack("<I", payload[:split])], payload[split:]
-        else:
-            split = 4 + int.from_bytes(payload[:4], "little")
-            words = [n for (n,) in struct.iter_unpack("<H", zstandard.decompress(payload[4:split]))]
-            values = zstandard.decompress(payload[split:])
+        sparse = [n * (2 + segment.width) < len(segment.places) * segment.width for segment, n in specs]
+        split = 4 + int.from_bytes(payload[:4], "little")
+        words = [n for (n,) in struct.iter_unpack("<H", zstandard.decompress(payload[4:split]))]
+        values = zstandard.decompress(payload[split:])
         for (segment, n), is_sparse in zip(specs, sparse, strict=True):
             previous, width = -1, segment.width
             for j in range(n if is_sparse else len(segment.places)):
                 if not is_sparse:
                     previous = j
-                elif metadata["codec"] == "raw":
-                    previous = words.pop(0)
                 else:
                     gap = words.pop(0)
                     previous += 1 + (gap if gap < 65535 else words.pop(0) | words.pop(0) << 16)
@@ -490,8 +435,7 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
     return {name: bytes(data) for name, data in target.items()}
 
 
-@pytest.mark.parametrize("codec", ["gap", "raw"])
-def test_a_reader_written_from_the_document_reads_our_patches(codec: str) -> None:
+def test_a_reader_written_from_the_document_reads_our_patches() -> None:
     """Several segments, groups, spans, widths and densities: its result against the target's bytes."""
     rng = np.random.default_rng(9)
     shapes: dict[str, tuple[str, tuple[int, ...], int]] = {
@@ -512,11 +456,10 @@ def test_a_reader_written_from_the_document_reads_our_patches(codec: str) -> Non
         for name, (dtype, shape, _) in shapes.items()
     }
     new = {name: changed(tensor, shapes[name][2], rng) for name, tensor in old.items()}
-    patch = diff(old, new, codec=codec)
+    patch = pulse.diff(old, new, codec="gap")
     assert int(take_apart(patch)[0]["spans"]) > 2
     assert read_by_the_document(patch, snapshot(old)) == snapshot(new)
-    for golden in (RAW_PATCH, PATCH_1):
-        assert read_by_the_document(bytes.fromhex(golden), snapshot(base_weights()))["a"] == b"\x05"
+    assert read_by_the_document(bytes.fromhex(PATCH), snapshot(base_weights()))["a"] == b"\x05"
 
 
 def test_a_reader_written_from_the_document_reads_parts() -> None:
@@ -535,13 +478,10 @@ def test_the_document_shows_the_pinned_values() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     pinned = [
         TABLE.decode(),
-        TABLE_1.decode(),
-        "".join(PATCH_1.split()),
-        RAW_SPAN_HASH,
-        RAW_PAYLOAD,
+        SPAN_HASH,
         GAP_WORDS,
         GAP_VALUES,
-        "".join(RAW_PATCH.split()),
+        "".join(PATCH.split()),
     ]
     pinned += [f"{key}={value}" for key, value in METADATA.items()]
     pinned += [value for *_, seed, digest in DIGESTS for value in (seed, digest)]
@@ -553,18 +493,18 @@ def test_the_document_shows_the_pinned_values() -> None:
 
 
 MANIFEST = (
-    b'{"format":"pulse-rl/history","format_version":2,"sequence":1,"version":20,"digest":"0123456789abcdef",'
+    b'{"format":"pulse-rl/history","format_version":1,"sequence":1,"version":20,"digest":"0123456789abcdef",'
     b'"elements":6,"full_nbytes":12,"tied":{"head":"embed"},"patch":{"name":'
     b'"patches/000000000001-00112233aabbccdd.safetensors","nbytes":99,"blake3":"' + b"ab" * 32 + b'","base":10,'
     b'"codec":"context","changes":2},"anchor":[],"anchor_sequence":0,"anchor_number":0,"trail":{"name":'
     b'"trails/000000000001-00112233aabbccdd.json.zst","nbytes":77,"blake3":"' + b"cd" * 32 + b'"},'
-    b'"publisher":"0011223344556677","created":1.5'
+    b'"publisher":"0011223344556677","created":1.5,"history":"8899aabbccddeeff","software":"pulse-rl 0.1.0"'
 )
 # BLAKE3 of that, and the Ed25519 signature of both by the private key of the bytes 0 to 31.
-HASH = b"c1de64e36e79c6df42fc7798d9f208f17071caef581a7c8e44c2a4ca36af6231"
+HASH = b"50b5780850a18e2bc9e573bba0105fbd95950dc80cc3c563d4bc34094849257b"
 SIGNATURE = (
-    b"fb0170b32f3557671044e5d41e36c18ef4f508ccc87cac12207528df6ea3fe81"
-    b"ce0aab95b3a3dbdb45948d06122270f6d2447a43298e8447c4e0011f666c2402"
+    b"b3d14412d14da2c3a523ee48a069f19c46edc4fef12199875dc7e7540f58ba67"
+    b"51f4942eec488e460c404efb590688eb17ca645ceae5815c575bfc4e36a60700"
 )
 
 
@@ -581,18 +521,18 @@ def test_golden_manifest() -> None:
 
 
 def test_golden_manifest_with_every_member() -> None:
-    """The members that were added without a new version: written at the end, in this order."""
-    more = b',"history":"8899aabbccddeeff","software":"pulse-rl 0.1.0","metadata":{"step":20,"reward":0.5,"note":null}'
-    whole = MANIFEST + more
+    """The members that may be missing: written at the end, in this order."""
+    whole = MANIFEST + b',"metadata":{"step":20,"reward":0.5,"note":null},"nonfinite":3'
     data = whole + b',"blake3":"' + blake3(whole).hexdigest().encode() + b'"}'
     manifest = parse(data, 1, None, "it")
     assert (manifest.history, manifest.software) == ("8899aabbccddeeff", "pulse-rl 0.1.0")
     assert manifest.metadata == {"step": 20, "reward": 0.5, "note": None}
+    assert manifest.nonfinite == 3
     assert seal(manifest, None) == data
 
 
 def test_golden_manifest_of_parts() -> None:
-    """Format 3: a patch whose head is read alone, and one that several ranks have put."""
+    """A patch whose head is read alone, and one that several ranks have put."""
     name, token = (
         b"patches/000000000001-00112233aabbccdd",
         b'"name":"patches/000000000001-00112233aabbccdd.safetensors"',
@@ -601,8 +541,7 @@ def test_golden_manifest_of_parts() -> None:
     head = b'"head_nbytes":77,"head_blake3":"' + b"0f" * 16 + b'",'
     parts = b'"parts":3,"parts_nbytes":300,'
     for form, members in ((token, head), (b'"name":"' + name + b'/parts.json"', parts)):
-        whole = MANIFEST.replace(b'"format_version":2', b'"format_version":3').replace(token, form)
-        whole = whole.replace(b'"base":', members + b'"base":')
+        whole = MANIFEST.replace(token, form).replace(b'"base":', members + b'"base":')
         data = whole + b',"blake3":"' + blake3(whole).hexdigest().encode() + b'"}'
         manifest = parse(data, 1, None, "it")
         assert manifest.patch is not None
@@ -616,7 +555,7 @@ def test_golden_trail() -> None:
     written = b'{"sequence":1,"patches":[[0,1,20,"0123456789abcdef","00112233aabbccdd",99,"' + b"ab" * 32 + b'"]]}'
     trail = decode_trail(zstandard.compress(written), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "")
     (step,) = trail.links()
-    assert zstandard.decompress(trail.encode()) == written.replace(b'"]]', b'",0,"",0,0]]')  # as format 3 writes it
+    assert zstandard.decompress(trail.encode()) == written.replace(b'"]]', b'",0,"",0,0]]')
     assert decode_trail(trail.encode(), parse(MANIFEST + b',"blake3":"' + HASH + b'"}', 1, None, ""), "") == trail
     assert step.ref.name == "patches/000000000001-00112233aabbccdd.safetensors"
     assert (step.base_sequence, step.to) == (0, (1, 20, "0123456789abcdef"))

@@ -11,8 +11,9 @@ import history_world
 import mutations
 import numpy as np
 import pytest
+import zstandard
 from blake3 import blake3
-from patch_tools import seal, take_apart
+from patch_tools import seal, take_apart, with_payload
 
 import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_name
@@ -99,11 +100,13 @@ def test_the_fuzzer_notices_a_library_that_does_not_prove(monkeypatch: pytest.Mo
             return
 
     monkeypatch.setattr(Application, "prove", careless)
-    subject = history_world.patches()[8]  # raw
+    subject = history_world.patches()[4]  # gap
     metadata, streams = take_apart(subject.patch)
-    streams["payload"] = streams["payload"][:-1] + bytes([streams["payload"][-1] ^ 1])
+    start = streams["payload"].rindex(zstandard.FRAME_HEADER)  # of the last span's values
+    values = zstandard.decompress(streams["payload"][start:])
+    payload = streams["payload"][:start] + zstandard.compress(values[:-1] + bytes([values[-1] ^ 1]))
     with pytest.raises(fuzz_history.Wrong, match="the digest is not the target's"):
-        fuzz_history.apply_patch(subject, seal(metadata, streams))
+        fuzz_history.apply_patch(subject, seal(metadata, with_payload(metadata, streams, payload)))
 
 
 def test_the_fuzzer_notices_too_much_time_or_memory() -> None:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import gpu_device
+import naive as reference
 import numpy as np
 import pytest
 from gpu_device import Held, a_device, memory_of, regions_of  # noqa: F401 - a fixture
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, field_of
-from pulse_rl.kernels import cpu, gpu, reference
+from pulse_rl.kernels import cpu, gpu
 from pulse_rl.kernels.cpu import moves as cpu_moves
 from pulse_rl.kernels.gpu import changes, device, digests, moves, spots
 from pulse_rl.kernels.gpu.regions import TILE as UNITS_OF_A_TILE

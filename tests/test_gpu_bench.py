@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import children
-import grpo_run
-import peers
 import pytest
 import torch
-from children import Results
+
+from bench.gpu import children, grpo_run, peers
+from bench.gpu.children import Results
 
 SENDS = "import json, sys; print(json.dumps({'found': 1}), flush=True); "
 

@@ -79,7 +79,8 @@ class OnDevice:
 
     def decode(self, block: bytes) -> list[tuple[list[int], list[int]]]:
         context = codec.ContextCodec()
-        shared, span = context.split(memoryview(block))
+        length = int.from_bytes(block[:4], "little")
+        shared, span = memoryview(block)[4 : 4 + length], memoryview(block)[4 + length :]
         units = context.open(shared, [part.spec for part in self.parts], [len(self.parts)])[0](span)
         old = OldBits(memory_of(self._held), self.there)
         found = units.decode(range(len(self.parts)), [part.read for part in self.parts], old)

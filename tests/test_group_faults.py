@@ -152,6 +152,23 @@ def lose_while_connecting(rank: int, size: int) -> tuple[BaseException, float]:
     return caught(lambda: PrivateGroup.of(timeout=2)), time.monotonic() - clock
 
 
+def stay_away(rank: int, size: int) -> tuple[BaseException | None, float]:
+    """Rank 1 comes to the making of a group only when the others have given up."""
+    clock = time.monotonic()
+    if rank == 1:
+        time.sleep(6)
+        return None, 0.0
+    return caught(lambda: PrivateGroup.of(timeout=2)), time.monotonic() - clock
+
+
+def test_a_rank_that_does_not_come_to_the_making_of_a_group_is_waited_for_no_longer_than_the_timeout() -> None:
+    """The caller's group would wait for 20 s."""
+    for rank, (error, seconds) in enumerate(group_world.run(stay_away, 3)):
+        if rank != 1:
+            assert isinstance(error, pulse.ExchangeError)
+            assert seconds < 5
+
+
 def test_a_rank_that_is_killed_while_the_group_is_made_is_an_error_within_the_timeout() -> None:
     first, killed, last = group_world.run(lose_while_connecting, 3)
     assert killed is None

@@ -15,6 +15,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
+from pulse_rl.cli.main import main
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate import prune
@@ -435,6 +436,18 @@ def test_metadata() -> None:
         with pytest.raises(TypeError, match="metadata"):
             publisher.publish(weights(2), version=3, metadata=wrong)  # type: ignore[arg-type]
     assert publisher.publish(weights(2)).version == 3
+
+
+def test_floats_of_metadata_are_shown_as_they_were_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A narrow float by its shortest decimals, which round to the same float; a sum of doubles without its last bit."""
+    noted = {"a": np.float32(0.3), "b": torch.tensor(0.1), "c": 0.1 + 0.2, "d": np.float64(1 / 3)}
+    report = pulse.Publisher(tmp_path).publish(weights(0), metadata=noted)  # type: ignore[arg-type]
+    assert report.metadata == {"a": 0.3, "b": 0.1, "c": 0.1 + 0.2, "d": 1 / 3}
+    assert np.float32(report.metadata["a"]) == np.float32(0.3)
+    with pytest.raises(SystemExit):
+        main(["inspect", str(tmp_path)])
+    shown = "".join(capsys.readouterr().out.split())
+    assert "a0.3,b0.1,c0.3,d0.333333333333333" in shown
 
 
 def test_a_run_that_ends_while_a_worker_waits(monkeypatch: pytest.MonkeyPatch) -> None:

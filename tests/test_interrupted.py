@@ -13,11 +13,11 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.errors import StoreError
 from pulse_rl.history.operate.verify import verify
-from pulse_rl.sync import reports, turn
-from pulse_rl.sync.publish import baseline, delivery, encoding, skips, successor
+from pulse_rl.sync import turn
+from pulse_rl.sync.publish import baseline, delivery, encoding, report, skips, successor
 from pulse_rl.sync.publish import publisher as module
 
-FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, reports, turn)}
+FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, report, turn)}
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:

@@ -3,13 +3,14 @@
 from itertools import pairwise
 from typing import Any
 
+import naive as reference
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_rl.dtypes import UINTS
-from pulse_rl.kernels import cpu, reference
+from pulse_rl.kernels import cpu
 from pulse_rl.weights.changes import find_changes
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])

@@ -73,6 +73,34 @@ def test_means_that_overflow_float32_are_refused_by_either_method(ranks: Ranks, 
     assert any(isinstance(error, FloatingPointError) for error, _ in found)
 
 
+def overflow_theta(group: Any, rank: int, size: int, kind: str, options: Any) -> tuple[BaseException, bool]:
+    """Weights near the end of float32, and a finite pseudo-gradient that leads over it."""
+    small, large = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(4, 4, bias=False)
+    model = torch.nn.Sequential(small, large)
+    with torch.no_grad():
+        large.weight.fill_(-3e38)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    loco = getattr(pulse, kind)(model, optimizer, sync_every=1, process_group=group, outer_lr=1.0, **options)
+    before = loco.digest
+    with loco, pytest.raises(FloatingPointError) as caught:
+        small.weight.grad, large.weight.grad = torch.zeros(3, 3), torch.zeros(4, 4)
+        large.weight.grad[1, 2] = 3e37  # the live weight stays finite; with the momentum θ does not
+        optimizer.step()
+    return picklable(caught.value), loco.digest == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("PulseLoCo", {"value_dtype": "float32"}), ("PulseLoCo", {"exchange": "split"}), ("DiLoCo", {})],
+)
+def test_an_outer_step_that_overflows_is_refused_on_all_ranks(ranks: Ranks, kind: str, options: Any) -> None:
+    """Before θ is touched; θ became infinite without a word."""
+    for error, untouched in good(ranks(overflow_theta, 2, kind, options)):
+        assert isinstance(error, FloatingPointError)
+        assert "'1.weight'" in str(error)
+        assert untouched
+
+
 def run_out_of_memory(group: Any, rank: int, size: int, where: str, method: Any) -> tuple[BaseException, BaseException]:
     """Rank 1 does, in a round; returns the error of the round, and of the next attempt to enter."""
 

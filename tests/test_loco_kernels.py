@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive import loco as reference
 
 from pulse_rl.dtypes import DTYPES, UINTS
 from pulse_rl.kernels.cpu import loco
-from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.loco.gate import GATES, find_sends
 from pulse_rl.loco.payload import rounded
 
@@ -117,6 +117,25 @@ def test_nan_and_infinity_are_found(broken: float, where: str, at: int) -> None:
     assert find_sends(shared, live, residual, "bfloat16") is None
     if where != "residual":
         assert not loco.difference(shared, live, np.empty(77, np.float32))
+
+
+@settings(max_examples=60)
+@given(SIZES, SEEDS, st.data())
+def test_an_outer_step_that_overflows_is_found_before_it_is_taken(n: int, seed: int, data: st.DataObject) -> None:
+    """At random places near float32's ends: the kernel, its twin, and whether the step taken leaves all finite."""
+    theta, gradient = numbers(n, seed), numbers(n, seed + 1)
+    momentum = numbers(n, seed + 2)
+    huge = np.float32(3.4e38) * np.random.default_rng(seed).choice([-1.0, -0.5, 0.5, 1.0], n).astype(np.float32)
+    for array in (theta, gradient, momentum):
+        if n:
+            at = data.draw(st.lists(st.integers(0, n - 1), max_size=2))
+            array[at] = huge[at]
+    lr, mu = data.draw(st.sampled_from([(0.7, 0.9), (1.0, 0.0), (0.01, 0.5)]))
+    found = loco.overflows(theta, momentum, gradient, lr, mu)
+    with np.errstate(all="ignore"):
+        assert found == reference.overflows(theta, momentum, gradient, lr, mu)
+    loco.outer(theta, momentum, gradient, lr, mu)
+    assert found == (not (np.isfinite(theta).all() and np.isfinite(momentum).all()))
 
 
 def test_the_outer_step_is_torchs_sgd() -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive import loco as reference
+from naive import sends as naive
 from test_loco_kernels import SEEDS, SIZES, state
 from test_loco_payload import DOCUMENT, golden, refusals, same, sealed
 
@@ -15,8 +17,6 @@ from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import classes, loco
 from pulse_rl.kernels.cpu import sends as streams
 from pulse_rl.kernels.cpu.classes import Places
-from pulse_rl.kernels.reference import loco as reference
-from pulse_rl.kernels.reference import sends as naive
 from pulse_rl.loco import log8, payload
 from pulse_rl.loco.gate import GATES, Sends, cast
 from pulse_rl.loco.payload import NO_BITS, Coding, SharedSegment

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from loco_ranks import Model, Ranks, adam, bits, good, inner_step, seen, trainable
+from naive import loco as reference
 
 import pulse_rl as pulse
-from pulse_rl.kernels.reference import loco as reference
 from pulse_rl.loco import masters
 from pulse_rl.weights import digests
 

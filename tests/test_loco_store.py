@@ -62,6 +62,24 @@ def test_the_bits_are_those_of_gloo(ranks: Ranks) -> None:
             assert (one.theta, bits(trainable(one.model)), residual) == expected[rank][number]
 
 
+def test_a_round_whose_outer_step_overflows_is_not_committed() -> None:
+    """Weights near the end of float32: all raise, and go on with what they had."""
+    store = pulse.open_store("memory://")
+    trainers = [Trainer(store, rank, outer_lr=1.0, value_dtype="log8") for rank in BOTH]
+    for one in trainers:
+        for parameter in trainable(one.model).values():
+            parameter.data.fill_(3.3e38)
+    enter(*trainers)
+    before = trainers[0].loco.digest
+    for one in trainers:
+        for parameter in trainable(one.model).values():
+            parameter.data.mul_(1.02)  # finite; with the momentum θ would not be
+    for error in together(*[one.loco.sync for one in trainers]):
+        assert isinstance(error, FloatingPointError)
+    assert [one.loco.digest for one in trainers] == [before] * 2
+    assert not any("commit" in info.name for info in store.list(""))
+
+
 def test_rounds_are_those_of_plain_torch(tmp_path: Path) -> None:
     """In a directory; a report says what went through the store."""
     trainers = [Trainer(tmp_path / "store", rank) for rank in BOTH]

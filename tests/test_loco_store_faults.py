@@ -12,7 +12,8 @@ from store_trainers import EVERY, Trainer, enter, fine, in_turn, leave, run_roun
 import pulse_rl as pulse
 from pulse_rl.loco.meeting import names
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import CloudStore, ObjectStore
+from pulse_rl.store.objects import ObjectStore
+from pulse_rl.store.remote import CloudStore
 
 CALLS = ("put", "get", "stream", "list", "delete", "check_create")
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,35 @@ def test_where_nobody_has_the_state_the_trainer_raises_with_nothing_changed() ->
     assert "corrupt" in str(found[1])
     assert "no other trainer gave the state after round 2" in "".join(found[1].__notes__)
     assert state(trainers[1])[:3] == before
+
+
+def test_a_commit_that_was_deleted(tmp_path: Path) -> None:
+    """Who needs it is told what to put back, as often as it is started; who is past it goes on; an anchor ends that."""
+    store = pulse.open_store(tmp_path)
+    options: dict[str, Any] = {"late_after": 0, "anchor_every": 4, "retain": 9}
+    first, slept = Trainer(store, 0, **options), Trainer(store, 1, **options)
+    enter(first, slept)
+    state = slept.save()
+    first.rounds(3)
+    gone = names.commit_name(2)
+    commit = bytes(store.get(gone))
+    store.delete(gone)
+    told = f"holds later rounds and not round 2, which was not pruned: expected {gone}, found none; put it back"
+    with pytest.raises(pulse.ExchangeError, match=told):
+        slept.rounds(2)
+    leave(slept)
+    again = Trainer(store, 1, **options)
+    again.load(state)
+    with pytest.raises(pulse.ExchangeError, match=told):
+        enter(again)
+    store.put(gone, commit)
+    enter(again)
+    assert (again.loco.round, again.theta) == (3, first.theta)
+    leave(again)
+    store.delete(gone)
+    first.rounds(2)  # the fourth writes an anchor
+    joins = Trainer(store, 1, **options)
+    joins.load(state)
+    enter(joins)
+    assert (joins.loco.round, joins.theta) == (5, first.theta)
+    leave(first, joins)

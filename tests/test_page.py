@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from study_example import example
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
 from pulse_rl.cli.summary import print_summary
+from pulse_rl.flow import metrics
 from pulse_rl.flow.driver import report as run_report
 from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.driver.learning import dead
 from pulse_rl.flow.driver.summary import HELD, WORKER, summary
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.html import charts, page
-from pulse_rl.rl import metrics
 from pulse_rl.study.results import Report
 from pulse_rl.study.show import page as study_page
 from pulse_rl.units import nbytes
@@ -109,14 +111,14 @@ def test_a_study_s_headline_is_the_report_s_numbers() -> None:
     document = read(study_page.html(report))
     found = json.loads(msgspec.json.encode(report))
     sparsity = {span["k"]: span["over_time"] for span in found["spans"]}
-    mean = {name: sum(s["codecs"][name] for s in found["steps"]) / 40 for name in ("context", "gap", "raw")}
+    mean = {name: sum(s["codecs"][name] for s in found["steps"]) / 40 for name in ("context", "gap")}
     assert document.values == [
         f"{sparsity[1]['mean']:.3%}",
         f"{sparsity[1]['std']:.3%}",
         f"{sparsity[1]['min']:.3%}",
         f"{sparsity[8]['mean']:.3%}",
         nbytes(found["full_nbytes"]),
-        *(nbytes(mean[name]) for name in ("context", "gap", "raw")),
+        *(nbytes(mean[name]) for name in ("context", "gap")),
     ]
     assert f"{found['full_nbytes'] / mean['context']:,.0f} × fewer bytes" in document.text
     drawn = document.specs[0]["data"]["values"]
@@ -304,6 +306,18 @@ def test_a_run_s_page_shows_its_metrics(tmp_path: Path) -> None:
     assert [(row["x"], row["y"]) for row in lag["data"]["values"]] == [(version, 1) for version in range(2, 21)]
     assert document.text.count(HOSTILE) == 22  # the codec of each version; the worker's time, and its weights
     assert "nan" in "".join(document.text)  # a loss of NaN is in the table
+    assert "not finite" not in document.text
+
+
+def test_a_run_says_that_its_weights_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the newest version's metrics say, in the summary, on the page and in the terminal."""
+    recipe, found, records = _run(tmp_path, 3)
+    metrics.append(tmp_path, records["solver"][-1] | {"step": 4, "version": 4, "nonfinite": 12})
+    found |= {"policies": {"solver": found["policies"]["solver"] | {"nonfinite": 12}}}
+    document = read(run_report.write(recipe, found).read_text())
+    assert document.values[-1] == "12"
+    print_summary(found)
+    assert "12 of 1,000 weights" in capsys.readouterr().out  # a narrow terminal breaks the line
 
 
 def test_the_summary_of_one_policy_has_it_at_the_top_too(tmp_path: Path) -> None:
@@ -356,6 +370,61 @@ def test_the_summary_on_the_console_counts_failed_tries_and_pauses(
     assert "35 tries failed; 7 tasks were given up; workers paused 12 ×" in text
 
 
+def test_the_seconds_of_a_run_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of its trainers: what they waited, trained and published, and the rest, are the whole."""
+    recipe, found, _ = _run(tmp_path, 2)
+    policy = found["policies"]["solver"]
+    assert policy["wait_s"] + policy["train_s"] + policy["publish_s"] + policy["rest_s"] == policy["total_s"] == 6
+    page = run_report.write(recipe, found).read_text()
+    cells = re.findall(r"<td[^>]*>(?:<span>)?([^<]*)<", page[page.index("A trainer of each policy, in seconds") :])
+    assert cells[2:7] == ["1.0", "4.0", "0.5", "0.5", "6.0"]
+    print_summary(found)
+    text = " ".join(re.sub("[│\n]", " ", capsys.readouterr().out).split())
+    assert "6.0 = 1.0 waiting for batches + 4.0 training + 0.5 publishing + 0.5 the rest" in text
+
+
+def test_a_stop_and_a_dead_signal_are_told_in_the_summary_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, found, records = _run(tmp_path, 3)
+    lines = [
+        records["solver"][0] | {"step": step, "grad_norm": 0.0, "groups_with_variance": 0.0} for step in range(4, 15)
+    ]
+    for line in lines:
+        metrics.append(tmp_path, line)
+    policy = found["policies"]["solver"]
+    assert policy["warning"] is None
+    policy["warning"] = dead("solver", metrics.read(tmp_path))
+    found["stopped"] = {"by": "SIGINT", "sentence": "stopped at step 14 of 40; continue"}
+    shown_page = unescape(run_report.write(recipe, found).read_text())
+    print_summary(found)
+    text = " ".join(re.sub("[│\n]", " ", capsys.readouterr().out).split())
+    for shown in (shown_page, text):
+        assert "stopped at step 14 of 40; continue" in shown
+        assert "policy solver had nothing to learn from in steps 4 to 14: in each group all rewards were equal" in shown
+
+
+def test_a_page_says_where_its_numbers_are_and_why_groups_were_dropped(tmp_path: Path) -> None:
+    """Of two policies each has a file of its own."""
+    _, found, records = _run(tmp_path, 2)
+    assert "All numbers are in metrics.jsonl." in run_report.html(found, records)
+    two = found | {"policies": dict.fromkeys(("solver", "judge"), found["policies"]["solver"])}
+    page = run_report.html(two, {"solver": records["solver"], "judge": records["solver"]})
+    assert "All numbers are in policies/solver/metrics.jsonl, policies/judge/metrics.jsonl." in page
+    assert "surplus: good, but no batch needed them" in page
+    assert "stale: sampled by weights older" in page
+    assert "no_variance" not in page
+
+
+@pytest.mark.parametrize(("cards", "columns"), [(1, 1), (6, 6), (7, 4), (8, 4), (9, 5), (13, 5)])
+def test_no_card_has_a_row_of_its_own(cards: int, columns: int) -> None:
+    shown = page.Page("a", "b")
+    shown.numbers([("name", "value", "note")] * cards)
+    assert f'<dl class="of-{columns}">' in shown.html()
+    assert f".of-{columns} {{ --columns: {columns}; }}" in shown.html()
+    assert cards == 1 or cards % columns != 1
+
+
 def test_the_times_of_a_worker_add_up_and_its_host_is_named(tmp_path: Path) -> None:
     recipe, found, _ = _run(tmp_path, 2)
     page = run_report.write(recipe, found).read_text()
@@ -384,7 +453,7 @@ def test_without_the_library_the_extra_is_named(
     assert (caught.value.name, caught.value.extra) == ("vl_convert", "study")
     with Display("a run", 1) as display:  # its printer reads brackets as markup
         display.log(str(caught.value))
-    assert "'pulse-rl[study]'" in capsys.readouterr().err
+    assert "'.[study]'" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_page_beside_the_json(
@@ -413,7 +482,7 @@ def test_the_command_writes_the_page_beside_the_json(
     assert (tmp_path / "c" / "report.json").exists()
     code, message = command("-o", str(tmp_path / "d"), "--html")
     assert code == 1
-    assert "pip install 'pulse-rl[study]'" in message
+    assert "pip install '.[study]'" in message
     assert not (tmp_path / "d").exists()
     assert command("--html")[0] == 2
 

@@ -13,7 +13,6 @@ from patch_tools import (
     NUMPY_DTYPES,
     TORCH_DTYPES,
     changed,
-    diff,
     from_bytes,
     random_tensor,
     raw_bytes,
@@ -43,10 +42,10 @@ def copy_of(tensor: Any) -> Any:
     return from_bytes(kind, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw_bytes(tensor))
 
 
-def round_trip(old: Mapping[str, Any], new: Mapping[str, Any], codec: str = "auto") -> pulse.PatchInfo:
+def round_trip(old: Mapping[str, Any], new: Mapping[str, Any], codec: Any = "auto") -> pulse.PatchInfo:
     """diff, then apply to a copy of old: the copy holds new's bits, in the memory that it had."""
     before, after = snapshot(old), snapshot(new)
-    patch = diff(old, new, base=3, target=4, codec=codec)
+    patch = pulse.diff(old, new, base=3, target=4, codec=codec)
     assert (snapshot(old), snapshot(new)) == (before, after)
     live = {name: copy_of(tensor) for name, tensor in old.items()}
     addresses = {name: address(tensor) for name, tensor in live.items()}
@@ -68,7 +67,7 @@ def address(tensor: Any) -> int:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_every_dtype_in_every_shape(kind: str, dtype: str, codec: str) -> None:
+def test_every_dtype_in_every_shape(kind: str, dtype: str, codec: Any) -> None:
     rng = rng_of(kind, dtype)
     old = {f"t{i}": random_tensor(kind, dtype, shape, rng) for i, shape in enumerate(SHAPES)}
     sizes = {name: int(np.prod(tensor.shape)) for name, tensor in old.items()}
@@ -82,7 +81,7 @@ def test_every_dtype_in_every_shape(kind: str, dtype: str, codec: str) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("density", [0.0, 0.0001, 0.01, 0.3, 0.34, 0.5, 0.67, 0.8, 0.99, 1.0])
-def test_every_density_costs_little_more_than_the_model(density: float, dtype: str, codec: str) -> None:
+def test_every_density_costs_little_more_than_the_model(density: float, dtype: str, codec: Any) -> None:
     """Random bits, which nothing compresses: the patch is never much above the model's own bytes."""
     rng = rng_of(density, dtype)
     old = {"w": random_tensor("torch", dtype, (199, 307), rng)}
@@ -115,7 +114,7 @@ def test_no_tensors_and_only_empty_tensors() -> None:
     st.sampled_from(CODECS),
     st.integers(0, 2**32),
 )
-def test_models_of_mixed_dtypes_and_odd_sizes(tensors: list[tuple[str, int, float]], codec: str, seed: int) -> None:
+def test_models_of_mixed_dtypes_and_odd_sizes(tensors: list[tuple[str, int, float]], codec: Any, seed: int) -> None:
     """One block holds elements of several widths, none of them aligned to its neighbours."""
     rng = np.random.default_rng(seed)
     old = {f"t{i}": random_tensor("torch", dtype, (n,), rng) for i, (dtype, n, _) in enumerate(tensors)}
@@ -124,7 +123,7 @@ def test_models_of_mixed_dtypes_and_odd_sizes(tensors: list[tuple[str, int, floa
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_tensor_of_several_segments_and_patches_of_several_blocks(codec: str) -> None:
+def test_a_tensor_of_several_segments_and_patches_of_several_blocks(codec: Any) -> None:
     """2^21 + 77 elements are three segments: one sparse, one dense, one short; changes at every border."""
     n = (2 << 20) + 77
     old = np.zeros(n, np.uint16)
@@ -134,7 +133,7 @@ def test_a_tensor_of_several_segments_and_patches_of_several_blocks(codec: str) 
     odd = np.arange(70_001, dtype=np.uint8)
     info = round_trip({"w": old, "x": odd, "y": old[:9]}, {"w": new, "x": odd[::-1].copy(), "y": new[:9]}, codec)
     assert info.tensors[0].changes == 7 + (1 << 20)
-    metadata, _ = take_apart(diff({"w": old, "x": odd}, {"w": new, "x": odd}, codec=codec))
+    metadata, _ = take_apart(pulse.diff({"w": old, "x": odd}, {"w": new, "x": odd}, codec=codec))
     assert int(metadata["blocks"]) > 1
 
 
@@ -202,7 +201,7 @@ def strided(tensor: Any, how: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("share", [0.02, 1.0])
-def test_strides_do_not_matter(kind: str, how: str, wrap: str, codec: str, share: float) -> None:
+def test_strides_do_not_matter(kind: str, how: str, wrap: str, codec: Any, share: float) -> None:
     """Any strides against the contiguous twin: the same patch bytes, and the same bits after applying it."""
     rng = rng_of(how)
     old = {"w": random_tensor(kind, "int32", (37, 53), rng), "v": random_tensor(kind, "int16", (8, 9), rng)}
@@ -214,9 +213,9 @@ def test_strides_do_not_matter(kind: str, how: str, wrap: str, codec: str, share
     def view(weights: Mapping[str, Any]) -> dict[str, Any]:
         return {n: TorchBits(t) if wrap == "TorchBits" else t for n, t in weights.items()}
 
-    patch = diff(old, new, codec=codec)
+    patch = pulse.diff(old, new, codec=codec)
     live, target = other(old), other(new)
-    assert diff(view(live), view(target), codec=codec) == patch
+    assert pulse.diff(view(live), view(target), codec=codec) == patch
     addresses = [address(tensor) for tensor in live.values()]
     pulse.apply(view(live), patch)
     assert snapshot(live) == snapshot(new)
@@ -382,10 +381,10 @@ def small(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def small_patch(codec: str = "auto") -> bytes:
+def small_patch(codec: Any = "auto") -> bytes:
     rng = np.random.default_rng(1)
     old = small()
-    return diff(old, {name: changed(t, 5, rng) for name, t in old.items()}, base=7, target=9, codec=codec)
+    return pulse.diff(old, {name: changed(t, 5, rng) for name, t in old.items()}, base=7, target=9, codec=codec)
 
 
 def test_other_bits_than_the_base() -> None:
@@ -484,7 +483,7 @@ def test_read_only_and_shared_elements_and_scalars() -> None:
 
 
 @pytest.mark.parametrize("codec", choose.CODECS)
-def test_corrupt_patches(codec: str) -> None:
+def test_corrupt_patches(codec: Any) -> None:
     """One flipped bit anywhere, or one byte cut anywhere: refused, and no weight changes."""
     patch = small_patch(codec)
     weights = small()
@@ -583,13 +582,13 @@ def test_what_is_no_weights(weights: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["block", "kernel"])
-@pytest.mark.parametrize("codec", ["gap", "raw"])
-def test_an_interrupted_write_ends_in_the_target(where: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("codec", ["gap"])
+def test_an_interrupted_write_ends_in_the_target(where: str, codec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of the write is raised, but only once the weights are the target's, bit for bit."""
     rng = np.random.default_rng(5)
     old = {f"t{i}": random_tensor("torch", "bfloat16", (700, 700), rng) for i in range(4)}
     new = {name: changed(tensor, 200_000, rng) for name, tensor in old.items()}
-    patch = diff(old, new, codec=codec)
+    patch = pulse.diff(old, new, codec=codec)
     assert int(take_apart(patch)[0]["blocks"]) > 2
     owner, name = (Application, "_write_run") if where == "block" else (cpu, "write_spots")
     calls = 0
@@ -643,10 +642,10 @@ def test_changes_beyond_the_budget_of_a_scan_are_found_tile_by_tile(
     new = {name: changed(tensor, 20_000, rng) for name, tensor in old.items()}
     for codec in ("gap", "context"):
         monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", 32 << 20)
-        patch = diff(old, new, codec=codec)
+        patch = pulse.diff(old, new, codec=codec)
         for budget in (-1, 200_000):
             monkeypatch.setattr("pulse_rl.patch.scan.HELD_NBYTES", budget)
-            assert diff(old, new, codec=codec) == patch
+            assert pulse.diff(old, new, codec=codec) == patch
 
 
 def test_changes_beyond_the_kept_budget_are_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,11 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def segments(request: pytest.FixtureRequest) -> Segments:
-    table = TABLE if request.param == 2 else [entry._replace(boxes=(whole(entry.shape),)) for entry in TABLE]
-    groups = groups_of(table, format_version=request.param)
-    counts = np.random.default_rng(0).integers(0, 3, len(Segments(table, groups)), np.uint32)
-    return Segments(table, groups, counts)
+@pytest.fixture(scope="module")
+def segments() -> Segments:
+    groups = groups_of(TABLE)
+    counts = np.random.default_rng(0).integers(0, 3, len(Segments(TABLE, groups)), np.uint32)
+    return Segments(TABLE, groups, counts)
 
 
 @given(st.data())
@@ -52,7 +51,7 @@ def test_segments_are_consecutive(segments: Segments) -> None:
 
 def whole_segments(tensors: dict[str, Bits]) -> Segments:
     table = [Entry(name, bits.dtype, tuple(bits.shape), (whole(bits.shape),)) for name, bits in tensors.items()]
-    groups = groups_of(table, format_version=2)
+    groups = groups_of(table)
     return Segments(table, groups, np.ones(len(Segments(table, groups)), np.uint32))
 
 
@@ -113,7 +112,7 @@ def test_memory_that_is_not_plain_has_no_spots() -> None:
         "nowhere": [],
     }
     table = [Entry(name, "I16", (512, 512), (whole((512, 512)),)) for name in tensors]
-    segments = Segments(table, groups_of(table, format_version=2))
+    segments = Segments(table, groups_of(table))
     spots, windows = spots_of(segments, [0] * len(table), tensors, {"left out"})
     assert not spots.addresses.any()
     where = [segments.table[tensor].name == "nowhere" for tensor, _, _ in segments]
@@ -133,7 +132,7 @@ def test_parts_of_segments_have_spots_where_they_lie(part: tuple[int, int, int, 
         "w": [Pieces("I16", 2, shape, [Piece(box, as_bits(np.zeros(box.sizes, np.int16)), -1)])]
     }
     table = [Entry("w", "I16", shape, (whole(shape),))]
-    segments = Segments(table, groups_of(table, format_version=2))
+    segments = Segments(table, groups_of(table))
     spots, windows = spots_of(segments, [7], live, ())
     (piece,) = pieces_of(live["w"][0])
     assert isinstance(piece.bits, HostBits)

@@ -19,7 +19,7 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.live import by_name
 from pulse_rl.patch.targets import holds
 from pulse_rl.weights import boxes, digests
-from pulse_rl.weights.boxes import Box, Run, whole
+from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, layout
 from pulse_rl.weights.pieces import place_view
 
@@ -182,7 +182,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @settings(deadline=None, max_examples=60)
-@given(DTYPES, SHARES, KINDS, st.integers(1, 4), st.sampled_from(["gap", "context", "raw"]), SEEDS)
+@given(DTYPES, SHARES, KINDS, st.integers(1, 4), st.sampled_from(["gap", "context"]), SEEDS)
 def test_parts_of_ranks_lead_whole_weights_to_the_target(
     dtype: str, share: float, kind: str, ranks: int, codec: str, seed: int
 ) -> None:
@@ -203,7 +203,7 @@ def test_parts_of_ranks_lead_whole_weights_to_the_target(
 
 
 @settings(deadline=None, max_examples=60)
-@given(DTYPES, SHARES, KINDS, st.integers(1, 4), st.sampled_from(["gap", "context", "raw"]), st.booleans(), SEEDS)
+@given(DTYPES, SHARES, KINDS, st.integers(1, 4), st.sampled_from(["gap", "context"]), st.booleans(), SEEDS)
 def test_a_patch_of_whole_weights_leads_the_shares_of_ranks_to_the_target(
     dtype: str, share: float, kind: str, ranks: int, codec: str, partly: bool, seed: int
 ) -> None:
@@ -340,7 +340,5 @@ def test_a_part_that_is_missing_is_noticed() -> None:
 def test_a_tile_whose_old_bits_are_elsewhere_is_refused_in_one_sentence() -> None:
     array = np.zeros((8, 8), np.uint16)
     held = layout({"w": pulse.Shard(array[:3], shape=(8, 8), offset=(0, 0))})
-    with pytest.raises(pulse.BaseMismatchError, match=r"\[1, 8\] at \[3, 0\] .* not in the memory of this process"):
+    with pytest.raises(pulse.BaseMismatchError, match=r"8 of the elements .* not in the memory of this process"):
         place_view(held["w"], Box((2, 0), (2, 8)))
-    with pytest.raises(pulse.BaseMismatchError, match="format 1 fits whole tensors only"):
-        place_view(held["w"], Run(0, 8))

@@ -123,3 +123,24 @@ def test_both_copies_that_one_process_holds_are_proved(tmp_path: Path, copy: int
         subscriber.verify(live)
     subscriber.sync(live)
     assert held(3)
+
+
+@pytest.mark.parametrize("different", [(0, 0), (2, 3)])
+def test_a_part_that_is_given_twice_is_published_only_if_both_copies_are_equal(
+    tmp_path: Path, different: tuple[int, int]
+) -> None:
+    """As the first version and as the next: two boxes that overlap, of which one has another bit in what both have."""
+    old = np.arange(48, dtype=np.uint16).reshape(SHAPE)
+    new = old.copy()
+    new[0:3, 0:4] += np.uint16(1)
+    publisher = pulse.Publisher(tmp_path)
+    for version, state in enumerate((old, new)):
+        copy = state[0:3, 0:4].copy()
+        live = {"w": [pulse.Shard(part, shape=SHAPE, offset=(0, 0)) for part in (state, copy)]}
+        copy[different] ^= 1 << 15
+        with pytest.raises(pulse.IntegrityError, match=r"tensor 'w': rank 0 holds .* twice") as raised:
+            publisher.publish(live)
+        assert (raised.value.name, raised.value.ranks) == ("w", (0,))
+        copy[different] ^= 1 << 15
+        report = publisher.publish(live)
+        assert (report.version, report.digest) == (version, pulse.digest({"w": state}))

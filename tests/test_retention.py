@@ -1,6 +1,5 @@
 """Pruning: whatever is pruned, by whom, and wherever it is interrupted, listed versions can be loaded bit for bit."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
-from pulse_rl.history.beginning import FIRST
+from pulse_rl.history.beginning import FIRST, encode_first
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.prune import Retention, delete_planned
@@ -351,16 +350,13 @@ def test_a_beginning_whose_manifest_is_lost_keeps_its_anchor() -> None:
 
 
 def test_a_damaged_beginning_deletes_nothing() -> None:
-    """Any flipped bit of the number or of its check, and a check of which a part is cut off."""
+    """A flipped bit of any byte, and any end that is cut off."""
     run = grown()
     run.prune(Retention(8, None, 0))
     assert History(run.store).first() == 6
     sound, before = bytes(run.store.get(FIRST)), run.store.names()
-    assert json.loads(sound) == 6  # what releases without the check read
-    flipped = [
-        sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :] for at in range(len(sound)) for bit in range(8)
-    ]
-    for damaged in [*flipped, *(sound[:length] for length in range(4, len(sound)))]:
+    flipped = [sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(len(sound))]
+    for damaged in [*flipped, *(sound[:length] for length in range(0, len(sound), 7))]:
         run.store.put(FIRST, damaged)
         for call in (History(run.store).first, lambda: run.prune(Retention(1, None, 0), leftovers=True)):
             with pytest.raises(pulse.IntegrityError, match=FIRST) as raised:
@@ -373,20 +369,10 @@ def test_a_damaged_beginning_deletes_nothing() -> None:
     run.check()
 
 
-def test_a_beginning_without_a_check_is_read() -> None:
-    """As a release before the check, or a person, wrote it; for which a pruning writes one that has it."""
-    run = grown()
-    for end in (b"", b"\n", b"\r\n"):
-        run.store.put(FIRST, b"3" + end)
-        assert History(run.store).first() == 3
-    run.prune(Retention(8, None, 0))
-    assert len(run.store.get(FIRST)) == 17
-
-
 @pytest.mark.parametrize("first", [7, 13, 500])
 def test_a_wrong_beginning_deletes_nothing_that_is_needed(first: int) -> None:
     run = grown()
-    run.store.put(FIRST, str(first).encode())
+    run.store.put(FIRST, encode_first(first))
     before = run.store.names()
     if first == 500:
         with pytest.raises(pulse.IntegrityError, match=manifest_name(13)) as raised:

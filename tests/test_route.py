@@ -263,7 +263,7 @@ def test_an_overlay_gives_the_older_version_back(seed: int, width: int, versions
             for start in range(0, len(array), SEGMENT):
                 inside = where[(where >= start) & (where < start + SEGMENT)]
                 old = Changes((inside - start).astype(np.uint32), array[inside].copy())
-                replaced.append(Replaced(name, boxes.Run(start, min(start + SEGMENT, len(array))), old))
+                replaced.append(Replaced(name, boxes.Box((start,), (min(SEGMENT, len(array) - start),)), old))
             array[where] ^= random.integers(1, 256, len(where)).astype(array.dtype)
         overlay = overlay.and_later(Overlay(replaced))
     for name, bits in overlay.over(layout(arrays)).items():

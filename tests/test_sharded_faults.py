@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,3 +315,37 @@ def test_what_no_rank_can_reach_is_no_reason_to_leave(ranks: Ranks, tmp_path: Pa
     assert not any(isinstance(one, BaseException) for one in found), found
     assert all((kind, digest) == ("StoreError", pulse.digest(model(0))) for kind, _, digest in found)
     assert all("rank 1 of 3" in text and "refused" in text for _, text, _ in found)
+
+
+def run_out_of_room(group: Any, rank: int, size: int, store: str, disk: str) -> list[Any]:
+    """Rank 0 has no room for temporary files when an anchor is published, and when one is loaded; then it has."""
+    made = pulse.Publisher(store, group=group, group_timeout=20, codec="gap")
+    made.publish(shares(model(0), rank, size))
+    follower = pulse.Subscriber(store, group=group, group_timeout=20, patience=0)
+    weights = shares({name: tensor.clone() for name, tensor in model(0, seed=1).items()}, rank, size)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(tempfile, "tempdir", disk)
+        errors = [
+            caught(lambda: made.publish(shares(model(1), rank, size), anchor=True)),
+            caught(lambda: follower.sync(weights)),
+        ]
+    versions = made.version, follower.version
+    made.publish(shares(model(1), rank, size), anchor=True)
+    return [errors, versions, follower.sync(weights).digest]
+
+
+def test_a_rank_whose_disk_is_full(ranks: Ranks, tmp_path: Path, small_disk: Path) -> None:
+    """All ranks are told, none has moved, and the same calls succeed when there is room."""
+    filler, room = small_disk / "filler", os.statvfs(small_disk)
+    filler.write_bytes(bytes(room.f_bavail * room.f_frsize))
+    found = ranks(run_out_of_room, 3, str(tmp_path / "store"), str(small_disk))
+    assert not any(isinstance(one, BaseException) for one in found), found
+    assert [[type(error) for error in errors] for errors, _, _ in found] == [
+        [pulse.StoreError] * 2,
+        *[[pulse.ExchangeError] * 2] * 2,
+    ]
+    assert all("No space left on device" in str(error) for errors, _, _ in found for error in errors)
+    assert all(error.ranks == (0,) for errors, _, _ in found[1:] for error in errors)
+    assert all((versions, digest) == ((0, None), pulse.digest(model(1))) for _, versions, digest in found)
+    assert list(small_disk.iterdir()) == [filler]

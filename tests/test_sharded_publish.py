@@ -195,6 +195,24 @@ def test_ranks_that_resume_with_other_ties_are_refused(ranks: Ranks, tmp_path: P
         assert re.search(r"\bb\b", found)
 
 
+def tie_in_turns(group: Any, rank: int, size: int, store: str, first: bool) -> list[bool]:
+    publisher, found = pulse.Publisher(store, group=group), []
+    for version in range(3):
+        weight = torch.full((8, 4), float(version))
+        weights = {"a": weight, "b": weight} if first == (version != 1) else {"a": weight}
+        found.append(publisher.publish(weights).digest == pulse.digest({"a": weight}))
+    return found
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_that_leave_out_a_tied_name_go_on(ranks: Ranks, tmp_path: Path, first: bool) -> None:
+    """With and without the second name of a tensor, in turns."""
+    store = str(tmp_path / "store")
+    assert good(ranks(tie_in_turns, 2, store, first)) == [[True] * 3] * 2
+    assert [manifest.tied for manifest in History(store).manifests()] == [{"b": "a"} if first else {}] * 3
+    assert pulse.verify(store).problems == ()
+
+
 def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str) -> list[Any]:
     """Version 0, then a version 1 that goes wrong on rank 1, then version 2. Returns the errors of version 1."""
     publisher = pulse.Publisher(store, group=group, patience=0)
@@ -212,6 +230,10 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
         elif fault == "replica":
             weights["norm"] = weights["norm"].clone()
             weights["norm"][3] += 1
+        elif fault == "copy":
+            twice = [weights["rows.0"], weights["rows.0"].tensor.clone()]
+            twice[1][2, 7] += 1
+            weights["rows.0"] = [twice[0], pulse.Shard(twice[1], shape=(30, 50), offset=(10, 0))]
         elif fault == "missing":
             del weights["columns"]
         elif fault == "extra":
@@ -251,6 +273,11 @@ def publish_with_fault(group: Any, rank: int, size: int, store: str, fault: str)
         ("dtype", "ExchangeError", "'norm'"),
         ("shape", "ExchangeError", "'norm'"),
         ("replica", "ExchangeError", "different bits of norm: expected"),
+        (
+            "copy",
+            "IntegrityError",
+            "'rows.0': rank 1 holds the elements [10, 50] at [10, 0] twice, with different bits",
+        ),
         (
             "missing",
             "BaseMismatchError",
@@ -329,3 +356,22 @@ def without_group(group: Any, rank: int, size: int) -> str:
 def test_shares_without_a_group_are_refused(ranks: Ranks) -> None:
     (text,) = ranks(without_group, 1)
     assert "are on no rank" in text
+
+
+def publish_rows(group: Any, rank: int, size: int, store: str) -> list[str]:
+    """Publish versions of a tensor of which each rank holds every second row."""
+    publisher, weight, found = pulse.Publisher(store, group=group), torch.zeros(2400, 3, dtype=torch.int16), []
+    for version in range(3):
+        weight[version::7] += 1
+        rows = [pulse.Shard(weight[i : i + 1], shape=weight.shape, offset=(i, 0)) for i in range(rank, 2400, size)]
+        report = publisher.publish({"w": rows})
+        assert report.digest == pulse.digest({"w": weight})
+        found.append(report.digest)
+    return found
+
+
+def test_ranks_that_hold_every_second_row_publish_again_and_again(ranks: Ranks, tmp_path: Path) -> None:
+    """1,200 boxes on each, which make up no larger ones."""
+    store = str(tmp_path / "store")
+    one, other = good(ranks(publish_rows, 2, store))
+    assert one == other == [restored(store, version) for version in range(3)]

@@ -22,7 +22,7 @@ from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
 from pulse_rl.history.beginning import FIRST
-from pulse_rl.history.heartbeat import Heartbeat, software
+from pulse_rl.history.heartbeat import Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.describe import store_info
@@ -30,6 +30,7 @@ from pulse_rl.history.operate.prune import GRACE_S, Retention, delete_planned
 from pulse_rl.history.operate.status import Objects, status
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import ObjectInfo, Store
+from pulse_rl.version import SOFTWARE
 
 ERASE = "\x1b[2J"  # what erases a terminal's screen
 
@@ -106,7 +107,7 @@ def test_a_heartbeat_after_each_sync(store: Store) -> None:
     report = subscriber.sync(weights)
     until(lambda: len(live.beats) == 2)
     assert beat(store) == Heartbeat(
-        "w", 6, 3, 0, None, beat(store).sync_s, report.fetched_nbytes, socket.gethostname(), software()
+        "w", 6, 3, 0, None, beat(store).sync_s, report.fetched_nbytes, socket.gethostname(), SOFTWARE
     )
     assert beat(store).sync_s == pytest.approx(report.total_s, abs=0.1)
     subscriber.sync(weights, version=2)

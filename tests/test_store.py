@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import servers
 from obstore.exceptions import GenericError
 
 import pulse_rl as pulse
-from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError
+from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from pulse_rl.store.base import Store
 from pulse_rl.store.failures import one_line
 
@@ -291,3 +292,48 @@ def test_credentials_do_not_belong_in_a_url(url: str) -> None:
     with pytest.raises(ValueError, match="credentials") as raised:
         pulse.open_store(url)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["create", "overwrite"])
+def test_an_object_of_a_directory_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Literal["create", "overwrite"]
+) -> None:
+    """In this order: the folders that are new, the bytes, the name. Else a manifest could be empty."""
+    path = tmp_path / "store" / "manifests" / "1.json"
+    steps: list[tuple[str, bool]] = []
+
+    def watched(descriptor: int) -> None:
+        found = os.stat(descriptor)
+        kinds = {os.stat(each).st_ino: each.name for each in (tmp_path, *path.parents[:2]) if each.exists()}
+        steps.append((kinds.get(found.st_ino, "bytes"), path.exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    store = pulse.open_store(tmp_path / "store")
+    store.put("manifests/1.json", b"{}", mode=mode)
+    assert steps == [(tmp_path.name, False), ("store", False), ("bytes", False), ("manifests", True)]
+
+
+@pytest.mark.parametrize("mode", ["create", "overwrite"])
+def test_a_disk_that_takes_a_part_of_an_object_leaves_none(
+    tmp_path: Path, mode: Literal["create", "overwrite"]
+) -> None:
+    store = pulse.open_store(tmp_path)
+    store.put("old/object", b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        for name in ("old/object", "new/object") if mode == "overwrite" else ("new/object",):
+            with pytest.raises(StoreError, match="cannot write"):
+                store.put(name, bytes(150_000), mode=mode)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert bytes(store.get("old/object")) == b"old"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["object"]
+
+
+@pytest.mark.parametrize("name", ["../object", "a/../../object", "/object", "a//object", "", "a/.", "object#1"])
+def test_no_object_lies_outside_of_its_store(tmp_path: Path, name: str) -> None:
+    (tmp_path / "store").mkdir()
+    with pytest.raises(StoreError, match="expected names"):
+        pulse.open_store(tmp_path / "store").put(name, b"")
+    assert list(tmp_path.iterdir()) == [tmp_path / "store"]

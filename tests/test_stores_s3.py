@@ -14,7 +14,7 @@ from obstore.store import S3Store
 import pulse_rl as pulse
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import CloudStore
+from pulse_rl.store.remote import CloudStore
 
 ROUNDS = 6
 

@@ -17,7 +17,7 @@ from proxy import Proxy
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import newest
-from pulse_rl.history.beginning import FIRST
+from pulse_rl.history.beginning import FIRST, encode_first
 from pulse_rl.history.log import History
 from pulse_rl.history.operate.verify import verify
 
@@ -185,7 +185,7 @@ def test_no_history_and_no_server(served: tuple[Path, str]) -> None:
     (directory / "first.json").write_text("<html>every address has a page here</html>")
     with pytest.raises(pulse.IntegrityError, match=FIRST):
         pulse.Subscriber(url).latest()
-    (directory / "first.json").write_text("3")
+    (directory / "first.json").write_bytes(encode_first(3))
     with pytest.raises(pulse.IntegrityError, match="manifests/000000000003.json"):
         pulse.Subscriber(url).latest()
     nowhere = f"http://127.0.0.1:{servers.free_port()}/a"
@@ -212,7 +212,7 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
             return store.stream(name)
 
     if first and count:
-        store.put("first.json", str(first).encode())
+        store.put("first.json", encode_first(first))
     for sequence in range(first, first + count):
         store.put(f"manifests/{sequence:012d}.json", b"not sound")
     history = History(Unlisted())  # type: ignore[arg-type]

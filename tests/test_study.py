@@ -1,7 +1,6 @@
 """Studies against naive ones in NumPy and torch, of every dtype and of sizes that do not divide evenly."""
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
@@ -16,6 +15,7 @@ from conftest import Trainee
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from parts_world import even, publish_parts
 from patch_tools import TORCH_DTYPES, raw_bytes
 from study_example import example
 
@@ -292,11 +292,8 @@ def test_values_and_ulps_are_torchs(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_history_is_studied_as_its_versions_are(
-    tmp_path: Path, trainee: Trainee, codec: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_history_is_studied_as_its_versions_are(tmp_path: Path, trainee: Trainee, codec: Any) -> None:
     """With patches, anchors between them, a version that is an anchor only, and several segments."""
-    monkeypatch.setattr("pulse_rl.codecs.choose.OFFERED", tuple(CODECS))
     rng = np.random.default_rng(0)
     trainee.weights["big"] = torch.from_numpy(rng.normal(0, 0.02, (2, SEGMENT // 2 + 5)).astype(np.float32))
     store = pulse.open_store("memory://")
@@ -319,22 +316,21 @@ def test_a_history_is_studied_as_its_versions_are(
     assert {step.target: step.codecs[codec] for step in files.steps if step.target in published} == published
 
 
-GOLDEN = Path(__file__).parent / "golden" / "history-2" / "plain"
-
-
-@pytest.mark.parametrize("more", [3, 30])
+@pytest.mark.parametrize("more", [3, 12])
 def test_versions_whose_patches_are_cut_otherwise(tmp_path: Path, more: int) -> None:
-    """A history that was begun with patches of format 1; most patches are of that format, or of the new one."""
-    shutil.copytree(GOLDEN, tmp_path / "run")
+    """Five versions by one rank, and then some by three; most patches are cut in the one way, or in the other."""
     store = pulse.open_store(str(tmp_path / "run"))
-    live: dict[str, Any] = {"layers.0.weight": np.zeros((64, 24), np.uint16), "norm": np.zeros(32, np.uint32)}
-    live["head"] = live["layers.0.weight"]
-    pulse.Subscriber(store).sync(live)
     rng = np.random.default_rng(0)
+    live: dict[str, Any] = {"w": rng.integers(0, 1 << 16, (64, 24), np.uint16), "norm": np.zeros(32, np.uint32)}
     with pulse.Publisher(store) as publisher:
-        for version in range(180, 180 + 10 * more, 10):
-            live["layers.0.weight"].reshape(-1)[rng.integers(0, 1536, 9)] ^= 1
-            publisher.publish(live, version=version)
+        publisher.publish(live)
+        for version in range(1, 6 + more):
+            before = {name: array.copy() for name, array in live.items()}
+            live["w"].reshape(-1)[rng.integers(0, 1536, 9)] ^= 1
+            if version < 6:
+                publisher.publish(live)
+            else:
+                publish_parts(store, before, live, even(3), 3)
     versions = [manifest.version for manifest in History(store).manifests()]
     paths = []
     for version in versions:
@@ -344,7 +340,7 @@ def test_versions_whose_patches_are_cut_otherwise(tmp_path: Path, more: int) -> 
     (tmp_path / "scratch").mkdir()
     source = Stored(History(store), tmp_path / "scratch")
     rebuilt = [path.name for path in (tmp_path / "scratch").glob("rebuilt-*")]
-    assert len(rebuilt) == min(more, 17)  # the golden history has 17 patches
+    assert len(rebuilt) == min(more, 5)
     history, files = study(source), study(Checkpoints(paths))
     same = {"source": "checkpoints", "location": "", "versions": (), "seconds": 0.0}
     assert msgspec.structs.replace(history, **same) == msgspec.structs.replace(files, **same)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from naive import study as reference_study
 
 from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels.cpu import moves, study
-from pulse_rl.kernels.reference import study as reference_study
 from pulse_rl.weights.changes import find_changes
 
 DTYPES = ["F8_E4M3", "BF16", "F16", "F32", "F64", "I64", "U8"]

@@ -1,6 +1,7 @@
 """Publisher and subscriber over a real store: the same bits, versions that are proved, and recovery."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from conftest import Trainee
 from safetensors.torch import load_file
 
 import pulse_rl as pulse
-from pulse_rl.history.manifest import manifest_name, parse, seal
+from pulse_rl.history.manifest import manifest_name, parse
+from pulse_rl.history.sealed import seal
 from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 
@@ -89,6 +91,34 @@ def test_weights_that_hold_a_version_already_are_recognised(store: Store, traine
     assert same_bits(live, cast(trainee.weights))
 
 
+@pytest.mark.parametrize("first", ["module", "parameters"])
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_module_and_its_parameters_continue_each_others_history(store: Store, first: str, anew: bool) -> None:
+    """In turns, by one publisher or each time by a new one; the history keeps the names that it began with."""
+    embed, linear = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False)
+    linear.weight = embed.weight
+    model = torch.nn.ModuleDict({"embed": embed, "head": linear})
+    publisher = pulse.Publisher(store)
+    received = {"embed.weight": torch.zeros(50, 8)}
+    subscriber = pulse.Subscriber(store)
+    for version in range(4):
+        if anew:
+            publisher = pulse.Publisher(store)
+        with torch.no_grad():
+            embed.weight[version] += 1
+        named = dict(model.named_parameters())
+        assert list(named) == ["embed.weight"]
+        whole = (version % 2 == 0) == (first == "module")
+        publisher.publish(model if whole else named)
+        subscriber.sync(received)
+        assert torch.equal(received["embed.weight"], embed.weight)
+        head = publisher.history.head()
+        assert head is not None
+        assert head.tied == ({"head.weight": "embed.weight"} if first == "module" else {})
+    with pytest.raises(pulse.BaseMismatchError):  # a head of its own fits neither
+        publisher.publish({"embed.weight": embed.weight, "head.weight": torch.zeros(50, 8)})
+
+
 def test_module_with_tied_weights(store: Store) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -159,6 +189,36 @@ def test_a_publisher_does_not_take_a_history_begun_anew_for_its_own(store: Store
     assert pulse.Subscriber(store).latest() == 8
 
 
+@pytest.mark.parametrize("how", ["moved", "emptied", "rolled back", "begun anew"])
+@pytest.mark.parametrize("anchor", [False, True])
+def test_a_store_that_lost_the_history_under_its_publisher(
+    tmp_path: Path, trainee: Trainee, how: str, anchor: bool
+) -> None:
+    """The message says what is gone from where, and blames nobody else; nothing is committed beside it."""
+    run = tmp_path / "run"
+    publisher = pulse.Publisher(run, cast="bfloat16")
+    for version in range(3):
+        publisher.publish(trainee.step(), version=version)
+    if how == "rolled back":
+        (run / manifest_name(2)).unlink()
+    elif how == "emptied":
+        shutil.rmtree(run)
+        run.mkdir()
+    else:
+        run.rename(tmp_path / "elsewhere")
+    if how == "begun anew":
+        pulse.Publisher(run, cast="bfloat16").publish(trainee.weights, version=7)
+    found = {"rolled back": "found version 1", "begun anew": "found version 7"}.get(how, "found no version")
+    before = sorted(run.rglob("manifests/*"))
+    for attempt in (lambda: publisher.publish(trainee.step(), version=3, anchor=anchor), publisher.resume):
+        with pytest.raises(pulse.StoreError, match="no longer holds the history") as raised:
+            attempt()
+        assert (raised.value.url, raised.value.name) == (run.as_uri(), manifest_name(2))
+        assert f"expected {manifest_name(2)} with version 2, which it has committed, {found}" in str(raised.value)
+        assert "another publisher" not in str(raised.value)
+    assert sorted(run.rglob("manifests/*")) == before
+
+
 def test_publishers_that_race_for_one_place(store: Store, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other commits after this one has looked, before this one commits: put-if-absent decides."""
     first = pulse.Publisher(store, cast="bfloat16")
@@ -208,6 +268,22 @@ def test_other_tensors_are_refused_and_publishing_goes_on(store: Store, trainee:
     assert str(raised.value).endswith("; publish another model to a new store")
     assert (raised.value.missing, raised.value.unexpected, raised.value.reshaped) == ((), ("new",), ("a",))
     assert publisher.publish(trainee.step(), version=1).base == 0
+
+
+def test_memory_for_a_history_is_what_it_publishes(store: Store) -> None:
+    """Every dtype, a scalar, no elements, and a tied name, which shares its memory."""
+    from pulse_rl.dtypes import DTYPES
+
+    weights = {name: torch.ones(3, 2).to(getattr(torch, name)) for name in DTYPES} | {"none": torch.ones(0, 4)}
+    weights |= {"scalar": torch.tensor(2.5), "tied": weights["bfloat16"]}
+    report = pulse.Publisher(store).publish(weights)
+    subscriber = pulse.Subscriber(store)
+    live = subscriber.allocate()
+    assert subscriber.sync(live).digest == report.digest == pulse.digest(live)
+    assert {name: (t.dtype, t.shape) for name, t in live.items()} == {n: (t.dtype, t.shape) for n, t in weights.items()}
+    assert live["tied"] is live["bfloat16"]
+    with pytest.raises(pulse.VersionNotFoundError):
+        pulse.Subscriber("memory://").allocate()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
@@ -601,8 +677,8 @@ def reseal(store: Store, sequence: int, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "pulse-rl/history version 2"),
-        ({"format_version": 1}, "pulse-rl/history version 1"),
+        ({"format": "other"}, "pulse-rl/history version 1"),
+        ({"format_version": 0}, "pulse-rl/history version 1"),
         ({"sequence": 7}, "number 7"),
         ({"digest": "xyz"}, "is not a manifest"),
         ({"version": -1}, "is not a manifest"),

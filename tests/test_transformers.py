@@ -13,6 +13,7 @@ import transformers
 
 import pulse_rl as pulse
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
+from pulse_rl.kernels.cpu import beside
 
 
 class Follower(transformers.TrainerCallback):  # type: ignore[misc]
@@ -82,6 +83,14 @@ def trainer(directory: Path, follower: Follower, **settings: Any) -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Asked for once by each training that publishes; not done, as the kernels are there."""
+    asked: list[str] = []
+    monkeypatch.setattr(beside, "compile_missing", lambda: asked.append("kernels"))
+    return asked
+
+
 # -- PublishCallback -------------------------------------------------------------------------------------------
 
 
@@ -91,12 +100,15 @@ def published(store: pulse.Store) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_every_step_is_a_version_and_a_worker_gets_its_bits(tmp_path: Path, background: bool) -> None:
+def test_every_step_is_a_version_and_a_worker_gets_its_bits(
+    tmp_path: Path, background: bool, compiled: list[str]
+) -> None:
     follower, store = Follower(), pulse.open_store("memory://")
     run = trainer(tmp_path, follower, max_steps=4)
     with pulse.Publisher(store, cast="bfloat16") as publisher:
         run.add_callback(PublishCallback(publisher, background=background))
         run.train()
+        assert compiled == ["kernels"]
         assert published(store) == [(step, pulse.digest(state)) for step, state in enumerate(follower.states)]
     worker = transformers.LlamaForCausalLM(run.model.config).bfloat16()
     assert pulse.Subscriber(store).sync(worker).version == 4
@@ -186,6 +198,5 @@ def test_without_transformers_it_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == (
-        "transformers is needed for this and is not installed: pip install 'pulse-rl[run]', or '.[run]' in a clone "
-        "of its repository"
+        "transformers is needed for this and is not installed: pip install '.[run]' in a clone of pulse-rl's repository"
     )

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import pulse_rl as pulse
-from pulse_rl.codecs.choose import OFFERED
+from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, manifest_name, seal
+from pulse_rl.history.manifest import Manifest, manifest_name
 from pulse_rl.history.operate.verify import VerifyReport, verify
-from pulse_rl.store.objects import open_store
+from pulse_rl.history.sealed import seal
+from pulse_rl.store.opening import open_store
 
 VERSIONS = (0, 5, 10, 15, 20, 25, 30)  # anchors at 0, 15 and 30
 
@@ -284,7 +285,7 @@ def test_tied_copies_in_weights_that_are_compared(tmp_path: Path) -> None:
     assert "head (6 of 6)" in report.problems[0]
 
 
-@pytest.mark.parametrize("codec", OFFERED)
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_patch_is_proved_against_its_base(tmp_path: Path, codec: Any) -> None:
     old, new = {"w": torch.zeros(100)}, {"w": torch.arange(100.0)}
     file = tmp_path / "patch"

@@ -20,7 +20,7 @@ from proxy import STATUSES, Fault, Proxy, What
 import pulse_rl as pulse
 from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.store.client import CLIENT
-from pulse_rl.store.objects import CloudStore
+from pulse_rl.store.remote import CloudStore
 
 # All requests of a run except deletions: method, part of the path or query.
 WRITES = [("PUT", "probes/"), ("PUT", "patches/"), ("POST", "anchors/"), ("PUT", "anchors/"), ("PUT", "manifests/")]

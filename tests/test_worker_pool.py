@@ -6,7 +6,7 @@ import pytest
 
 from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow.driver.worker_pool import DEATHS, WorkerPool
-from pulse_rl.rl.engine import ProcessHandle
+from pulse_rl.flow.engine import ProcessHandle
 
 
 class _Handle:

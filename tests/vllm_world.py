@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -44,7 +45,7 @@ def tied_model() -> tuple[Any, Any]:
 
 
 def _tokenizer() -> Any:
-    from pulse_rl.rl.model import load
+    from pulse_rl.flow.model import load
 
     return load("tiny", seed=0).tokenizer
 
@@ -82,7 +83,15 @@ def step(model: Any, seed: int) -> None:
 class Server:
     """One server, started on a directory of a checkpoint."""
 
-    def __init__(self, model: Path, log: Path, *, port: int | None = None, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        port: int | None = None,
+        arguments: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log = str(model), log
@@ -91,7 +100,11 @@ class Server:
         command += ["--max-model-len", "1024", "--weight-transfer-config", '{"backend":"pulse"}', *arguments]
         with log.open("a") as out:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **ENVIRONMENT}, stdout=out, stderr=out, start_new_session=True
+                command,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def wait(self) -> Server:

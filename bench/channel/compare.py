@@ -1,7 +1,7 @@
 """What is measured: versions of one model, sent from a rank to another over Gloo, by a channel and whole.
 
 Both ranks run on this machine, in network namespaces that a pair of interfaces joins, shaped in both directions. The
-sender holds FP32 masters that move as Adam moves them (those of `pulse-rl bench sync`). Methods:
+sender holds FP32 masters that move as Adam moves them (those of `python -m bench sync`). Methods:
 
 - `dense`: the sender casts each tensor to BF16 and broadcasts it; the receiver takes it into its live weights. Nothing
   is proved. This is the least that a trainer does.
@@ -16,14 +16,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from network import Network
-from processes import Process
 
-from pulse_rl.bench.report import Progress, Table, ms
+from bench.link.network import Network
+from bench.link.processes import Process
+from bench.report import Progress, Table, ms
 from pulse_rl.errors import IntegrityError
 from pulse_rl.units import bandwidth, nbytes
 
@@ -188,5 +187,5 @@ def _result(rate: float, method: str, sent: list[dict[str, Any]], received: list
 def _rank(network: Network, place: int, layers: int) -> Process:
     """A process of `ranks` in a namespace."""
     settings = {"rank": place, "layers": layers, "address": f"tcp://{network.hub(1)}:{PORT}"}
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), json.dumps(settings)]
+    command = [sys.executable, "-m", "bench.channel.ranks", json.dumps(settings)]
     return Process(f"rank {place}", network, place, command, {"GLOO_SOCKET_IFNAME": "hub" if place else "w1"})

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: `python bench/channel/run.py/ranks.py SETTINGS`. Rank 0 sends, rank 1 receives.
+"""The processes of the benchmark: `python -m bench.channel.ranks SETTINGS`. Rank 0 sends, rank 1 receives.
 
 Each prints a line when it is ready, then reads orders, each a line with an `Order` in JSON, and answers each with a
 line of JSON. They end when their standard input does. See `compare` for what is measured.
@@ -7,18 +7,15 @@ line of JSON. They end when their standard input does. See `compare` for what is
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent.parent / "link"))
 
 import msgspec
 import torch
 import torch.distributed as dist
-from compare import PARTS, Order
 
 import pulse_rl as pulse
-from pulse_rl.bench.roles import live_weights, masters, step
+from bench.channel.compare import PARTS, Order
+from bench.roles import live_weights, masters, step
 
 
 def main(rank: int, layers: int, address: str) -> None:

@@ -1,6 +1,6 @@
 """Which architectures vLLM follows in place, shown by outputs: makes the table of docs/engines-models.md.
 
-    PULSE_RL_PLAIN_GEMM=1 python bench/engine/architectures.py [NAME …] > table.md
+    PULSE_RL_PLAIN_GEMM=1 python -m bench.engine.architectures [NAME …] > table.md
 
 For each architecture a tiny model with random weights is saved as a checkpoint and loaded by vLLM in process. Two
 versions more are published, each with 3 % of all elements changed. The engine is brought to each of them in place; its
@@ -325,7 +325,7 @@ def main() -> None:
     print("| architecture | what is special | vLLM on a CPU |\n|---|---|---|", flush=True)
     left = sys.argv[1:] or list(ARCHITECTURES)
     while left:
-        command = [sys.executable, __file__, "--work", *left]
+        command = [sys.executable, "-m", "bench.engine.architectures", "--work", *left]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:

@@ -1,6 +1,6 @@
 """What the write of a version takes by the number of its changes, without an engine, beside plain copies. A minute.
 
-    .venv/bin/python bench/engine/write.py
+    .venv/bin/python -m bench.engine.write
 
 Random weights of SmolLM2's shapes. A version flips the lowest bit of elements at random. Between staging and writing
 all weights are read once, as a step of generation does. A copy of the touched cache lines is what the write would take
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import pulse_rl as pulse
-from pulse_rl.bench.roles import shapes
+from bench.roles import shapes
 
 DENSITIES = (0.0005, 0.0018, 0.0035, 0.005, 0.0067)
 LAYERS, TURNS = 30, 7

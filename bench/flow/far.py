@@ -1,6 +1,6 @@
 """A trainer and its only pool, apart by a narrow link: steps an hour with patches and with full weights.
 
-    python bench/flow/far.py --rate 10 --seconds 240 --out /tmp/far      # Linux, as root
+    python -m bench.flow.far --rate 10 --seconds 240 --out /tmp/far      # Linux, as root
 
 The driver, the trainer, the Dataflow and an S3 service are in one network namespace; a node of the same Ray cluster,
 with the pool, is in another one behind the link. The recipe is `math` with one worker, a random Llama of 20 M
@@ -20,12 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "link"))  # for its network
-
-from network import Network
-from processes import Process
-
-from pulse_rl.rl import metrics
+from bench.link.network import Network
+from bench.link.processes import Process
+from pulse_rl.flow import metrics
 
 HERE = Path(__file__).parent
 S3, BUCKET, RAY = 9000, "bench", 6379  # in a new namespace every port is free
@@ -60,7 +57,7 @@ def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[
         hub = network.hub(1)
         environment = _environment(hub)
         address, far = f"{hub}:{RAY}", f"{hub.rpartition('.')[0]}.2"
-        serve = [sys.executable, str(HERE.parent / "trainers" / "rank.py"), "store", "{}"]
+        serve = [sys.executable, "-m", "bench.trainers.rank", "store", "{}"]
         store = Process("store", network, HUB, serve, {})
         stack.callback(store.end)
         store.answer()
@@ -124,7 +121,7 @@ def _model(where: Path) -> int:
     import torch
     import transformers
 
-    from pulse_rl.rl import model
+    from pulse_rl.flow import model
 
     tokenizer = model.load("tiny", seed=0).tokenizer
     torch.manual_seed(0)

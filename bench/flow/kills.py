@@ -1,6 +1,6 @@
 """Seeded kills over all services of a run: every run must end whole.
 
-    PYTHONPATH=tests python bench/flow/kills.py --kills 200 --seed 0 --out /tmp/kills
+    PYTHONPATH=tests python -m bench.flow.kills --kills 200 --seed 0 --out /tmp/kills
 
 Each run is one of two policies of tiny models, every other one on a Ray cluster of several nodes on this machine. At
 random moments a worker, a trainer, the Dataflow, the driver or a node is killed; after the driver, the run goes on by

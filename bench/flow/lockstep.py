@@ -1,6 +1,6 @@
 """Two policies that learn together: each at its own pace, against the same work in lockstep.
 
-    python bench/flow/lockstep.py --steps 8 --out /tmp/lockstep
+    python -m bench.flow.lockstep --steps 8 --out /tmp/lockstep
 
 Three runs of the recipe `solver-verifier`, one after another, with the same problems and sizes: as the recipe is;
 `fresh`, in which each policy trains only on what its newest version has sampled; and `lockstep`, in which no policy
@@ -16,11 +16,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pulse_rl.flow import recipe_file
+from pulse_rl.flow import metrics, recipe_file
 from pulse_rl.flow.driver import run
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.rl import metrics
 
 WAYS = {
     "own pace": [],

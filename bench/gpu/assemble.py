@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels for a CUDA device, on a machine without one: bench/gpu/assemble.py [sm_90]
+"""What the compilers make of the kernels for a CUDA device, without a device: python -m bench.gpu.assemble [sm_90]
 
 It prints for each kernel its registers, the bytes that spill to memory, and its loads of 16 bytes. It needs Numba-CUDA
 with NVVM and ptxas (`numba-cuda[cu13]` and `nvidia-cuda-nvcc`); ptxas is found on the PATH. The emulator runs what is
@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import emulator
 import numpy as np
 from numba import cuda
 
+from bench.gpu import emulator
 from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels.cpu import Spots, context
 from pulse_rl.kernels.cpu import moves as cpu_moves

@@ -13,12 +13,12 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import peers
 import torch
-from children import Keep
-from clock import Times, times, wall
-from synthetic import changed, fill, shapes_of, state_like
 
+from bench.gpu import peers
+from bench.gpu.children import Keep
+from bench.gpu.clock import Times, times, wall
+from bench.gpu.synthetic import changed, fill, shapes_of, state_like
 from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.kernels.cpu.digests import digest_range
 from pulse_rl.kernels.gpu import casts, changes, device, digests

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from bandwidth import DENSITIES, fitting
-from children import Keep
-from synthetic import State, changed, fill, shapes_of, state_like
 
+from bench.gpu.bandwidth import DENSITIES, fitting
+from bench.gpu.children import Keep
+from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
 from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec
 from pulse_rl.kernels.cpu.coding import Lies, memory_at

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
-from children import Keep
 
 import pulse_rl as pulse
-from pulse_rl.rl import grpo, model, policy
-from pulse_rl.rl.model_name import smollm2_file
-from pulse_rl.rl.tasks import FORM_REWARD, SHOTS
+from bench.gpu.children import Keep
+from pulse_rl.flow import model, policy
+from pulse_rl.flow.model_name import smollm2_file
+from pulse_rl.flow.tasks import FORM_REWARD, SHOTS
+from pulse_rl.flow.training.losses import GrpoLoss, grpo_advantages
 
 LR, BETAS, GRADIENT_NORM, CLIP = 3e-6, (0.9, 0.999), 1.0, 0.2
 PROBLEMS, GROUP, MAX_NEW_TOKENS = 8, 8, 8  # a step
@@ -184,10 +185,10 @@ class Run:
             self._found[name].append(value)
 
     def _train(self, done: policy.Completions, rewards: torch.Tensor) -> None:
-        advantage = grpo.advantages(rewards.view(PROBLEMS, GROUP)).view(-1)
+        advantage = grpo_advantages(rewards.view(PROBLEMS, GROUP)).view(-1)
         with torch.autocast(torch.device(self._where).type, torch.bfloat16):
             logprobs = policy.score(self._masters, done, 1.0)
-        loss = grpo.loss(logprobs, done.logprobs, done.mask, advantage, CLIP, CLIP)
+        loss = GrpoLoss(clip=CLIP)(logprobs, done.logprobs, done.mask, advantage)
         (loss.total / loss.tokens).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._masters.parameters(), GRADIENT_NORM)
         self._optimizer.step()

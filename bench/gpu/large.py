@@ -1,14 +1,14 @@
-"""Kernels on more than 2^32 elements, on the emulated device: bench/gpu/large.py
+"""Kernels on more than 2^32 elements, on the emulated device: python -m bench.gpu.large
 
 Two regions are as long as one can be, 2^32 - 1 elements of 8 bits, and a short one lies between them. What is found and
 digested is compared with what is known, and with the CPU's digest. It takes some ten minutes, and little memory: nobody
 writes to most of it.
 """
 
-import emulator
 import numpy as np
 import torch
 
+from bench.gpu import emulator
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.gpu import changes, device, digests
 from pulse_rl.kernels.gpu.regions import regions_of

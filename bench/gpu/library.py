@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from bandwidth import fitting
-from children import Keep
-from clock import event, wall
-from synthetic import State, changed, fill, shapes_of, state_like
 
 import pulse_rl as pulse
+from bench.gpu.bandwidth import fitting
+from bench.gpu.children import Keep
+from bench.gpu.clock import event, wall
+from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.kernels.gpu import device
 from pulse_rl.sync.publish.baseline import KeptOn

@@ -8,9 +8,9 @@ import subprocess
 
 import numpy as np
 import torch
-from children import Keep
-from clock import wall
 
+from bench.gpu.children import Keep
+from bench.gpu.clock import wall
 from pulse_rl.kernels.gpu import device
 from pulse_rl.kernels.gpu.changes import find_changes
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
-from children import Keep
-from clock import wall
 
+from bench.gpu.children import Keep
+from bench.gpu.clock import wall
 from pulse_rl.group.collectives import Group
 
 BUCKET_NBYTES = 32 << 20

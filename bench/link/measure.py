@@ -2,7 +2,7 @@
 
 Each runs in a process. The publisher and the store (moto's S3 server, which honours put-if-absent) share a network
 namespace; each subscriber has another, whose link is shaped by a token bucket in both directions. The weights are
-those of `pulse-rl bench sync`. Three methods send a version:
+those of `python -m bench sync`. Three methods send a version:
 
 - `full`: the least that a user's own code does with a full checkpoint: `save_file` of the cast weights and an upload;
   a worker that polls as often as a Subscriber does, downloads to a file, and calls `load_file` and `copy_`. Nothing is
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
-from network import Network
-from processes import Process
 
-from pulse_rl.bench.report import Progress, Table, ms
+from bench.link.network import Network
+from bench.link.processes import Process
+from bench.report import Progress, Table, ms
 from pulse_rl.errors import IntegrityError, require
 from pulse_rl.units import nbytes
 
@@ -34,7 +34,6 @@ Method: TypeAlias = Literal["full", "gap", "context"]
 WORKERS = 2
 PORT = 5000  # of the store; in a new namespace every port is free
 BUCKET = "link"
-ROLES = Path(__file__).with_name("roles.py")
 FULL_S = 120.0  # longest that full checkpoints may take at one rate; one is always sent
 
 
@@ -196,5 +195,5 @@ def _process(role: str, network: Network, place: int, directory: Path, settings:
         "AWS_REGION": "us-east-1",
         "AWS_ALLOW_HTTP": "true",
     }
-    command = [sys.executable, str(ROLES), role, own]
+    command = [sys.executable, "-m", "bench.link.roles", role, own]
     return Process(role, network, place, command, access, hidden="AWS_", errors=place_directory / "stderr")

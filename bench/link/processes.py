@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from network import Network
 
+from bench import ROOT
+from bench.link.network import Network
 from pulse_rl.errors import ProcessDiedError
 
 
@@ -46,6 +47,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**kept, **environment},
+                cwd=ROOT,
                 text=True,
                 process_group=0,  # Ctrl-C is for the benchmark, which ends every process
             )

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: `python bench/link/roles.py store|publisher|subscriber SETTINGS`.
+"""The processes of the benchmark: `python -m bench.link.roles store|publisher|subscriber SETTINGS`.
 
 Each prints a line when it is ready. Publisher and subscriber then read orders, each a line with an `Order` in JSON, and
 answer each with a line of JSON. They end when their standard input does. See `measure` for what is measured and how.
@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 import torch
-from measure import BUCKET, PORT, Order
 
 import pulse_rl as pulse
-from pulse_rl.bench.roles import live_weights, masters, step, warm
+from bench.link.measure import BUCKET, PORT, Order
+from bench.roles import live_weights, masters, step, warm
 from pulse_rl.sync.subscribe.polling import POLL_S
 
 PART_NBYTES = 8 << 20  # a checkpoint is uploaded in parts of this size

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: `python bench/trainers/rank.py store|trainer SETTINGS`.
+"""The processes of the benchmark: `python -m bench.trainers.rank store|trainer SETTINGS`.
 
 Each prints a line when it is ready. A trainer then reads orders, each a line with an `Order` in JSON, and answers each
 with a line of JSON. They end when their standard input does. See `rounds` for what is measured.
@@ -14,15 +14,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent / "link"))
-
 import msgspec
 import torch
 import torch.distributed as dist
-from rounds import BUCKET, PORT, STORE_PORT, SYNC_EVERY, TRAINERS, Order
 
 import pulse_rl as pulse
-from pulse_rl.bench.roles import WEIGHT_STD, shapes, step
+from bench.roles import WEIGHT_STD, shapes, step
+from bench.trainers.rounds import BUCKET, PORT, STORE_PORT, SYNC_EVERY, TRAINERS, Order
 
 VOCABULARY = 4096  # of the model's embedding: dense methods must end in a time that one can wait for
 BUCKET_NBYTES = 25 << 20  # DDP's

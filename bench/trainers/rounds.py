@@ -18,14 +18,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from network import Network
-from processes import Process
 
-from pulse_rl.bench.report import Progress, Table
+from bench.link.network import Network
+from bench.link.processes import Process
+from bench.report import Progress, Table
 from pulse_rl.errors import IntegrityError
 from pulse_rl.units import nbytes
 
@@ -139,7 +138,7 @@ def _result(rate: float, method: str, ranks: list[list[dict[str, Any]]]) -> Meth
 
 
 def _command(role: str, settings: dict[str, object]) -> list[str]:
-    return [sys.executable, str(Path(__file__).with_name("rank.py")), role, json.dumps(settings)]
+    return [sys.executable, "-m", "bench.trainers.rank", role, json.dumps(settings)]
 
 
 def _route(network: Network) -> None:

@@ -19,6 +19,8 @@ is imported when it is first used, so `import pulse_rl` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pulse_rl.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pulse_rl import integrations as integrations
     from pulse_rl import study as study
@@ -58,16 +60,15 @@ if TYPE_CHECKING:
     from pulse_rl.patch.verbs import PatchInfo, apply, diff, inspect
     from pulse_rl.planner import Plan, plan
     from pulse_rl.store.base import Store
-    from pulse_rl.store.objects import open_store
+    from pulse_rl.store.opening import open_store
     from pulse_rl.sync.publish.publisher import Publisher
-    from pulse_rl.sync.reports import PublishReport, SyncReport
+    from pulse_rl.sync.publish.report import PublishReport
+    from pulse_rl.sync.subscribe.report import SyncReport
     from pulse_rl.sync.subscribe.staging import Staged
     from pulse_rl.sync.subscribe.subscriber import Subscriber
     from pulse_rl.weights.digests import digest
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
-
-__version__ = "0.1.0"
 
 _HOME = {
     "BaseMismatchError": "errors",
@@ -92,7 +93,7 @@ _HOME = {
     "PatchInfo": "patch.verbs",
     "Plan": "planner",
     "ProcessDiedError": "errors",
-    "PublishReport": "sync.reports",
+    "PublishReport": "sync.publish.report",
     "Publisher": "sync.publish.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
@@ -103,7 +104,7 @@ _HOME = {
     "StoreError": "errors",
     "StoreGroup": "loco.meeting.group",
     "Subscriber": "sync.subscribe.subscriber",
-    "SyncReport": "sync.reports",
+    "SyncReport": "sync.subscribe.report",
     "TensorInfo": "patch.format",
     "TensorSpec": "weights.layout",
     "UnmappedError": "errors",
@@ -116,7 +117,7 @@ _HOME = {
     "digest": "weights.digests",
     "inspect": "patch.verbs",
     "load_assets": "history.assets",
-    "open_store": "store.objects",
+    "open_store": "store.opening",
     "plan": "planner",
     "status": "history.operate.status",
     "verify": "history.operate.verify",

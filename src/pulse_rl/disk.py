@@ -3,10 +3,14 @@
 import errno
 import mmap
 import os
+import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+PART = ".part"  # how names end of what is not written to its end
 
 
 def open_file(path: Path, *, writable: bool = False) -> BinaryIO:
@@ -46,28 +50,64 @@ def map_open_file(file: BinaryIO, *, writable: bool = False) -> memoryview:
 
 def write_stream(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that appears whole or not at all, also where the process is killed or the power fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for part in parts:
+            file.write(part)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a place beside a path for a file, or a directory, to be written in the block; then move it to the path.
+
+    It is there when the block has ended, on the disk, also after a power failure. If the block raises, nothing changes.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
-        with temporary.open("wb") as file:
-            for part in parts:
-                file.write(part)
-        to_disk(temporary)
+        yield temporary
+        for each in (*temporary.rglob("*"), temporary):
+            to_disk(each)
         temporary.replace(path)
         to_disk(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def linked(file: Path, path: Path) -> bool:
+    """Give a file one more name, unless there is a file of that name."""
+    try:
+        os.link(file, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, on the disk too, where they are missing."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        if path.exists() and not path.is_dir():  # mkdir would say that it exists, and not what is wrong with it
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        path.mkdir(exist_ok=True)
+        to_disk(path.parent)
 
 
 def to_disk(path: Path) -> None:
     """Wait until the disk holds a file's bytes, or a directory's names.
 
-    A file that is renamed before that can be empty after a power failure. Does nothing for a directory on Windows,
-    which cannot open one.
+    A file that is renamed before that can be empty after a power failure. Does nothing for a directory where it cannot
+    be waited for: on Windows, which cannot open one, and on some network file systems.
     """
-    if path.is_dir() and os.name == "nt":
+    directory = path.is_dir()
+    if directory and os.name == "nt":
         return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if directory else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (directory and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)

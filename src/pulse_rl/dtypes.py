@@ -30,7 +30,13 @@ DTYPES: dict[str, tuple[str, int]] = {
     "complex64": ("C64", 8),
 }
 ITEMSIZES: dict[str, int] = dict(DTYPES.values())  # safetensors name → bytes an element
+_TORCH: dict[str, str] = {dtype: name for name, (dtype, _) in DTYPES.items()}
 UINTS: dict[int, np.dtype[Any]] = {n: np.dtype(f"<u{n}") for n in (1, 2, 4, 8)}
+
+
+def torch_name(dtype: str) -> str:
+    """The name by which torch calls a dtype, from the name that safetensors gives it."""
+    return _TORCH[dtype]
 
 
 class Field(NamedTuple):

@@ -268,7 +268,7 @@ class EngineError(PulseError):
         url: The engine.
         during: What it was asked for: "reach", "follow", "stage", "apply", "verify" or "resume".
         kind: The class of the engine's own error, as "IntegrityError"; None where there was no answer.
-        status: The HTTP status of the answer; None without one.
+        status: The status of the answer, as HTTP numbers it; None without one.
         temporary: Whether another attempt may succeed: it did not answer, as while it restarts, or its store failed.
         version: The version that it is proved to hold after that; None where that is not known.
         paused: Whether it has stopped to generate, and stays so until an update succeeds; None where it is not known.
@@ -364,8 +364,8 @@ def shown(names: Sequence[object]) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """How to install an extra, from an index that has pulse-rl or from a clone."""
-    return f"pip install 'pulse-rl[{extra}]', or '.[{extra}]' in a clone of its repository"
+    """How to install an extra: from a clone, as no package index has pulse-rl yet."""
+    return f"pip install '.[{extra}]' in a clone of pulse-rl's repository"
 
 
 def require(module: str, extra: str) -> ModuleType:

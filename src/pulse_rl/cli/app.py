@@ -1,7 +1,7 @@
 """`pulse-rl`: all commands, and the one place where an exception becomes a line on stderr.
 
 Exit codes: 0 success; 1 failure, or `verify` found a fault; 2 a bad command line or a bad value of an option; 130
-Ctrl-C; 141 the reader of stdout has closed it.
+Ctrl-C (and `train` 143 after SIGTERM, which stops it likewise); 141 the reader of stdout has closed it.
 Only Typer, Rich and the standard library are imported here, so that `pulse-rl --help` is fast.
 """
 
@@ -12,8 +12,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pulse_rl import __version__
-from pulse_rl.cli.bench import bench
 from pulse_rl.cli.files import apply, diff, inspect, verify
 from pulse_rl.cli.follow import follow
 from pulse_rl.cli.output import prepare_streams
@@ -23,6 +21,7 @@ from pulse_rl.cli.study import study
 from pulse_rl.cli.train import rollout, train
 from pulse_rl.cli.warmup import warmup
 from pulse_rl.errors import PulseError, install_hint, one_line
+from pulse_rl.version import __version__
 
 app = typer.Typer(
     name="pulse-rl",
@@ -45,7 +44,6 @@ app.command()(copy)
 app.command()(study)
 app.command()(plan)
 app.command()(warmup)
-app.add_typer(bench, name="bench")
 
 
 # What input, files, stores and this machine can cause. FileNotFoundError and TimeoutError are OSErrors.

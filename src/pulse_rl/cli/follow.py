@@ -17,9 +17,11 @@ from pulse_rl.errors import printable
 from pulse_rl.units import nbytes, seconds
 
 if TYPE_CHECKING:
+    from pulse_rl.engines.client import EngineClient
     from pulse_rl.engines.follow import Driver, Followed
     from pulse_rl.history.log import History
 
+_SGLANG = "sglang+"  # before the address of an SGLang server
 _BLINK_S = 0.5  # between two looks whether Ctrl-C was pressed
 
 
@@ -35,7 +37,11 @@ def follow(
     store: StoreTarget,
     engine: Annotated[
         list[str],
-        typer.Option(metavar="URL", help="An engine, as http://host:8000; give it once for each.", show_default=False),
+        typer.Option(
+            metavar="URL",
+            help="An engine, as http://host:8000, or sglang+http://host:30000; give it once for each.",
+            show_default=False,
+        ),
     ],
     pause: Annotated[
         Pause,
@@ -87,14 +93,16 @@ def follow(
     nothing: stop it with Ctrl-C and start it again whenever you like.
 
     Each engine is vLLM with pulse-rl beside it, started with VLLM_PLUGINS=pulse
-    and --weight-transfer-config '{"backend":"pulse"}'.
+    and --weight-transfer-config '{"backend":"pulse"}'; or SGLang, started with
+    --custom-weight-loader pulse_rl.integrations.sglang.load, whose address is
+    given with sglang+ before it. Looks at SGLang pause it for milliseconds.
 
     With --json, stdout gets one JSON document per change, each on a line; with
     --once too, one document at the end.
 
     Example: pulse-rl follow s3://bucket/run-a --engine http://gpu-1:8000
     """
-    from pulse_rl.engines.client import EngineClient, absolute
+    from pulse_rl.engines.client import absolute
     from pulse_rl.engines.follow import Driver, Manner
     from pulse_rl.engines.states import Follow
 
@@ -108,7 +116,7 @@ def follow(
     manner = Manner(pause=pause.value, reset_caches=not keep_caches, poll=poll)
     show = _Show(as_json=as_json, once=once)
     with output.checking():
-        engines = [EngineClient(url, api_key=api_key) for url in engine]
+        engines = [_client(url, api_key, pause) for url in engine]
         driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
     driver.start()
     current = False
@@ -127,6 +135,18 @@ def follow(
         raise typer.Exit(0 if current else 1)
 
 
+def _client(url: str, api_key: str | None, pause: Pause) -> EngineClient:
+    if not url.startswith(_SGLANG):
+        from pulse_rl.engines.client import EngineClient
+
+        return EngineClient(url, api_key=api_key)
+    from pulse_rl.integrations.sglang import SGLangEngine
+
+    if pause is Pause.wait:
+        raise ValueError(f"{printable(url)}: SGLang cannot wait for requests: give --pause keep or --pause abort")
+    return SGLangEngine(url.removeprefix(_SGLANG), api_key=api_key)
+
+
 def _open(store: str, public_key: str | None) -> tuple[History, str]:
     """The history, which may not have begun yet, and its store."""
     from pulse_rl.history.log import History
@@ -134,7 +154,8 @@ def _open(store: str, public_key: str | None) -> tuple[History, str]:
 
     try:
         kind, place = kind_of(store)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        typer.echo(f"{printable(str(error))}: correct the address, or publish a first version there", err=True)
         place = store
     else:
         if kind != "store":
@@ -174,6 +195,8 @@ class _Show:
 def _line(seen: Followed) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(seen.time))
     version = "nothing proved" if seen.version is None else f"version {seen.version}"
+    if seen.newest not in (None, seen.version):
+        version += f" → {seen.newest}"
     text = f"{clock}  {seen.engine}  {seen.standing}  {version}"
     if seen.standing == "ok" and seen.report is not None and seen.report.version == seen.version:
         report = seen.report

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -105,27 +105,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     with console.capture() as captured:
         console.print(drawn)
     write(captured.get())
-
-
-class Report(Protocol):
-    """What a benchmark returns: facts and tables for people; as a msgspec struct it is also a JSON document."""
-
-    def facts(self) -> Mapping[str, object]:
-        """Names and values."""
-
-    def tables(self) -> Sequence[tuple[Sequence[str], Sequence[Sequence[object]]]]:
-        """Columns and rows of each table."""
-
-
-def report(found: Report, as_json: bool) -> None:
-    """Print a benchmark's report, as text for people or as JSON."""
-    if as_json:
-        emit(found)
-        return
-    facts(found.facts())
-    for columns, rows in found.tables():
-        write("\n")
-        table(columns, rows)
 
 
 @contextmanager

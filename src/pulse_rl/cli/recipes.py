@@ -89,7 +89,7 @@ def resumed(directory: Path, sets: list[str], given: Mapping[str, object]) -> li
 
 def numbered(name: str) -> str:
     """The first of name, name-2, name-3, … that holds no run."""
-    from pulse_rl.rl.directory import free
+    from pulse_rl.flow.directory import free
 
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return next(out for out in names if free(Path(out)))

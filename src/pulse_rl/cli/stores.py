@@ -279,6 +279,8 @@ def _print_status(info: Status) -> None:
     if info.ended:
         lines["ended"] = f"yes, version {info.newest} is the last one"
     output.facts(lines)
+    if info.nonfinite:
+        output.write(f"warning: {info.nonfinite:,} weights of version {info.newest} are NaN or infinite\n")
     for problem in info.problems:
         output.write(f"problem: {printable(problem)}\n")
     if info.subscribers:

@@ -18,6 +18,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
     table = Table(title="Summary", show_header=False, title_justify="left")
     policies, workers = summary["policies"], {worker["id"]: worker for worker in summary["workers"]}
+    if stopped := summary["stopped"]:
+        table.add_row("stopped early", f"by {stopped['by']}; {escape(printable(stopped['sentence']))}")
     if summary["steps"]:
         table.add_row("steps", f"{summary['steps']}, {summary['seconds']:.0f} s")
     for name, policy in policies.items():
@@ -35,7 +37,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     for window, found in summary["windows"].items():
         passed = ", ".join(f"pass@{k} {share:.3f}" for k, share in found["pass"].items())
         table.add_row(f"window {escape(printable(window))}", passed or "nothing was played")
-    table.add_row("time", escape(printable(summary["balance"]["sentence"])))
+    table.add_row("waiting", escape(printable(summary["balance"]["sentence"])))
     directory = Path(summary["run"])
     here = directory.is_relative_to(Path.cwd())
     table.add_row("run", escape(printable(str(directory.relative_to(Path.cwd()) if here else directory))))
@@ -59,8 +61,20 @@ def _add_policy(table: "Table", policy: Mapping[str, Any], workers: Mapping[str,
         each = nbytes(sum(sent) / len(sent))
         table.add_row("bytes per version", f"{each} instead of {nbytes(policy['full_nbytes'])}")
         table.add_row("reduction", f"{policy['reduction']:.0f}×")
+        parts = {
+            "waiting for batches": "wait_s",
+            "training": "train_s",
+            "publishing": "publish_s",
+            "the rest": "rest_s",
+        }
+        spent = " + ".join(f"{policy[key]:.1f} {what}" for what, key in parts.items())
+        table.add_row("seconds", f"{policy['total_s']:.1f} = {spent}")
+        if policy["warning"]:
+            table.add_row("warning", escape(printable(policy["warning"])))
         if policy["trainer_sync"]:
             _add_exchange(table, policy["trainer_sync"])
+    if spoilt := policy["nonfinite"]:
+        table.add_row("NOT FINITE", f"{spoilt:,} of {policy['elements']:,} weights are NaN or infinite")
     table.add_row("trainer", f"version {policy['trainer_version']}, digest {policy['trainer_digest']}")
     for held in policy["workers"]:
         proof = "bit-identical" if held["verified"] else "NOT IDENTICAL"

@@ -1,6 +1,7 @@
 """`pulse-rl train` and `pulse-rl rollout`: do a run, or add rollout workers to one."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -213,6 +214,8 @@ def train(
         typer.echo(json.dumps(summary, indent=2))
     else:
         print_summary(summary)
+    if stopped := summary["stopped"]:
+        raise typer.Exit(128 + signal.Signals[stopped["by"]])
 
 
 def rollout(
@@ -232,7 +235,7 @@ def rollout(
 
     Example: pulse-rl rollout runs/main --add 2
     """
-    from pulse_rl.rl.directory import request_workers
+    from pulse_rl.flow.directory import request_workers
 
     with output.checking():
         request_workers(directory, remove or add, leaving=remove > 0)

@@ -141,9 +141,6 @@ class Codec(Protocol):
         Both raise FormatError for malformed bytes.
         """
 
-    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
-        """What the segments of a block share, and its only span, as they are one after another in format 1."""
-
 
 T = TypeVar("T")
 
@@ -154,12 +151,6 @@ def consecutive(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T
     for size in sizes:
         yield items[at : at + size]
         at += size
-
-
-def open_block(codec: Codec, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
-    """The units of a block of one span, with what it shares before it. Raises FormatError."""
-    shared, span = codec.split(block)
-    return codec.open(shared, specs, [len(specs)])[0](span).each()
 
 
 _EVERY = np.arange(SEGMENT, dtype=np.uint32)

@@ -1,8 +1,9 @@
 """The choice of a codec: by name, or by measurement for "auto".
 
 `auto` encodes the changes at hand with each candidate and takes the one with the least encode + transfer + decode time
-over the link, or with the fewest bytes if the link's bandwidth is not known. A `Chooser`, for a sequence of patches,
-keeps its measurements and repeats them now and then, because densities drift.
+over the link, or with the fewest bytes if the link's bandwidth is not known: then the choice depends on the patches
+alone, and no process makes another one. A `Chooser`, for a sequence of patches, keeps its measurements and repeats them
+now and then, because densities drift.
 """
 
 from collections.abc import Sequence
@@ -13,26 +14,24 @@ from pulse_rl import units
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.gap import GapCodec
-from pulse_rl.codecs.raw import RawCodec
 
 CodecName = Literal["auto", "context", "gap"]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec(), RawCodec())}  # to read
-OFFERED = ("context", "gap")  # to write; `raw` is never smaller than `gap`, and hardly faster
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (ContextCodec(), GapCodec())}
 RETRY = 50  # patches after which `auto` tries all candidates again
 DRIFT = 2.0  # factor by which the density changes before it does so at once
 
 
 def check(name: str) -> None:
     """Raise ValueError unless this is the name of a codec to write patches with, or "auto"."""
-    if name != "auto" and name not in OFFERED:
-        raise ValueError(f"codec: expected one of auto, {', '.join(OFFERED)}, found {name!r}")
+    if name != "auto" and name not in CODECS:
+        raise ValueError(f"codec: expected one of auto, {', '.join(CODECS)}, found {name!r}")
 
 
 def candidates(name: str) -> list[Codec]:
     """The codec of that name; for "auto" all candidates. Raises ValueError for an unknown name."""
     check(name)
-    return [CODECS[candidate] for candidate in (OFFERED if name == "auto" else (name,))]
+    return [CODECS[candidate] for candidate in (CODECS if name == "auto" else (name,))]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Chooser:
         check(name)
         self._name = name
         self._trials: list[Trial] = []
-        self._density = 0.0  # of the patch that they were made on
+        self._density: float | None = None  # of the patch that they were made on; before, of the first
         self._since = 0  # patches chosen for since then
         self.reason = f"codec={name!r} was requested"
 
@@ -86,23 +85,36 @@ class Chooser:
         """Whether nothing has been measured yet."""
         return not self._trials
 
-    def codecs(self, bandwidth: float | None) -> list[Codec]:
-        """The codecs to encode the next patch with: one, or several to measure."""
-        if self._name != "auto" or not self._trials or self._since >= RETRY:
+    def codecs(self, bandwidth: float | None, before: str | None = None) -> list[Codec]:
+        """The codecs to encode the next patch with: one, or several to measure.
+
+        before: the codec of the patch before, which another process may have made: it stays where nothing tells more.
+        """
+        if self._name != "auto" or self._since >= RETRY:
             return candidates(self._name)
-        return [CODECS[best(self._trials, bandwidth).codec]]
+        if self._trials:
+            return [CODECS[best(self._trials, bandwidth).codec]]
+        return [CODECS[before]] if bandwidth is None and before in CODECS else candidates(self._name)
 
     def choose(self, trials: Sequence[Trial], density: float, bandwidth: float | None) -> Trial:
         """Choose which of the patches just encoded to send. Sets `reason`."""
         self._since += 1
-        if len(trials) > 1:
-            self._trials, self._density, self._since = list(trials), density, 0
+        if len(trials) > 1 or self._density is None:
+            self._density, self._since = density, 0
+            self._trials = list(trials) if len(trials) > 1 else []
         elif not self._density / DRIFT <= density <= self._density * DRIFT:
             self._since = RETRY
         if self._name != "auto":
             return trials[0]
+        if not self._trials:
+            self.reason = f"{trials[0].account(None)}, as before: no bandwidth of a link is known"
+            return trials[0]
         chosen = best(self._trials, bandwidth)
         others = [trial.account(bandwidth) for trial in self._trials if trial is not chosen]
-        link = units.bandwidth(bandwidth) if bandwidth else "an unknown link"
-        self.reason = f"{chosen.account(bandwidth)} against {', '.join(others)}, over {link}"
+        why = (
+            f"over {units.bandwidth(bandwidth)}"
+            if bandwidth
+            else "the fewest bytes, as no bandwidth of a link is known"
+        )
+        self.reason = f"{chosen.account(bandwidth)} against {', '.join(others)}, {why}"
         return next(trial for trial in trials if trial.codec == chosen.codec)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldBits, Read, SegmentChanges, SegmentSpec, Units, consecutive
+from pulse_rl.codecs.base import OldBits, Read, SegmentChanges, SegmentSpec, Unit, Units, consecutive
 from pulse_rl.codecs.model import Counts, Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
@@ -79,11 +79,12 @@ class ContextCodec:
         head, (span,) = self.encode(segments, [len(segments)])
         return struct.pack("<I", len(head)) + head + span
 
-    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
+    def open_block(self, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
+        """The units of what `encode_block` has made. Raises FormatError."""
         if len(block) < 4:
             raise FormatError(f"context block: expected at least 4 bytes, found {len(block)}")
         (nbytes,) = struct.unpack_from("<I", block)
-        return block[4 : 4 + nbytes], block[4 + nbytes :]
+        return self.open(block[4 : 4 + nbytes], specs, [len(specs)])[0](block[4 + nbytes :]).each()
 
     def open(
         self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]

@@ -56,9 +56,6 @@ class GapCodec:
     def _units(self, specs: Sequence[SegmentSpec], payload: memoryview) -> Units:
         return Units([len(specs)], lambda numbers, reads, memory: self._decode(payload, specs))
 
-    def split(self, block: memoryview) -> tuple[memoryview, memoryview]:
-        return block[:0], block
-
     def _decode(self, payload: memoryview, specs: Sequence[SegmentSpec]) -> list[Changes]:
         if len(payload) < 4:
             raise FormatError(f"gap block: expected at least 4 bytes, found {len(payload)}")

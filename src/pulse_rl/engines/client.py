@@ -1,8 +1,9 @@
-"""One engine over HTTP: what it holds; stage while it generates, then apply in a short pause.
+"""One engine, wherever it is: what it holds; stage while it generates, then apply in a short pause.
 
-The engine does the work. Its own process pauses, applies, proves and goes on in one request, so a client that is killed
-in the middle leaves no engine paused. What an engine holds is always asked of it, never remembered here: it may have
-been started again in between.
+A `Service` answers: over HTTP in the engine's own process, which pauses, applies, proves and goes on in one request, so
+a client that is killed in the middle leaves no engine paused. For an SGLang server and for an engine in the trainer's
+process the service is in this one (`engines.service.Local`). What an engine holds is always asked of it, never
+remembered here: it may have been started again in between.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from http.client import HTTPException
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from pulse_rl.documents import decode_json
+from pulse_rl.engines.http import Server, is_temporary
 from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.states import (
     BUSY,
-    ROUTES,
     During,
     EngineReport,
     EngineState,
@@ -31,14 +30,14 @@ from pulse_rl.engines.states import (
     PauseMode,
     Refusal,
 )
-from pulse_rl.errors import EngineError, one_line, printable
+from pulse_rl.errors import EngineError, FormatError, one_line, printable
 from pulse_rl.store.urls import as_path, is_url
 
 TIMEOUT_S = 30.0  # of an answer that takes no work
 APPLY_S = 600.0  # "wait" lasts as long as the longest request that runs
 STAGE_S = 3600.0  # a first anchor over a slow line
-_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5  # between two looks at an engine that stages
-_MAX_NBYTES = 16 << 20  # of an answer
+_TURN_S = 0.02  # between two attempts while the engine is at work for another call
+_SLOWER = 1.2  # each look at an engine that works comes so much later than the one before
 
 T = TypeVar("T")
 
@@ -48,29 +47,49 @@ def absolute(store: str | Path) -> str:
     return str(store) if is_url(str(store)) else str(as_path(str(store)).absolute())
 
 
+class Transport(Protocol):
+    """What carries a verb to the service of one engine.
+
+    url: the engine's address, or what messages call it. looks: seconds between two looks at an engine that works, the
+    first and the longest: each costs the engine something.
+    """
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def looks(self) -> tuple[float, float]: ...
+
+    def send(self, verb: str, body: bytes, timeout: float) -> tuple[int, bytes]:
+        """Ask for a verb of `engines.states.VERBS`, with JSON. Returns the answer's HTTP status, and JSON.
+
+        timeout: seconds for the whole answer. Raises EngineError if the engine is out of reach.
+        """
+
+
 class EngineClient:
-    """One engine with the plug-in of pulse-rl, over HTTP.
+    """One engine with the plug-in of pulse-rl.
 
     Safe to use from several threads, and from several processes: the engine takes one update at a time.
 
     Args:
-        url: The engine's address, as "http://host:8000".
+        url: The engine's address, as "http://host:8000". The /v1 of an API's address is left out. Or a transport.
         api_key: The key that the engine was started with; None: none.
-        timeout: Seconds that an answer without work may take: the engine answers between two of its steps.
+        timeout: Seconds that an answer without work may take, all of it: the engine answers between two of its steps.
 
     Raises:
         ValueError: The address is none.
+        MissingExtraError: The extra `follow` is not installed.
 
     Attributes:
         url: The engine's address.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = TIMEOUT_S) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"engine: expected a URL as http://host:8000, found {printable(url)!r}")
-        self.url = url.rstrip("/")
-        self._api_key = api_key
+    _follow_waits = False  # by default
+
+    def __init__(self, url: str | Transport, *, api_key: str | None = None, timeout: float = TIMEOUT_S) -> None:
+        self._transport = Server(url, api_key) if isinstance(url, str) else url
+        self.url = self._transport.url
         self._timeout = timeout
 
     def state(self) -> EngineState:
@@ -82,7 +101,7 @@ class EngineClient:
         Raises:
             EngineError: It is out of reach, or has no plug-in.
         """
-        return self._ask("reach", "GET", "state", EngineState)
+        return self._ask("state", EngineState)
 
     def follow(
         self,
@@ -92,10 +111,14 @@ class EngineClient:
         public_key: str | Path | None = None,
         heartbeat: str | None = None,
         patience: float = 30.0,
+        wait: bool | None = None,
+        timeout: float = STAGE_S,
     ) -> EngineState:
         """Tell the engine which history to follow. It opens it and finds its weights while it goes on generating.
 
-        Told the same again, it does nothing. Told another one, it forgets the first; its weights stay as they are.
+        Told the same again, it looks whether the store was begun anew, and else does nothing. Told another one, it goes
+        on with the first until the other is opened and its tensors are found, and if that fails: `state` says why in
+        `failure`, and a `stage` raises it.
 
         Args:
             store: The store's URL as the engine reaches it, or a directory.
@@ -103,12 +126,15 @@ class EngineClient:
             public_key: The path of a PEM file on the engine's host: a history that it did not sign is refused.
             heartbeat: An id under which the engine writes what it holds to the store, for `pulse-rl status`.
             patience: Seconds for which the engine tries a failing store again, before a stage fails.
+            wait: Whether to wait until it has found its weights. None: `SGLangEngine` waits, others do not.
+            timeout: Seconds to wait.
 
         Returns:
             What it holds and does.
 
         Raises:
-            EngineError: It is out of reach, or has no plug-in.
+            EngineError: It is out of reach, or has no plug-in. If it was waited for: it cannot follow that in place.
+            TimeoutError: It looks for its weights still.
         """
         wanted = Follow(
             store=absolute(store),
@@ -117,7 +143,12 @@ class EngineClient:
             heartbeat=heartbeat,
             patience=patience,
         )
-        return self._ask("follow", "POST", "follow", EngineState, msgspec.to_builtins(wanted))
+        state = self._ask("follow", EngineState, msgspec.to_builtins(wanted))
+        if self._follow_waits if wait is None else wait:
+            state = self._ended("follow", state, timeout)
+            if state.failure is not None:
+                raise failed(state.failure, state, self.url)
+        return state
 
     def stage(self, version: int | None = None, *, wait: bool = True, timeout: float = STAGE_S) -> EngineState:
         """Fetch, decode and prove a version, while the engine generates. No weight is touched.
@@ -134,25 +165,11 @@ class EngineClient:
             EngineError: It failed, or is out of reach, or was started again meanwhile. It goes on with its version.
             TimeoutError: It stages still.
         """
-        deadline, look = time.monotonic() + timeout, _LOOK_S
-        began = state = self._in_turn("stage", EngineState, {"version": version}, deadline)
+        start = time.monotonic()
+        state = self._in_turn("stage", EngineState, {"version": version}, start + timeout)
         if not wait:
-            return began
-        while state.phase == "working":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.url} has not staged a version within {timeout:g} s")
-            time.sleep(look)
-            look = min(look * 1.2, _LONGEST_LOOK_S)
-            state = self._ask("stage", "GET", "state", EngineState)
-        if state.instance != began.instance:
-            raise EngineError(
-                f"{self.url} was started again while it staged",
-                url=self.url,
-                during="stage",
-                temporary=True,
-                version=state.version,
-                paused=state.paused,
-            )
+            return state
+        state = self._ended("stage", state, timeout, start)
         if state.phase != "staged":
             raise failed(state.failure or Failure("stage", "RuntimeError", "nothing is staged"), state, self.url)
         return state
@@ -206,7 +223,7 @@ class EngineClient:
         target = state.prepared.version if state.prepared else version
         return self.apply(target, pause=pause, reset_caches=reset_caches)
 
-    def verify(self, *, timeout: float = APPLY_S) -> str:
+    def verify(self, *, timeout: float = STAGE_S) -> str:
         """Recount the digest of all live weights, while the engine generates.
 
         Args:
@@ -219,13 +236,9 @@ class EngineClient:
             EngineError: The weights no longer hold it, or there is none. The next update repairs them.
             TimeoutError: It counts still.
         """
-        deadline = time.monotonic() + timeout
-        state = self._in_turn("verify", EngineState, {}, deadline)
-        while state.phase == "working":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.url} has not counted its weights within {timeout:g} s")
-            time.sleep(_LOOK_S)
-            state = self._ask("verify", "GET", "state", EngineState)
+        start = time.monotonic()
+        state = self._in_turn("verify", EngineState, {}, start + timeout)
+        state = self._ended("verify", state, timeout, start)
         if state.failure is not None or state.digest is None:
             raise failed(state.failure or Failure("verify", "RuntimeError", "no version is held"), state, self.url)
         return state.digest
@@ -239,73 +252,70 @@ class EngineClient:
         Raises:
             EngineError: It was refused, or the engine is out of reach.
         """
-        return self._ask("resume", "POST", "resume", EngineState)
+        return self._ask("resume", EngineState)
+
+    def _ended(self, during: During, state: EngineState, timeout: float, start: float | None = None) -> EngineState:
+        """Wait until the engine has done what it began: state is what it said then. start: of the timeout."""
+        deadline = (time.monotonic() if start is None else start) + timeout
+        instance, (look, longest) = state.instance, self._transport.looks
+        while state.phase == "working":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.url}: {during} has not ended within {timeout:g} s")
+            time.sleep(look)
+            look = min(look * _SLOWER, longest)
+            state = self.state()
+        if state.instance != instance:
+            raise EngineError(
+                f"{self.url} was started again during {during}",
+                url=self.url,
+                during=during,
+                temporary=True,
+                version=state.version,
+                paused=state.paused,
+            )
+        return state
 
     def _in_turn(self, verb: During, kind: type[T], body: Mapping[str, Any], deadline: float) -> T:
         """Ask for work, again while the engine is at work for another call. Raises EngineError."""
         while True:
-            left = max(_LOOK_S, deadline - time.monotonic()) if verb == "apply" else None  # others return at once
+            left = max(_TURN_S, deadline - time.monotonic()) if verb == "apply" else None  # others return at once
             try:
-                return self._ask(verb, "POST", verb, kind, body, left)
+                return self._ask(verb, kind, body, left)
             except EngineError as error:
                 if error.kind != BUSY or time.monotonic() > deadline:
                     raise
-            time.sleep(_LOOK_S)
+            time.sleep(_TURN_S)
 
-    def _ask(
-        self,
-        during: str,
-        method: str,
-        route: str,
-        kind: type[T],
-        body: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> T:
-        """Send one request. Raises EngineError."""
-        url = f"{self.url}{ROUTES}/{route}"
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = json.dumps(body or {}).encode() if method == "POST" else None
+    def _ask(self, verb: str, kind: type[T], body: Mapping[str, Any] | None = None, timeout: float | None = None) -> T:
+        """Ask for a verb. Raises EngineError."""
+        status, found = self._transport.send(verb, json.dumps(body or {}).encode(), timeout or self._timeout)
+        if status != HTTPStatus.OK:
+            raise self._refused(verb, status, found)
         try:
-            with urlopen(Request(url, data, headers, method=method), timeout=timeout or self._timeout) as answer:
-                found = answer.read(_MAX_NBYTES)
-        except HTTPError as error:
-            with error:
-                raise self._refused(during, error.code, error.read(_MAX_NBYTES)) from None
-        except (URLError, OSError, ValueError) as error:  # http.client's errors are among them, but for one
-            reason = error.reason if isinstance(error, URLError) else error
-            text = one_line(reason) if isinstance(reason, BaseException) else printable(str(reason))
-            raise self._away(during, text) from error
-        except HTTPException as error:
-            raise self._away(during, one_line(error)) from error
-        try:
-            return msgspec.json.decode(found, type=kind)
-        except msgspec.MsgspecError as error:
+            return decode_json(found, kind, "its answer")
+        except FormatError as error:
             raise EngineError(
-                f"{self.url} answers, but not as the plug-in of pulse-rl does: {one_line(error)}",
+                f"{self.url} answers, but not as the plug-in of pulse-rl does: {one_line(error, 500)}",
                 url=self.url,
-                during=during,
-                status=200,
+                during=verb,
+                status=status,
             ) from error
-
-    def _away(self, during: str, text: str) -> EngineError:
-        return EngineError(f"{self.url} is out of reach: {text}", url=self.url, during=during, temporary=True)
 
     def _refused(self, during: str, status: int, body: bytes) -> EngineError:
         """The error for an answer that is no success."""
         try:
-            refusal = msgspec.json.decode(body, type=Refusal)
-        except msgspec.MsgspecError:
+            refusal = decode_json(body, Refusal, "its answer")
+        except FormatError:
             advice = {
                 401: "it wants its API key",
-                404: "it has no plug-in: start it with VLLM_PLUGINS=pulse, and pulse-rl installed beside it",
+                404: "it has no plug-in: start vLLM with VLLM_PLUGINS=pulse, and pulse-rl installed beside it; to "
+                "`pulse-rl follow` the address of an SGLang server is sglang+http://host:30000",
             }.get(status, printable(body[:300].decode(errors="replace")))
             return EngineError(
                 f"{self.url} answers {status}: {advice}",
                 url=self.url,
                 during=during,
                 status=status,
-                temporary=status in (502, 503, 504),  # a proxy whose engine restarts
+                temporary=is_temporary(status),
             )
         return failed(refusal.failure, refusal.state, self.url, status)

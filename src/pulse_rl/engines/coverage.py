@@ -13,7 +13,8 @@ import torch
 from pulse_rl.engines.geometry import Axis, Copied, NotBoxes, Strided, cells, row_major
 from pulse_rl.engines.tracing import Overwritten, Trace, storage_of
 from pulse_rl.errors import UnmappedError
-from pulse_rl.weights.boxes import Box, disjoint
+from pulse_rl.weights.box_sets import disjoint
+from pulse_rl.weights.boxes import Box
 
 
 def check_coverage(model: torch.nn.Module, trace: Trace, derived: Iterable[torch.Tensor]) -> None:

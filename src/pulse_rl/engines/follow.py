@@ -18,9 +18,11 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from pulse_rl.engines.client import EngineClient
-from pulse_rl.engines.states import EngineReport, EngineState, Follow, PauseMode
-from pulse_rl.errors import EngineError, PulseError, one_line
+from pulse_rl.engines.outcomes import failed
+from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode
+from pulse_rl.errors import EngineError, PulseError, one_line, printable
 from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest
 
 Standing: TypeAlias = Literal["unknown", "away", "waiting", "opening", "staging", "applying", "paused", "failing", "ok"]
 
@@ -103,10 +105,11 @@ class Driver:
         self._manner, self._notice = manner or Manner(), notice
         self._stop = threading.Event()
         self._change = threading.Condition()  # of the newest version, and of how engines stand
-        self._newest: int | None = None
-        self._store_error: str | None = None
+        self._head: Manifest | None = None
+        self._store_error: str | None = "it was not read yet"
         self._seen = {url: Followed(url) for url in urls}
         self._instances: dict[str, str] = {}
+        self._told: set[str] = set()
 
     def engines(self) -> list[Followed]:
         """How they all stand."""
@@ -116,11 +119,11 @@ class Driver:
     @property
     def newest(self) -> int | None:
         """The newest version that was seen in the history; None for none yet."""
-        return self._newest
+        return self._head.version if self._head else None
 
     @property
     def store_error(self) -> str | None:
-        """Why the history could not be read at the last look; None where it could."""
+        """Why the last look at the history found no version; None where it found one."""
         return self._store_error
 
     def start(self) -> None:
@@ -150,7 +153,7 @@ class Driver:
         return True
 
     def _all_current(self) -> bool:
-        newest = self._newest
+        newest = self.newest
         return newest is not None and all(
             seen.standing == "ok" and seen.version == newest for seen in self._seen.values()
         )
@@ -160,13 +163,13 @@ class Driver:
         while not self._stop.is_set():
             try:
                 head = self._history.head(polling=True)
-                error = None
+                error = None if head else f"{self._history.store.url} holds no version yet, or the address is wrong"
             except PulseError as failure:
                 head, error = None, one_line(failure)
             with self._change:
-                self._store_error = error
-                if head is not None and head.version != self._newest:
-                    self._newest = head.version
+                news = error != self._store_error or (head is not None and head != self._head)
+                self._store_error, self._head = error, head or self._head
+                if news:
                     self._change.notify_all()
             self._stop.wait(self._manner.poll)
 
@@ -189,41 +192,55 @@ class Driver:
     def _sleep(self, engine: EngineClient) -> None:
         """Wait for a newer version, or until the engine is to be looked at again."""
         with self._change:
-            if not self._stop.is_set() and self._seen[engine.url].newest == self._newest:
+            if not self._stop.is_set() and self._seen[engine.url].newest == self.newest:
                 self._change.wait(self._manner.poll)
 
     def _turn(self, engine: EngineClient) -> None:
         """Ask an engine what it holds, and do what is missing. Raises EngineError and TimeoutError."""
-        state = self._open(engine, engine.state())
-        newest = self._newest
-        if newest is None:
+        state, head = engine.state(), self._head
+        self._count_restarts(engine, state)
+        if head is None:
             return self._see(engine, "waiting", state.version, error=self._store_error)
+        state, newest = self._open(engine, state), head.version
         if state.version == newest and (state.ready or (state.paused and state.weight_version == str(newest))):
+            _check(engine, head, state)
             return self._see(engine, "ok" if state.ready else "paused", newest)
         self._see(engine, "staging", state.version)
         state = engine.stage(newest)
         self._see(engine, "applying", state.version)
         report = engine.apply(newest, pause=self._manner.pause, reset_caches=self._manner.reset_caches)
-        standing: Standing = "ok" if engine.state().ready else "paused"
-        return self._see(engine, standing, report.version, report=report)
+        _check(engine, head, report)
+        state = engine.state()
+        _check(engine, head, state)
+        return self._see(engine, "ok" if state.ready else "paused", newest, report=report)
 
-    def _open(self, engine: EngineClient, state: EngineState) -> EngineState:
-        """Tell an engine what to follow, if it follows something else, and wait until it is at no work."""
+    def _count_restarts(self, engine: EngineClient, state: EngineState) -> None:
         if self._instances.setdefault(engine.url, state.instance) != state.instance:
             self._instances[engine.url] = state.instance
             with self._change:
                 seen = self._seen[engine.url]
                 self._seen[engine.url] = msgspec.structs.replace(seen, restarts=seen.restarts + 1)
+
+    def _open(self, engine: EngineClient, state: EngineState) -> EngineState:
+        """Tell an engine what to follow, if it follows something else, and wait until it is at no work.
+
+        Raises EngineError if it cannot follow that.
+        """
         wanted = self._follow
         if wanted.heartbeat == "*":
             wanted = msgspec.structs.replace(wanted, heartbeat=heartbeat_id(engine.url))
-        if state.follow != wanted:
-            state = engine.follow(**msgspec.structs.asdict(wanted))
+        tells = state.pending or state.follow != wanted or engine.url not in self._told
+        if tells:  # at the start always: its store may have begun anew
+            state = engine.follow(**msgspec.structs.asdict(wanted), wait=False)
+            self._told.add(engine.url)
         while state.phase == "working":
-            self._see(engine, "opening" if state.mapping is None else "staging", state.version)
+            self._see(engine, "opening" if tells else "staging", state.version)
             if self._stop.wait(_LOOK_S):
-                break
+                return state
             state = engine.state()
+        if state.follow != wanted:
+            failure = state.failure or Failure("follow", "RuntimeError", "it was told, and follows something else")
+            raise failed(failure, state, engine.url)
         return state
 
     def _see(
@@ -242,7 +259,7 @@ class Driver:
                 before,
                 standing=standing,
                 version=version,
-                newest=self._newest,
+                newest=self.newest,
                 error=error,
                 updates=before.updates + (report is not None),
                 report=report or before.report,
@@ -253,6 +270,19 @@ class Driver:
                 self._change.notify_all()
                 if not self._stop.is_set():
                     self._notice(after)
+
+
+def _check(engine: EngineClient, head: Manifest, found: EngineState | EngineReport) -> None:
+    """Raise EngineError if an engine does not hold this version of the history, whatever number it says."""
+    if (found.version, found.digest) != (head.version, head.digest):
+        raise EngineError(
+            f"{engine.url}: expected version {head.version} of digest {head.digest}, as the history has it, found "
+            f"version {found.version} of digest {printable(str(found.digest))}: it follows another history",
+            url=engine.url,
+            during="follow",
+            kind="IntegrityError",
+            version=found.version,
+        )
 
 
 def heartbeat_id(url: str) -> str:

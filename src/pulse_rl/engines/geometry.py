@@ -10,9 +10,8 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+from pulse_rl.weights.box_sets import MAX_BOXES
 from pulse_rl.weights.boxes import Box, Shape
-
-MAX_BOXES = 1 << 16  # of one tensor: more are no layout, but a shuffle
 
 
 class NotBoxes(Exception):

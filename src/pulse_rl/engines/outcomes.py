@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pulse_rl.engines.states import EngineReport, EngineState, Failure, PauseMode, Prepared
+from pulse_rl.engines.states import LONGEST, EngineReport, EngineState, Failure, PauseMode, Prepared
 from pulse_rl.errors import EngineError, printable
 
 
@@ -48,8 +48,9 @@ def failed(failure: Failure, state: EngineState, url: str | None = None, status:
     where = "" if url is None else f"{url}: "
     holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
     then = ", and stays paused until an update succeeds" if state.paused else ""
+    said = printable(f"{failure.kind[:100]}: {failure.message[:LONGEST]}")  # an engine's words
     return EngineError(
-        f"{where}{failure.during} failed: {failure.kind}: {printable(failure.message)} ({holds}{then})",
+        f"{where}{failure.during} failed: {said} ({holds}{then})",
         url=url,
         during=failure.during,
         kind=failure.kind,

@@ -13,12 +13,13 @@ from pulse_rl.engines.states import EngineState, Failure, Follow, Mapped, Phase,
 class RankState(msgspec.Struct, frozen=True):
     """What one process holds.
 
-    synced: whether it was brought to a version since its start. stopped: whether its weights are of no version, so that
-    the engine must stay paused. working: whether a job is not done.
+    follow, pending: as in `EngineState`. synced: whether it was brought to a version since its start. stopped: whether
+    its weights are of no version, so that the engine must stay paused. working: whether a job is not done.
     """
 
     instance: str
     follow: Follow | None
+    pending: Follow | None
     version: int | None
     digest: str | None
     synced: bool
@@ -62,6 +63,7 @@ def merge(ranks: Sequence[RankState], outside: Outside) -> EngineState:
         instance=first.instance,
         model=outside.model,
         follow=first.follow,
+        pending=first.pending,
         version=version,
         digest=digest,
         ready=ready,

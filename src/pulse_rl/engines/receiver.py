@@ -7,14 +7,15 @@ agree (`Ranks.share`) before they go on: none waits for one that has failed.
 Two things are done in the engine's own thread: finding the map and proving what is derived, since the model's loader
 runs for it and no step may run meanwhile (the thread asks, and the next call does it), and applying.
 
+A history is opened and proved before the one that is followed is let go of, so a wrong address changes nothing. Where
+it has the same tensors, the map that was proved stands: the weights need hold no version of the new history.
+
 No call raises for what went wrong with a history or a store: the state says it.
 """
 
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,17 +23,21 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from pulse_rl.engines.pins import pinned
 from pulse_rl.engines.ranks import Applied, RankState
 from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
-from pulse_rl.errors import BaseMismatchError, VersionNotFoundError, one_line
+from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.history.log import History
+from pulse_rl.history.manifest import Manifest, check_same_history
+from pulse_rl.history.partial import tensors_of
+from pulse_rl.kernels.cpu.beside import start_compiling
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
+from pulse_rl.store.opening import open_store
 from pulse_rl.sync.freed import return_freed
-from pulse_rl.sync.group.peers import WORDING
+from pulse_rl.sync.group.peers import WORDING, RankPeers
 from pulse_rl.sync.group.ranks import Ranks, ranks_of
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.subscriber import Subscriber
@@ -42,11 +47,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-_Jobs: TypeAlias = "SimpleQueue[tuple[During, Callable[[], None]] | None]"  # None ends the thread
+_Jobs: TypeAlias = "SimpleQueue[tuple[During, Callable[[], object]] | None]"  # None ends the thread
 log = logger(__name__)
 
-_COMPILE = "from pulse_rl.kernels.cpu.warmup import warm_up; warm_up()"
-_COMPILE_S = 600.0
 _HELP_S = 0.01  # between two looks whether a job wants something done in the engine's thread
 
 
@@ -67,6 +70,17 @@ class Views(Protocol):
 
 # The tensors of a history, and the further names of tied ones → the name that stands for them.
 FindViews = Callable[[dict[str, TensorSpec], dict[str, str]], Views]
+
+
+class _Opened(NamedTuple):
+    """A history that is followed."""
+
+    history: Follow
+    subscriber: Subscriber
+    head: Manifest  # the newest when it was opened
+    tensors: dict[str, TensorSpec]
+    views: Views
+    mapped: Mapped
 
 
 def _open_store(wanted: Follow) -> Store:
@@ -94,15 +108,13 @@ class Receiver:
         self._find_views, self._group, self._checkpoint, self._opens = find_views, group, checkpoint, opens
         self._instance = secrets.token_hex(8)
         self._lock = threading.Lock()  # of what follows, which both threads write
-        self._wanted: Follow | None = None
+        self._wanted: Follow | None = None  # the last order
         self._failure: Failure | None = None
         self._prepared: Prepared | None = None
-        self._mapped: Mapped | None = None
         self._pending = 0  # jobs that are not done
         # Written by the thread that works: a job, or `apply` when no job is left.
         self._ranks: Ranks | None = None
-        self._subscriber: Subscriber | None = None
-        self._views: Views | None = None
+        self._opened: _Opened | None = None  # what it follows
         self._staged: Staged | None = None
         self._synced = False  # whether it was brought to a version since the start
         # Whether the weights, or what the engine has computed from them, are of no version: it must not generate.
@@ -110,40 +122,43 @@ class Receiver:
         self._jobs: _Jobs | None = None  # of the thread; None where none runs
         self._thread: threading.Thread | None = None  # the last one
         self._for_engine: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._compiling: threading.Thread | None = None
         if compiles:
-            self._add("follow", _compile)
+            self._compiling = start_compiling()
 
     def state(self) -> RankState:
         """What this process holds."""
         self._help()
         with self._lock:
-            held = None if self._stopped else self._subscriber
+            opened = self._opened
+            follow = opened.history if opened else None
+            held = opened.subscriber if opened and not self._stopped else None
             return RankState(
                 instance=self._instance,
-                follow=self._wanted,
+                follow=follow,
+                pending=None if self._wanted == follow else self._wanted,
                 version=held.version if held else None,
                 digest=held.digest if held else None,
                 synced=self._synced,
                 stopped=self._stopped,
                 working=self._pending > 0,
                 prepared=self._prepared,
-                mapped=self._mapped,
+                mapped=opened.mapped if opened else None,
                 failure=self._failure,
             )
 
     def follow(self, wanted: Follow) -> RankState:
-        """Follow a history from now on. The same again opens it anew only where that has failed."""
+        """Follow a history as soon as it is opened; until then, and if that fails, the one before. What it follows
+        already is opened again only where another history is in its store by now."""
         with self._lock:
-            same, self._wanted = wanted == self._wanted, wanted
-        if not same:
-            self._add("follow", self._forget)
-        if not same or self._views is None:
-            self._add("follow", self._open)
+            self._wanted = wanted
+        self._add("follow", lambda: self._open(wanted, again=True))
         return self.state()
 
     def stage(self, version: int | None) -> RankState:
         """Stage a version, or the newest, in the thread."""
-        self._add("stage", lambda: self._stage(version))
+        wanted = self._wanted  # on all ranks the same, which it might not be when the job begins
+        self._add("stage", lambda: self._stage(version, wanted))
         return self.state()
 
     def verify(self) -> RankState:
@@ -197,47 +212,69 @@ class Receiver:
     def _forget(self) -> None:
         self._drop_staged()
         with self._lock:
-            self._subscriber, self._views, self._mapped, self._synced = None, None, None, False
+            self._opened, self._synced = None, False
 
-    def _open(self) -> None:
-        """Open the history and find the weights. Raises what went wrong, on all ranks."""
-        wanted, start = self._wanted, time.perf_counter()
-        if self._views is not None:
-            return
+    def _open(self, wanted: Follow | None, *, again: bool = False) -> _Opened:
+        """Open a history and find the weights, unless it is followed already. Raises what went wrong, on all ranks.
+
+        again: also where the store holds another one by now. Only who says `follow` means that one.
+        """
+        before, start = self._opened, time.perf_counter()
         if wanted is None:
             raise VersionNotFoundError("the engine was not told yet which history to follow")
+        if before is not None and before.history == wanted and not (again and self._is_replaced(before)):
+            return before
+        self._drop_staged()  # of a history that is not wanted any more
         if self._ranks is None:
             self._ranks = ranks_of(self._group, WORDING)
         with self._ranks.collective():
-            store = self._share("open the store", lambda: self._opens(wanted))
+            allowed = self._share("look what is pinned", lambda: pinned(wanted))
+            store = self._share("open the store", lambda: self._opens(allowed))
             subscriber = Subscriber(
                 store,
-                public_key=wanted.public_key,
-                heartbeat=wanted.heartbeat,
-                patience=wanted.patience,
+                public_key=allowed.public_key,
+                heartbeat=allowed.heartbeat,
+                patience=allowed.patience,
                 group=self._group,
                 overwrite=False,
             )
-            tensors = self._share("read which tensors the history has", subscriber.tensors)
-            head = self._share("read the newest version", subscriber.history.head)
-            tied = head.tied if head else {}
-            found = self._share("find the weights", lambda: self._in_engine(lambda: self._find_views(tensors, tied)))
-            found.prove(subscriber.history, self._checkpoint, self._ranks)
-            self._share("prove what is derived from the weights", lambda: self._in_engine(found.prove_derived))
+            head = self._share("read the newest version", lambda: _newest(subscriber.history))
+            tensors = self._share("read which tensors it has", lambda: tensors_of(subscriber.history, head))
+            if before is not None and (before.tensors, before.head.tied) == (tensors, head.tied):
+                views = before.views
+            else:
+                if self._compiling is not None:
+                    self._compiling.join()
+                find = partial(self._find_views, tensors, head.tied)
+                views = self._share("find the weights", lambda: self._in_engine(find))
+                views.prove(subscriber.history, self._checkpoint, self._ranks)
+                self._share("prove what is derived from the weights", lambda: self._in_engine(views.prove_derived))
             subscriber.overwrite = True  # the memory is proved, whether by a version or by the engine's own files
-        weights, ignored = found.weights(), found.ignored
+        mapped = Mapped(len(views.weights()), tuple(views.ignored), time.perf_counter() - start)
+        opened = _Opened(wanted, subscriber, head, tensors, views, mapped)
         with self._lock:
-            self._subscriber, self._views = subscriber, found
-            self._mapped = Mapped(len(weights), tuple(ignored), time.perf_counter() - start)
+            self._opened, self._synced = opened, False
+        return opened
 
-    def _stage(self, version: int | None) -> None:
-        if self._views is None:
-            self._open()
-        assert self._subscriber is not None
-        assert self._views is not None
+    def _is_replaced(self, opened: _Opened) -> bool:
+        """Whether a store holds another history than when it was opened. What cannot be read tells nothing."""
+        assert self._ranks is not None
+
+        def look() -> int:
+            try:
+                check_same_history(_newest(opened.subscriber.history), opened.head)
+            except PulseError as error:
+                return isinstance(error, IntegrityError)
+            return 0
+
+        with self._ranks.collective():
+            return RankPeers(self._ranks).add_up("look at the history", look) > 0
+
+    def _stage(self, version: int | None, wanted: Follow | None) -> None:
+        opened = self._open(wanted)
         self._drop_staged()
         start = time.perf_counter()
-        staged = self._subscriber.stage(self._views.weights(), version=version)
+        staged = opened.subscriber.stage(opened.views.weights(), version=version)
         spent = time.perf_counter() - start
         return_freed()  # not in the pause: this takes about a millisecond
         with self._lock:
@@ -253,27 +290,28 @@ class Receiver:
             )
 
     def _verify(self) -> None:
-        if self._subscriber is None or self._views is None:
+        if self._opened is None:
             raise VersionNotFoundError("no version to verify: the engine follows no history yet")
-        self._subscriber.verify(self._views.weights())
+        self._opened.subscriber.verify(self._opened.views.weights())
 
     # What the engine's thread does.
 
     def _apply(self, version: int | None) -> None:
-        if self._ranks is None or self._subscriber is None or self._views is None:
+        if self._ranks is None or self._opened is None:
             raise VersionNotFoundError("no version is staged: the engine follows no history yet")
+        subscriber, views = self._opened.subscriber, self._opened.views
         with self._ranks.collective():
             staged = self._share("apply", lambda: self._take(version))
-            before = self._subscriber.version
+            before = subscriber.version
             try:
                 staged.apply()
             except BaseMismatchError:
                 raise  # nothing was written
             except BaseException:
-                self._stopped |= before is None or self._subscriber.version != before
+                self._stopped |= before is None or subscriber.version != before
                 raise
             self._stopped = True
-            self._share("rebuild what is derived from the weights", self._views.refresh)
+            self._share("rebuild what is derived from the weights", views.refresh)
             self._stopped, self._synced = False, True
 
     def _take(self, version: int | None) -> Staged:
@@ -302,7 +340,7 @@ class Receiver:
 
     # What both use.
 
-    def _add(self, during: During, job: Callable[[], None]) -> None:
+    def _add(self, during: During, job: Callable[[], object]) -> None:
         with self._lock:
             self._pending += 1
             if self._jobs is None:
@@ -331,12 +369,8 @@ class Receiver:
             staged.discard()
 
 
-def _compile() -> None:
-    """Compile what is missing of the kernels in another process: a compiler in this one stops the engine's steps.
-
-    What it compiles is kept on the disk, and read from there where a kernel is used first.
-    """
-    done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, timeout=_COMPILE_S, check=False)
-    if done.returncode:
-        text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        log.warning("kernels cannot be compiled beforehand, the first stage takes longer: %s", text)
+def _newest(history: History) -> Manifest:
+    head = history.head()
+    if head is None:
+        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
+    return head

@@ -10,23 +10,26 @@
 
 A pause begins and ends in one request. The engine's processes do the work: a route calls the `Receiver` of each, all at
 once. An `Engine` says how an engine pauses and how its processes are called; the HTTP server is the engine's.
+
+An engine whose server takes no routes of ours, or that has no server, has its service in the client's process: `Local`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from pulse_rl.engines.outcomes import report, staged_for
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
-from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.states import (
     BUSY,
     ROUTES,
+    VERBS,
     During,
     EngineReport,
     EngineState,
@@ -35,9 +38,13 @@ from pulse_rl.engines.states import (
     PauseMode,
     Prepared,
     Refusal,
+    method,
 )
-from pulse_rl.errors import one_line
+from pulse_rl.errors import EngineError, one_line
 from pulse_rl.logs import logger
+
+if TYPE_CHECKING:
+    from pulse_rl.engines.receiver import Receiver  # it compiles kernels, and clients import this
 
 log = logger(__name__)
 
@@ -50,9 +57,7 @@ Handler = Callable[[bytes], Coroutine[Any, Any, Answer]]  # of a request's body
 
 
 class Engine(Protocol):
-    """What a service needs of an engine. Each raises what went wrong in the engine."""
-
-    model: str
+    """What a service needs of an engine. Each raises what went wrong in it, or EngineError: it is out of reach."""
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
         """Call the receivers of all processes, in their engine's thread (`serve`). Returns their answers, by rank."""
@@ -63,14 +68,11 @@ class Engine(Protocol):
     async def resume(self, version: str | None = None) -> None:
         """Go on. version: what it says from then on, as by `report`; None: what it says already."""
 
-    async def is_paused(self) -> bool:
-        """Whether generation is paused."""
-
     async def report(self, version: str) -> None:
         """Make the engine say this version from now on, in its own way."""
 
-    async def reported(self) -> str:
-        """The version that it says."""
+    async def outside(self) -> Outside:
+        """What it says besides: its model, whether it is paused, and the version that it was made to say."""
 
 
 def serve(receiver: Receiver, verb: str, arguments: dict[str, Any]) -> Any:
@@ -104,7 +106,8 @@ class _RefusedError(Exception):
 
     def __init__(self, status: int, failure: Failure, state: EngineState | None = None) -> None:
         super().__init__(failure.message)
-        self.status, self.failure, self.state = status, failure, state
+        self.status, self.failure = status, failure
+        self.state = state or EngineState(instance="", model="")  # nothing is known
 
 
 class Service:
@@ -114,33 +117,35 @@ class Service:
         self._engine = engine
         self._updating = asyncio.Lock()  # one of follow, stage, apply, verify, resume at a time
 
-    def routes(self) -> dict[tuple[str, str], Handler]:
-        """What answers a method and a path."""
-        posts = {
+    async def answer(self, verb: str, body: bytes) -> Answer:
+        """What it answers to a verb: JSON, and for what it refuses the state after it."""
+        verbs: dict[str, Callable[[bytes], Awaitable[msgspec.Struct]]] = {
+            "state": self._look,
             "follow": self._follow,
             "stage": self._stage,
             "apply": self._apply,
             "verify": self._verify,
             "resume": self._resume,
         }
-        found = {("POST", f"{ROUTES}/{name}"): self._answering(route) for name, route in posts.items()}
-        found["GET", f"{ROUTES}/state"] = self._answering(self._look)
-        found["GET", READY] = self._ready
-        return found
+        try:
+            return _json(await verbs[verb](body))
+        except _RefusedError as error:
+            return _json(Refusal(error.failure, error.state), error.status)
 
-    def _answering(self, route: Callable[[bytes], Awaitable[msgspec.Struct]]) -> Handler:
-        """What a route returns as JSON, and what it refuses with the state after it."""
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """What answers a method and a path."""
+        found = {(method(verb), f"{ROUTES}/{verb}"): self._answering(verb) for verb in VERBS}
+        return {**found, ("GET", READY): self._ready}
 
+    async def is_ready(self) -> bool:
+        """Whether the engine may get requests. It may not where it fails to say so."""
+        status, _ = await self._ready(b"")
+        return status == OK
+
+    def _answering(self, verb: str) -> Handler:
         async def handle(body: bytes) -> Answer:
             # A client that goes away cancels nothing: the engine must not stay in a pause.
-            return await asyncio.shield(asyncio.ensure_future(attempt(body)))
-
-        async def attempt(body: bytes) -> Answer:
-            try:
-                return _json(await route(body))
-            except _RefusedError as error:
-                state = error.state or EngineState(instance="", model=self._engine.model)
-                return _json(Refusal(error.failure, state), error.status)
+            return await asyncio.shield(asyncio.ensure_future(self.answer(verb, body)))
 
         return handle
 
@@ -184,7 +189,8 @@ class Service:
             before = await self._state(ranks)
             staged = staged_for(wanted.version, before.prepared)
             if isinstance(staged, Failure):
-                raise _RefusedError(CONFLICT, staged, before)
+                why = before.failure  # that nothing is staged
+                raise _RefusedError(CONFLICT, why if why and why.during in ("follow", "stage") else staged, before)
             return await self._apply_staged(wanted, staged, ranks, before)
 
     async def _apply_staged(
@@ -202,7 +208,11 @@ class Service:
                     await engine.resume()
                 raise
             drained = time.perf_counter()
-        applied = await self._call("apply", "apply", Applied, {"version": staged.version})
+        try:
+            applied = await self._call("apply", "apply", Applied, {"version": staged.version})
+        except _RefusedError as error:
+            error.state = EngineState(instance="", model=before.model, paused=pauses or before.paused)
+            raise
         ranks = [each.state for each in applied]
         after = merge(ranks, Outside(before.model, pauses, before.weight_version))
         version = None if after.version is None else str(after.version)
@@ -240,9 +250,7 @@ class Service:
         return ranks
 
     async def _state(self, ranks: list[RankState]) -> EngineState:
-        engine = self._engine
-        paused = await self._attempt("follow", engine.is_paused())
-        return merge(ranks, Outside(engine.model, paused, await self._attempt("follow", engine.reported())))
+        return merge(ranks, await self._attempt("follow", self._engine.outside()))
 
     async def _call(self, during: During, verb: str, kind: type[T], arguments: dict[str, Any] | None = None) -> list[T]:
         """Call the method of all workers."""
@@ -250,13 +258,37 @@ class Service:
         return [msgspec.convert(each, kind) for each in found]
 
     async def _attempt(self, during: During, work: Awaitable[T]) -> T:
-        """Await what the engine does. Its errors are answers too."""
+        """Await what the engine does. Its errors are answers too, but not that it is out of reach."""
         try:
             return await work
+        except EngineError:
+            raise
         except Exception as error:
             text = one_line(error)
             log.error("%s: the engine failed: %s", during, text)
             raise _RefusedError(FAILED, Failure(during, type(error).__name__, text)) from error
+
+
+class Local:
+    """The transport to a service in the client's process: one verb at a time, in the thread that asks.
+
+    engine: does its work before it returns, and awaits nothing; so no event loop is needed, and a caller may have one.
+    url: what messages call it. looks: as in `engines.client.Transport`.
+    """
+
+    def __init__(self, engine: Engine, url: str, looks: tuple[float, float]) -> None:
+        self.url, self.looks = url, looks
+        self._service, self._turn = Service(engine), threading.Lock()
+
+    def send(self, verb: str, body: bytes, timeout: float) -> Answer:
+        """Ask the service. The engine keeps its own timeouts. Raises EngineError if it is out of reach."""
+        with self._turn:
+            try:
+                self._service.answer(verb, body).send(None)
+            except StopIteration as ended:
+                found: Answer = ended.value
+                return found
+            raise RuntimeError(f"{self.url}: {verb} awaits something, which a local engine must not")
 
 
 def _body(request: bytes, kind: type[T], during: During) -> T:

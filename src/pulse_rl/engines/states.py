@@ -13,11 +13,12 @@ from pulse_rl.errors import PulseError, StoreError, one_line
 
 BUSY = "Busy"  # the kind of failure of a call that came while the engine was at work for another one
 ROUTES = "/v1/pulse"  # below /v1, which an engine's API key guards
+VERBS = ("state", "follow", "stage", "apply", "verify", "resume")  # what an engine is asked for
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 Phase: TypeAlias = Literal["idle", "working", "staged"]
 During: TypeAlias = Literal["follow", "stage", "apply", "verify"]
 
-_LONGEST = 2000  # characters of a message
+LONGEST = 2000  # characters of a message
 
 
 class Follow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,7 +62,7 @@ def failure_of(during: During, error: BaseException) -> Failure:
     found = vars(error) if isinstance(error, PulseError) else {}
     plain = {name: value for name, value in found.items() if _is_plain(value)}
     temporary = isinstance(error, StoreError) and error.temporary
-    return Failure(during, type(error).__name__, one_line(error, _LONGEST), temporary, plain)
+    return Failure(during, type(error).__name__, one_line(error, LONGEST), temporary, plain)
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -106,7 +107,9 @@ class EngineState(msgspec.Struct, frozen=True):
     Attributes:
         instance: A random id of this start of the engine: after a restart it is another one.
         model: The model that the engine was started with.
-        follow: Which history it follows; None before the first `follow`.
+        follow: Which history it follows, whose `version` it holds; None before it has opened the first.
+        pending: What it was asked to follow and has not opened yet, or could not: then `failure` says why, it goes on
+            with the version that it holds, and the next `stage` tries again. None where it follows what was asked.
         version: The version that its live weights are proved to hold, on all ranks; None where that is not known.
         digest: The digest of that version, 16 hex digits.
         ready: Whether it has been brought to a version since it was started, holds one, and is not paused: a load
@@ -123,6 +126,7 @@ class EngineState(msgspec.Struct, frozen=True):
     instance: str
     model: str
     follow: Follow | None = None
+    pending: Follow | None = None
     version: int | None = None
     digest: str | None = None
     ready: bool = False
@@ -178,6 +182,11 @@ class Refusal(msgspec.Struct, frozen=True):
 
     failure: Failure
     state: EngineState
+
+
+def method(verb: str) -> str:
+    """The HTTP method of a verb's route."""
+    return "GET" if verb == "state" else "POST"
 
 
 def _is_plain(value: object) -> bool:

@@ -10,6 +10,7 @@ A clone in between is followed, as Bloom's loader permutes heads and makes that 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -97,11 +98,14 @@ def trace(model: torch.nn.Module, load_weights: LoadWeights, tensors: Mapping[st
             raise
         except Exception as error:
             name = at[0] if at else None
+            spec = tensors[name] if name is not None else None
+            what = f"tensor {name!r}, {spec.dtype} {list(spec.shape)}" if spec else "the history's tensors"
+            where = traceback.extract_tb(error.__traceback__)[-1].name
+            said = f"{type(error).__name__} in {where}" + (f": {one_line(error, 300)}" if str(error) else "")
             raise UnmappedError(
-                f"tensor {name!r}: the engine's load_weights cannot be followed, it failed with "
-                f"{type(error).__name__}: {one_line(error, 300)}",
+                f"{what}: the engine's load_weights refuses it as of another model, or cannot be followed ({said})",
                 name=name,
-                reason=one_line(error, 300),
+                reason=said,
             ) from error
     for name in changed:
         raise UnmappedError(

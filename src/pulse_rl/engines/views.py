@@ -21,7 +21,8 @@ from pulse_rl.errors import UnmappedError
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
 from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.weights.boxes import Box, disjoint, whole
+from pulse_rl.weights.box_sets import disjoint
+from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.pieces import Shard
 

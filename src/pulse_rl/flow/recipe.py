@@ -10,58 +10,73 @@
     [[evaluation]]                     windows at fixed versions
 
 A plug-in is a name ("grpo"), or a table with the name and its settings ({name = "dapo", clip_high = 0.28}).
-`recipe_file` reads recipes, applies `--set`, and writes them. Here are the types, and what they must hold.
+`recipe_file` reads recipes, applies `--set`, and writes them. Here are the types, and what they must hold. Every number
+has bounds in its type, which hold from the moment at which a recipe is read.
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from pulse_rl.flow import registry
+from pulse_rl.flow import model_name, registry
+from pulse_rl.flow.directory import POLICIES
 from pulse_rl.flow.playing import tools, workflow
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.flow.rounds import round_end
-from pulse_rl.rl import model_name
-from pulse_rl.rl.directory import POLICIES
 
 _GRPO = Plugin("grpo")
 _ALL = Plugin("all")
+
+# Above these no run is meant, but a slip of the keyboard.
+Steps = Annotated[int, Meta(ge=1, le=10**9)]
+AnySteps = Annotated[int, Meta(ge=0, le=10**9)]
+Problem = Annotated[int, Meta(ge=0, le=10**12)]
+Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+GroupSize = Annotated[int, Meta(ge=2, le=4096)]  # of one play no advantage can be computed
+Tokens = Annotated[int, Meta(ge=1, le=10**7)]
+Processes = Annotated[int, Meta(ge=1, le=10_000)]
+Workers = Annotated[int, Meta(ge=0, le=10_000)]
+Seed = Annotated[int, Meta(ge=0, lt=1 << 31)]  # a worker's seeds follow from it, and have 64 bits
+Share = Annotated[float, Meta(ge=0, lt=1)]
+Rate = Annotated[float, Meta(gt=0, le=10)]
+Decay = Annotated[float, Meta(ge=0, le=100)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class PolicyRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One policy: its model, how it is trained, which samples it takes, and how its weights are sent."""
 
     model: str = "smollm2"  # "smollm2", "tiny", or a directory or hub id for Transformers
-    dither: int | None = None  # seed; adds noise to dequantised weights, within their quantisation step
+    dither: Seed | None = None  # seed; adds noise to dequantised weights, within their quantisation step
     trained: bool = True  # False: a frozen partner, published once as version 0
-    trainers: int = 1  # each with its own batches; together they publish one version a round
+    trainers: Processes = 1  # each with its own batches; together they publish one version a round
     trainer_sync: Literal["pulse", "published", "diloco", "ddp", "fsdp"] = "pulse"  # what several trainers exchange
     trainer_store: str | None = None  # URL of the store through which trainers exchange; None: over the network
     elastic: bool = False  # whether a round goes on without a trainer that is killed
-    sync_every: int = 8  # steps of a round of several trainers
-    overlap: int = 0  # steps that they take while a round is exchanged
-    threads: int = 1  # torch threads of each trainer
-    lr: float = 3e-6
-    warmup: int = 0  # steps in which the learning rate rises linearly to lr
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0  # largest norm of the gradient
+    sync_every: Steps = 8  # steps of a round of several trainers
+    overlap: AnySteps = 0  # steps that they take while a round is exchanged
+    threads: Processes = 1  # torch threads of each trainer
+    lr: Rate = 3e-6
+    warmup: AnySteps = 0  # steps in which the learning rate rises linearly to lr
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    weight_decay: Decay = 0.0
+    grad_clip: Positive = 1.0  # largest norm of the gradient
     loss: Plugin = _GRPO
     advantage: Plugin = _GRPO
-    tasks_per_step: int = 8  # groups in a batch
-    max_staleness: int = 1  # versions by which a token may lag behind the newest
+    tasks_per_step: Size = 8  # groups in a batch
+    max_staleness: AnySteps = 1  # versions by which a token may lag behind the newest
     order: Literal["task", "deadline", "newest"] = "task"  # in which groups are trained on
     replay: Plugin | None = None  # which groups are trained on again; None: none
-    replay_ratio: float = 0.0  # repeated groups in a batch, as a share of it
+    replay_ratio: Share = 0.0  # repeated groups in a batch, as a share of it
     filter: Plugin = _ALL  # which groups are kept
     sync: Literal["patch", "full"] = "patch"  # what workers read: patches, or a full checkpoint per version
     codec: str = "context"
-    anchor_every: int = 50  # versions
+    anchor_every: Steps = 50  # versions
 
     @property
     def round_steps(self) -> int:
@@ -93,9 +108,10 @@ class WorkflowRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     name: str = "math"  # a registered workflow or an import path
     settings: dict[str, Any] = {}  # the workflow's own; in TOML beside the other keys
-    group_size: int = 8  # plays of each problem
-    max_new_tokens: int = 8  # of a completion, unless the workflow says less
-    temperature: float = 1.0
+    group_size: GroupSize = 8  # plays of each problem
+    max_new_tokens: Tokens = 8  # of a completion, unless the workflow says less
+    temperature: Positive = 1.0
+    timeout_s: Positive = 1800.0  # for a task: all plays of a problem
 
     @property
     def plugin(self) -> Plugin:
@@ -107,11 +123,11 @@ class PoolRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     name: str = "pool"
     kind: Literal["builtin", "vllm"] = "builtin"  # what they sample with
-    workers: int = 2
-    slots: int = 4  # tasks that a worker plays at a time
+    workers: Workers = 2
+    slots: Size = 4  # tasks that a worker plays at a time
     policies: list[str] = []  # which they hold; empty: all
     region: str = ""  # where they are, for reports and placement
-    threads: int = 1  # torch threads of each worker
+    threads: Processes = 1  # torch threads of each worker
     interrupt: bool = False  # whether sampling stops when a version arrives, and goes on under it
 
 
@@ -119,33 +135,33 @@ class AutoscaleRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """When a pool grows and shrinks, by the share of their time that trainers wait for samples."""
 
     pool: str = ""  # which; empty: the first
-    least: int = 1  # workers
-    most: int = 8  # workers
-    grow: float = 0.10  # above this share it grows to ceil(workers / (1 − share))
-    shrink: float = 0.05  # below this share it loses a worker
-    every: float = 30.0  # seconds between decisions
+    least: Processes = 1  # workers
+    most: Processes = 8  # workers
+    grow: Share = 0.10  # above this share it grows to ceil(workers / (1 − share))
+    shrink: Share = 0.05  # below this share it loses a worker
+    every: Positive = 30.0  # seconds between decisions
 
 
 class EvaluationRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A window: problems that are played at one fixed version of every policy, and not trained on."""
 
     name: str = "evaluation"
-    every: int = 10  # steps of the first trained policy; the beginning and the end are evaluated too
-    problems: int = 16
-    samples: int = 4  # plays of each problem: pass@1 … pass@samples
-    first: int = 500_000  # number of the first problem, where no training comes to
+    every: Steps = 10  # steps of the first trained policy; the beginning and the end are evaluated too
+    problems: Size = 16
+    samples: Size = 4  # plays of each problem: pass@1 … pass@samples
+    first: Problem = 500_000  # number of the first problem, where no training comes to
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of a run."""
 
     name: str = "run"
-    seed: int = 0
-    steps: int = 40  # optimizer steps of each trained policy
+    seed: Seed = 0
+    steps: Steps = 40  # optimizer steps of each trained policy
     out: str = "runs/run"  # the run's directory; a file that does not say it means runs/NAME
     store: str | None = None  # URL of the history, of several policies below it; None: `store` in the run's directory
     deterministic: bool = False  # the same seed gives the same bits, whatever the timing and the number of workers
-    checkpoint_every: int = 100  # steps; the end and Ctrl-C write one too
+    checkpoint_every: Steps = 100  # steps; the end and Ctrl-C write one too
     address: str | None = None  # a Ray cluster's address; None: this machine
     path: str | None = None  # directory of the user's plug-ins; None: that of the recipe's file
     policies: dict[str, PolicyRecipe] = {}
@@ -209,17 +225,13 @@ def _absolute(store: str | None) -> str | None:
 
 def check(recipe: Recipe) -> Recipe:
     """Return the recipe. Raises ValueError that names the first bad key, what was expected and what was found."""
-    _at_least("", recipe, 1, "steps", "checkpoint_every")
     _plain_name("name", recipe.name)
     if (recipe.store or "").startswith("memory:"):
         raise ValueError("store: expected a place that every process reaches; memory:// lives in one process only")
     _check_policies(recipe)
-    _check_workflow(recipe)
     _check_pools(recipe)
     for number, window in enumerate(recipe.evaluation):
         _plain_name(f"evaluation[{number}].name", window.name)
-        _at_least(f"evaluation[{number}].", window, 1, "every", "problems", "samples")
-        _at_least(f"evaluation[{number}].", window, 0, "first")
     _unique("evaluation", [window.name for window in recipe.evaluation])
     _check_plugins(recipe)
     return recipe
@@ -233,16 +245,6 @@ def _check_policies(recipe: Recipe) -> None:
     for name, policy in recipe.policies.items():
         key = f"policies.{name}"
         _plain_name(key, name)
-        _at_least(f"{key}.", policy, 1, "trainers", "sync_every", "threads", "tasks_per_step", "anchor_every")
-        _at_least(f"{key}.", policy, 0, "warmup", "max_staleness", "weight_decay")
-        for setting in ("lr", "grad_clip"):
-            _positive(f"{key}.{setting}", getattr(policy, setting))
-        if not all(0 <= beta < 1 for beta in policy.betas):
-            raise ValueError(f"{key}.betas: expected two numbers from 0 to below 1, found {list(policy.betas)}")
-        if not 0 <= policy.replay_ratio < 1:
-            raise ValueError(
-                f"{key}.replay_ratio: expected a share from 0 to below 1 of each batch, found {policy.replay_ratio}"
-            )
         if (policy.replay is None) != (policy.replay_ratio == 0):
             raise ValueError(
                 f"{key}.replay_ratio: expected more than 0 with a replay plug-in, and 0 without one, found "
@@ -280,7 +282,7 @@ def _check_trainers(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         )
     if policy.elastic:
         _check_elastic(key, policy, recipe)
-    if not 0 <= policy.overlap < policy.sync_every:
+    if policy.overlap >= policy.sync_every:
         raise ValueError(
             f"{key}.overlap: expected 0 to {policy.sync_every - 1} steps, fewer than {key}.sync_every, found "
             f"{policy.overlap}"
@@ -324,16 +326,6 @@ def _check_elastic(key: str, policy: PolicyRecipe, recipe: Recipe) -> None:
         )
 
 
-def _check_workflow(recipe: Recipe) -> None:
-    _at_least("workflow.", recipe.workflow, 1, "max_new_tokens")
-    _positive("workflow.temperature", recipe.workflow.temperature)
-    if recipe.workflow.group_size < 2:
-        raise ValueError(
-            "workflow.group_size: expected at least 2, or no advantage can be computed, found "
-            f"{recipe.workflow.group_size}"
-        )
-
-
 def _check_pools(recipe: Recipe) -> None:
     if not recipe.pools:
         raise ValueError("pools: expected at least one table [[pools]], found none")
@@ -341,8 +333,6 @@ def _check_pools(recipe: Recipe) -> None:
     for number, pool in enumerate(recipe.pools):
         key = f"pools[{number}]"
         _plain_name(f"{key}.name", pool.name)
-        _at_least(f"{key}.", pool, 0, "workers")
-        _at_least(f"{key}.", pool, 1, "slots", "threads")
         for name in pool.policies:
             if name not in recipe.policies:
                 raise ValueError(
@@ -375,11 +365,9 @@ def _check_pools(recipe: Recipe) -> None:
         return
     if scale.pool and scale.pool not in (pools := [pool.name for pool in recipe.pools]):
         raise ValueError(f"autoscale.pool: expected one of {', '.join(pools)}, found {scale.pool!r}")
-    _at_least("autoscale.", scale, 1, "least")
-    _positive("autoscale.every", scale.every)
     if scale.most < scale.least:
         raise ValueError(f"autoscale.most: expected at least autoscale.least ({scale.least}), found {scale.most}")
-    if not 0 <= scale.shrink < scale.grow < 1:
+    if scale.shrink >= scale.grow:
         raise ValueError(
             f"autoscale.grow: expected a share above autoscale.shrink ({scale.shrink}) and below 1, found {scale.grow}"
         )
@@ -418,18 +406,6 @@ def _under(key: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from None
-
-
-def _at_least(prefix: str, settings: msgspec.Struct, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not least <= value < math.inf:
-            raise ValueError(f"{prefix}{name}: expected at least {least}, found {value}")
-
-
-def _positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{key}: expected more than 0, found {value}")
 
 
 def _plain_name(key: str, name: str) -> None:

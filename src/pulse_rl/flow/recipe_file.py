@@ -5,7 +5,7 @@ what the values mean.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -15,15 +15,31 @@ import msgspec
 from pulse_rl.disk import read_file
 from pulse_rl.errors import require
 from pulse_rl.flow import registry, values
+from pulse_rl.flow.directory import FORMER, POLICIES
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
 from pulse_rl.history.operate.runs import RECIPE
-from pulse_rl.rl.directory import FORMER, POLICIES
 
 FILE = RECIPE  # in the run's directory
 # --set of every policy at once
 SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "sync", "codec")
+# What other libraries call a setting, and what it is called here.
+OTHERS = {
+    "learning_rate": "lr",
+    "warmup_steps": "warmup",
+    "max_grad_norm": "grad_clip",
+    "batch_size": "tasks_per_step",
+    "num_generations": "group_size",
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "max_steps": "steps",
+    "total_steps": "steps",
+    "save_steps": "checkpoint_every",
+    "output_dir": "out",
+    "model_name": "model",
+    "num_workers": "workers",
+}
 FREE = ("steps", "checkpoint_every", "address")  # may change with --resume
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workflow": WorkflowRecipe,
@@ -172,11 +188,22 @@ def _check_keys(kind: type[msgspec.Struct], table: Mapping[str, Any], prefix: st
     known = kind.__struct_fields__
     for name in table:
         if name not in known:
-            hint = registry.near(name, list(known))
             raise ValueError(
                 f"{prefix}{name}: expected one of the keys of {prefix[:-1] or 'a recipe'}, found {name!r}"
-                f"{f'{hint} All' if hint else '; all'} are {', '.join(known)}"
+                + (_meant(name, known) or f"; all are {', '.join(known)}")
             )
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Which key was meant: by another library's name for it, in another table, or with another spelling."""
+    meant = OTHERS.get(name, name)
+    if meant in known:
+        return f"; did you mean {meant}?"
+    tables = {"": Recipe, "policies.NAME.": PolicyRecipe} | {
+        f"{section}{'.NAME' * (section == 'pools')}.": kind for section, kind in _SECTIONS.items()
+    }
+    elsewhere = [f"{table}{meant}" for table, kind in tables.items() if meant in kind.__struct_fields__]
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else registry.near(name, list(known))
 
 
 def _table(value: Any, key: str) -> dict[str, Any]:
@@ -187,7 +214,7 @@ def _table(value: Any, key: str) -> dict[str, Any]:
 
 def _field(kind: type[msgspec.Struct], name: str, value: Any, key: str) -> Any:
     """A value as the type of its field."""
-    wanted = get_type_hints(kind)[name]
+    wanted = get_type_hints(kind, include_extras=True)[name]
     if Plugin in (wanted, *get_args(wanted)):
         default = next(field for field in msgspec.structs.fields(kind) if field.name == name).default
         return _plugin(value, key, default.name if isinstance(default, Plugin) else None)

@@ -7,13 +7,14 @@ policies of its workflow; a batch holds those of one. Each token carries the ver
 worker's receiver has proved it: a worker never reports the version that it asked for.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.rl.metrics import mean_facts
+from pulse_rl.flow.metrics import mean_facts
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float32]
@@ -108,7 +109,8 @@ def solved(episode: Episode) -> bool:
 def split(group: Group, policy: str) -> PolicyGroup | None:
     """One policy's part of a group; None if the policy made no token in it.
 
-    Raises ValueError if an episode has no reward for the policy, or a turn's arrays differ in length.
+    Raises ValueError if an episode has no finite reward for the policy, or if a turn's arrays differ in length or hold
+    what no sampler gives: one NaN among them would make every weight NaN.
     """
     turns, episodes, rewards = [], [], []
     for index, episode in enumerate(group.episodes):
@@ -116,6 +118,10 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
             raise ValueError(
                 f"task {group.task.number}, episode {index}: expected a reward for the policy {policy!r}, found "
                 f"rewards for {sorted(episode.rewards)}"
+            )
+        if not math.isfinite(episode.rewards[policy]):
+            raise ValueError(
+                f"task {group.task.number}, episode {index}: expected a finite reward, found {episode.rewards[policy]}"
             )
         rewards.append(episode.rewards[policy])
         for turn in episode.turns:
@@ -125,6 +131,11 @@ def split(group: Group, policy: str) -> PolicyGroup | None:
                     raise ValueError(
                         f"task {group.task.number}, episode {index}: expected as many log-probabilities and versions "
                         f"as tokens, found {lengths[0]} tokens, {lengths[1]} log-probabilities, {lengths[2]} versions"
+                    )
+                if not np.isfinite(turn.logprobs).all() or any((ids < 0).any() for ids in (turn.prompt, turn.tokens)):
+                    raise ValueError(
+                        f"task {group.task.number}, episode {index}: expected finite log-probabilities, and token ids "
+                        "from 0"
                     )
                 turns.append(turn)
                 episodes.append(index)

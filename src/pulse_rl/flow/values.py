@@ -1,7 +1,7 @@
-"""Values of a TOML file, compared with the type that they must have."""
+"""Values of a TOML file, compared with the type that they must have, and with the bounds in it."""
 
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -27,6 +27,7 @@ def found(value: Any) -> str:
 
 
 def _expected(wanted: Any) -> str:
+    wanted, bounds = _bounded(wanted)
     origin, arguments = get_origin(wanted), get_args(wanted)
     if origin is Literal:
         return " or ".join(map(str, arguments))
@@ -34,5 +35,16 @@ def _expected(wanted: Any) -> str:
         return " or ".join(_expected(option) for option in arguments if option is not NoneType)
     if origin in (list, tuple):
         number = len(arguments) if origin is tuple and ... not in arguments else "a list of"
-        return f"{number} {_MANY.get(arguments[0], 'values')}"
-    return _NAMES.get(origin or wanted, str(wanted))
+        kind, bounds = _bounded(arguments[0])
+        return f"{number} {_MANY.get(kind, 'values')}{bounds}"
+    return _NAMES.get(origin or wanted, str(wanted)) + bounds
+
+
+def _bounded(wanted: Any) -> tuple[Any, str]:
+    """A type without its bounds, and these in words."""
+    if get_origin(wanted) is not Annotated:
+        return wanted, ""
+    kind, meta = get_args(wanted)
+    if meta.gt is not None:
+        return kind, f" above {meta.gt:,} and at most {meta.le:,.15g}"
+    return kind, f" from {meta.ge:,} to " + (f"{meta.le:,}" if meta.lt is None else f"below {meta.lt:,}")

@@ -7,9 +7,11 @@ ExchangeError within the group's timeout (`init_process_group(timeout=…)`). Wh
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -53,6 +55,14 @@ class Place(NamedTuple):
 
     rank: int
     size: int
+
+
+def default_place() -> Place | None:
+    """This rank in torch's default process group; None where there is none. Imports nothing."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return Place(dist.get_rank(), dist.get_world_size())
 
 
 class Group:
@@ -108,6 +118,18 @@ class Group:
     def gather_numbers(self, numbers: Sequence[int]) -> NDArray[np.int64]:
         """(W, k): the k numbers, int64, of each rank."""
         return self._gather(np.array(numbers, np.int64)).reshape(self.size, -1)
+
+    def first_number(self, number: int, timeout: float) -> int:
+        """Rank 0's number, on all ranks. timeout: seconds that this rank waits, in place of the group's own."""
+        import torch
+        import torch.distributed as dist
+
+        with torch_errors(self.wording):
+            tensor = torch.tensor([number], device=self._device)
+            sending = dist.broadcast(tensor, group=self.handle, group_src=0, async_op=True)
+            if sending is not None:
+                sending.wait(timedelta(seconds=timeout))
+            return int(tensor.item())
 
     def gather_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """(W, k): the k values of each rank."""

@@ -75,24 +75,27 @@ class PrivateGroup(Group):
     ) -> Self:
         """Connect the ranks of a process group once more. A collective of that group.
 
-        process_group: None for torch's default group. timeout: seconds that a call waits for another rank; None for
-        torch's default, half an hour. Raises ExchangeError if there is no such group, this rank is not in it, or
-        another one is lost.
+        process_group: None for torch's default group. timeout: seconds that this and each later call wait for another
+        rank; None for torch's default, half an hour. Raises ExchangeError if there is no such group, this rank is not
+        in it, or another one is lost.
         """
         callers = Group.of(process_group, wording)
         import torch.distributed as dist
 
-        # A random name, rank 0's: a count of groups differs between ranks that are in different ones.
-        name = callers.gather_numbers([secrets.randbits(62)])[0, 0]
         seconds = TIMEOUT_S if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        # A random name, rank 0's: a count of groups differs between ranks that are in different ones.
+        name = callers.first_number(secrets.randbits(62), seconds)
+        left = max(0.1, deadline - time.monotonic())
         with torch_errors(wording):
             known = dist.distributed_c10d
             rendezvous = known._get_process_group_store(process_group or known._get_default_group())
             store = known.PrefixStore(f"pulse-rl/{name:016x}", rendezvous)
-            connect = timedelta(seconds=min(seconds, _CONNECT_S) / _ATTEMPTS)
+            connect = timedelta(seconds=min(left, _CONNECT_S) / _ATTEMPTS)
             gloo = dist.ProcessGroupGloo(store, *callers.place, connect)
-        group = cls(gloo, *callers.place, seconds, wording)
+        group = cls(gloo, *callers.place, max(0.1, deadline - time.monotonic()), wording)
         group.gather_numbers([0])  # returns when all are connected
+        group._timeout = seconds
         return group
 
     def release(self) -> None:

@@ -107,14 +107,15 @@ def check_assets(assets: Mapping[str, bytes]) -> None:
             raise ValueError(f"assets: {name!r} is a name of the anchor's own files: choose another")
 
 
-def model_config(weights: Any, cast: str | None) -> dict[str, bytes]:
-    """The config.json of a Transformers model, with which its anchors load as they are; nothing for other weights."""
-    weights = unwrap(weights)
-    config = getattr(weights, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
+def model_config(model: Any, cast: str | None) -> dict[str, bytes]:
+    """The config.json of a Transformers model, or of a config, with which anchors load as they are; else nothing."""
+    model = unwrap(model)
+    config = getattr(model, "config", model)
+    if not hasattr(config, "to_json_string"):
         return {}
     document = json.loads(config.to_json_string())
-    document["architectures"] = [type(weights).__name__]
+    if config is not model:
+        document["architectures"] = [type(model).__name__]
     if cast is not None:
         document["dtype"] = cast
     return {"config.json": json.dumps(document, indent=2, sort_keys=True).encode()}

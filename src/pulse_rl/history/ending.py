@@ -6,34 +6,34 @@ It is written by `Publisher.end`, and deleted by a publisher that continues. Unt
 it counts only while the version that it names is the newest one.
 """
 
-from typing import Literal
-
 import msgspec
 
-from pulse_rl.documents import Count, Digest, Token, decode_json
+from pulse_rl.documents import Count, Digest, Token
 from pulse_rl.errors import FormatError, IntegrityError, ObjectNotFoundError
-from pulse_rl.history.manifest import Manifest, check_seal
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.sealed import Format, open_sealed
 from pulse_rl.history.signing import Keys
 from pulse_rl.store.base import Store, read_up_to
 
 END = "end.json"
-MAX_END_NBYTES = 4096
+FORMAT = Format("pulse-rl/end", 1, "the end of the history", "mark of an end", 4096)  # a signed manifest is none
 
 
 class Mark(msgspec.Struct, frozen=True):
     """The last version of a run."""
 
-    format: Literal["pulse-rl/end"]  # a signed manifest is no mark
+    format: str
+    format_version: int
     version: Count
     sequence: Count
     digest: Digest
-    history: Token | None = None
+    history: Token
 
 
 def mark_of(manifest: Manifest | None) -> Mark | None:
     """The mark that names a version."""
     return (
-        Mark("pulse-rl/end", manifest.version, manifest.sequence, manifest.digest, manifest.history)
+        Mark(FORMAT.name, FORMAT.version, manifest.version, manifest.sequence, manifest.digest, manifest.history)
         if manifest
         else None
     )
@@ -49,8 +49,7 @@ def mark(store: Store, keys: Keys, manifest: Manifest) -> None:
 def read(store: Store, keys: Keys) -> Mark | None:
     """Read the mark. None without one, and for one that is damaged or not signed by the key. Raises StoreError."""
     try:
-        data = read_up_to(store, END, MAX_END_NBYTES)
-        check_seal(data, keys.public, IntegrityError)
-        return decode_json(data, Mark, END)
+        data = read_up_to(store, END, FORMAT.max_nbytes)
+        return open_sealed(data, Mark, FORMAT, key=keys.public, name=END, where=END)
     except (ObjectNotFoundError, IntegrityError, FormatError):
         return None

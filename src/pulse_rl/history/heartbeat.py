@@ -25,6 +25,7 @@ from pulse_rl.errors import FormatError, IntegrityError, PulseError, translate
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.patient import unwrapped
+from pulse_rl.version import SOFTWARE
 
 log = logger(__name__)
 
@@ -147,7 +148,7 @@ class Heart:
                     self._thread = None
                     return
             try:
-                signed = msgspec.structs.replace(heartbeat, host=socket.gethostname()[:255], software=software())
+                signed = msgspec.structs.replace(heartbeat, host=socket.gethostname()[:255], software=SOFTWARE)
                 self._store.put(heartbeat_name(self.id), msgspec.json.encode(signed))
             except (PulseError, OSError) as error:
                 self._warn(str(error))
@@ -156,13 +157,6 @@ class Heart:
         if cause not in self._causes:
             self._causes.add(cause)
             log.warning("the heartbeat of %s could not be written: %s", self.id, cause)
-
-
-def software() -> str:
-    """What writes, with its version."""
-    from pulse_rl import __version__
-
-    return f"pulse-rl {__version__}"
 
 
 def _content(heartbeat: Heartbeat) -> tuple[object, ...]:

@@ -42,10 +42,11 @@ from pulse_rl.history.manifest import (
     manifest_sequence,
 )
 from pulse_rl.history.newest import Finder
+from pulse_rl.history.sealed import is_signed
 from pulse_rl.history.signing import Keys
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
-from pulse_rl.store.base import Store, read_up_to
-from pulse_rl.store.objects import open_store
+from pulse_rl.store.base import Store, has_bytes, read_up_to
+from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
@@ -342,7 +343,7 @@ class History:
     def _require_own(self, name: str, data: bytes, manifest: Manifest) -> None:
         """Raise StoreError unless the manifest that exists is the one to commit: a retry can meet its first attempt."""
         try:
-            existing = bytes(self.store.get(name))
+            is_own = has_bytes(self.store, name, data)
         except ObjectNotFoundError:
             raise StoreError(
                 f"cannot write {name} in {self.store.url}: its service refuses it as one that exists already, and "
@@ -350,7 +351,7 @@ class History:
                 url=self.store.url,
                 name=name,
             ) from None
-        if existing != data:
+        if not is_own:
             other = self.read(manifest.sequence)
             raise StoreError(
                 f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}: a "
@@ -363,7 +364,7 @@ class History:
     def _holds(self, name: str, data: bytes) -> bool | None:
         """Whether the store has an object of these bytes; None where it does not answer."""
         try:
-            return bytes(self.store.get(name)) == data
+            return has_bytes(self.store, name, data)
         except ObjectNotFoundError:
             return False
         except StoreError:
@@ -379,7 +380,7 @@ class History:
     def _parse(self, sequence: int, data: bytes) -> Manifest:
         """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
         found = manifests.parse(data, sequence, self._keys.public, f"{manifest_name(sequence)} in {self.store.url}")
-        _remember(self._signed, sequence, manifests.is_signed(data), KEPT)
+        _remember(self._signed, sequence, is_signed(data), KEPT)
         return found
 
 

@@ -1,32 +1,24 @@
-"""A manifest: what one version is, which objects it consists of, and the seal that binds both.
+"""A manifest: what one version is, and which objects it consists of. It is sealed. Objects' names are made here too.
 
-The last member of the JSON object is `blake3`, the hash of all bytes before it; in a signed history `signature`
-follows, the Ed25519 signature of all bytes before it. So the received bytes themselves are checked, before any of
-them is decoded. Names of objects are made and parsed here too.
-
-Every version of the format has `format` and `format_version`, and this seal: so a manifest of a newer format is not
-taken for a damaged one. Members with a default were added without a new version: they may be missing, and readers
-ignore those that they do not know.
+Members with a default may be missing, and readers ignore those that they do not know: so a member can be added without
+a new version of the format.
 """
 
 import re
 import secrets
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
-from blake3 import blake3
 
-from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token, decode_json
-from pulse_rl.errors import FormatError, IntegrityError, skew, translate
+from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token
+from pulse_rl.errors import IntegrityError
+from pulse_rl.history.sealed import Format, open_sealed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-FORMAT = "pulse-rl/history"
-FORMAT_VERSION = 3  # from 3 on, patches are of format 2, and may consist of parts
-OLDEST_VERSION = 2  # that this release reads
 MAX_MANIFEST_NBYTES = 16 << 20
+FORMAT = Format("pulse-rl/history", 1, "the history", "manifest", MAX_MANIFEST_NBYTES)
 MAX_SEQUENCE = 10**12 - 1  # the greatest number of 12 digits
 
 _MANIFEST = re.compile(r"manifests/(\d{12})\.json")
@@ -34,8 +26,6 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _OBJECT = re.compile(
     rf"(?:patches|trails|anchors)/(\d{{12}})-[0-9a-f]{{16}}(?:\.safetensors|\.json\.zst|/{_FILE.pattern})"
 )
-_SEAL = re.compile(rb',"blake3":"([0-9a-f]{64})"(?:,"signature":"([0-9a-f]{128})")?\}')
-_SIGNATURE_NBYTES = len(',"signature":""}') + 128
 
 PARTS = "parts.json"
 
@@ -64,8 +54,8 @@ class PatchObject(ObjectRef, frozen=True, omit_defaults=True):
         name: Its name in the store.
         nbytes: Its size in bytes.
         blake3: Its BLAKE3 hash, 64 hex digits.
-        head_nbytes: Bytes of the file's head, which is read alone for a share of the patch; 0 for one of format 1.
-        head_blake3: The first 32 hex digits of the head's BLAKE3 hash; empty for a patch of format 1.
+        head_nbytes: Bytes of the file's head, which is read alone for a share of the patch; 0 for a list of parts.
+        head_blake3: The first 32 hex digits of the head's BLAKE3 hash; empty for a list of parts.
         parts: How many files it consists of, where the object lists them; 0 for a file.
         parts_nbytes: Their bytes together.
     """
@@ -121,10 +111,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         trail: The object that lists the patches between the last versions; None if there are none.
         publisher: 16 random hex digits that name the publisher that committed it.
         created: When, in seconds since 1970 by the publisher's clock. For people: nothing depends on it.
-        history: The id of the history, 16 random hex digits made with its first version; None in a history that was
-            begun before there were ids.
-        software: What wrote it, as "pulse-rl 0.1.0"; None where it was written before there was this member.
+        history: The id of the history, 16 random hex digits made with its first version.
+        software: What wrote it, as "pulse-rl 0.1.0".
         metadata: What the trainer noted of this version; None for nothing.
+        nonfinite: How many elements are NaN or infinite.
     """
 
     format: str
@@ -142,9 +132,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     trail: ObjectRef | None
     publisher: Token
     created: float
-    history: Token | None = None
-    software: Software | None = None
+    history: Token
+    software: Software
     metadata: dict[str, Scalar] | None = None
+    nonfinite: Count = 0
 
     @property
     def anchor_nbytes(self) -> int:
@@ -203,76 +194,17 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def seal(document: msgspec.Struct, sign: Callable[[bytes], bytes] | None) -> bytes:
-    """Encode a manifest, or another object that is sealed like one.
-
-    sign: returns the 64 bytes of a signature of its argument; None for no signature.
-    """
-    body = msgspec.json.encode(document)[:-1]  # without the closing brace
-    sealed = body + f',"blake3":"{blake3(body).hexdigest()}"'.encode()
-    if sign is not None:
-        sealed += f',"signature":"{sign(sealed).hex()}"'.encode()
-    return sealed + b"}"
-
-
-def check_seal(data: bytes, key: "Ed25519PublicKey | None", wrong: Callable[[str], IntegrityError]) -> bool:
-    """Check the seal of the received bytes. Returns whether they carry a signature, which is checked only with a key.
-
-    wrong: makes the error from what is wrong. Raises IntegrityError.
-    """
-    found = _seal_of(data)
-    if found is None or blake3(data[: found.start()]).hexdigest() != found[1].decode():
-        raise wrong(" is not a manifest, or was damaged: its BLAKE3 hash does not match its bytes")
-    if key is not None:
-        _verify(data, found[2], key, wrong)
-    return found[2] is not None
-
-
-def is_signed(data: bytes) -> bool:
-    """Whether a sealed object carries a signature, by whatever key."""
-    found = _seal_of(data)
-    return found is not None and found[2] is not None
-
-
-def _seal_of(data: bytes) -> "re.Match[bytes] | None":
-    tail = max(0, len(data) - _SIGNATURE_NBYTES - len(',"blake3":""') - 64)
-    return next((match for match in _SEAL.finditer(data, tail) if match.end() == len(data)), None)
-
-
-class _Kind(msgspec.Struct):
-    """What every version of the format has."""
-
-    format: str
-    format_version: int
-    software: object = None
-
-
 def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:
     """Decode and check a manifest.
 
-    sequence: the number in the object's name. key: the key that its signature must verify with; None to check no
-    signature. where: what messages call it. Raises IntegrityError, and VersionSkewError for one of a newer format.
+    sequence: the number in the object's name. Otherwise as `open_sealed`.
     """
     name = manifest_name(sequence)
 
     def wrong(message: str) -> IntegrityError:
         return IntegrityError(f"{where}{message}", name=name)
 
-    if len(data) > MAX_MANIFEST_NBYTES:
-        raise wrong(f": expected at most {MAX_MANIFEST_NBYTES} bytes, found more")
-    data = bytes(data)
-    check_seal(data, key, wrong)
-    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
-        kind = decode_json(data, _Kind, f"{where} is not a manifest")
-        if kind.format == FORMAT and kind.format_version > FORMAT_VERSION:
-            writer = kind.software if isinstance(kind.software, str) else None
-            raise skew("the history", kind.format_version, FORMAT_VERSION, written_by=writer, source=where)
-        if kind.format != FORMAT or not OLDEST_VERSION <= kind.format_version <= FORMAT_VERSION:
-            raise wrong(
-                f": expected {FORMAT} version {OLDEST_VERSION} to {FORMAT_VERSION}, found {kind.format} version "
-                f"{kind.format_version}"
-            )
-        manifest = decode_json(data, Manifest, f"{where} is not a manifest")
+    manifest = open_sealed(data, Manifest, FORMAT, key=key, name=name, where=where)
     if manifest.sequence != sequence or manifest.anchor_sequence > sequence:
         raise wrong(f": it says it is number {manifest.sequence}")
     if (manifest.anchor_sequence == sequence) != bool(manifest.anchor):
@@ -292,23 +224,8 @@ def check_same_history(found: Manifest, known: Manifest) -> None:
         raise IntegrityError(
             f"{manifest_name(found.sequence)} (version {found.version}) is of another history than version "
             f"{known.version}: expected the history id {known.history}, found {found.history}: it was copied from "
-            "another run, this one was begun anew, or a release that knows no ids has continued it",
+            "another run, or this one was begun anew",
             name=manifest_name(found.sequence),
             expected=known.history,
             found=found.history,
         )
-
-
-def _verify(
-    data: bytes, signature: bytes | None, key: "Ed25519PublicKey", wrong: Callable[[str], IntegrityError]
-) -> None:
-    from cryptography.exceptions import InvalidSignature
-
-    if signature is None:
-        raise wrong(": expected a signed manifest, as a public key was given to check it by, found no signature")
-    try:
-        key.verify(bytes.fromhex(signature.decode()), data[: len(data) - _SIGNATURE_NBYTES])
-    except InvalidSignature:
-        raise wrong(
-            ": its signature is not by the key that was given: it was altered, or comes from another publisher"
-        ) from None

@@ -18,6 +18,7 @@ from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
 from pulse_rl.history.fetch import limit_of
+from pulse_rl.history.follow import Peers
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, ObjectRef
 from pulse_rl.history.patches import fetch_patch
@@ -34,18 +35,22 @@ READ_NBYTES = 8 << 20  # by one request
 AT_ONCE_NBYTES = 64 << 20  # in memory at a time
 
 
-Read: TypeAlias = Callable[[Store, str, int, int], memoryview]
+Read: TypeAlias = Callable[[Store, ObjectRef, int, int], memoryview]
 
 
 class Stored(NamedTuple):
     """One tensor of an anchor."""
 
-    file: str  # the object's name
+    file: ObjectRef
     start: int  # of its first byte in the file
     spec: TensorSpec
 
 
-def read_headers(store: Store, anchor: Manifest, read: Read = read_range) -> tuple[dict[str, Stored], int]:
+def _read_part(store: Store, file: ObjectRef, start: int, stop: int) -> memoryview:
+    return read_range(store, file.name, start, stop, most=file.nbytes)
+
+
+def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tuple[dict[str, Stored], int]:
     """Where each tensor of an anchor lies, and how many bytes were read to learn it.
 
     read: reads a range of an object. Raises IntegrityError for files that are no checkpoint, and StoreError,
@@ -66,23 +71,23 @@ def read_headers(store: Store, anchor: Manifest, read: Read = read_range) -> tup
             if name in found:
                 reason = f"{ref.name}: expected each tensor in one file, found {name!r} again"
                 raise IntegrityError(reason, name=ref.name)
-            found[name] = Stored(ref.name, header.offset + start, TensorSpec(name, dtype, shape))
+            found[name] = Stored(ref, header.offset + start, TensorSpec(name, dtype, shape))
     return dict(sorted(found.items())), nbytes
 
 
 def _read_header(store: Store, ref: ObjectRef, read: Read) -> memoryview:
-    front = read(store, ref.name, 0, min(FRONT_NBYTES, ref.nbytes))
+    front = read(store, ref, 0, min(FRONT_NBYTES, ref.nbytes))
     length = int.from_bytes(front[:8], "little") if len(front) >= 8 else 0
     if len(front) < 8 + length <= min(ref.nbytes, safetensors_header.MAX_HEADER_NBYTES):
-        return read(store, ref.name, 0, 8 + length)
+        return read(store, ref, 0, 8 + length)
     return front
 
 
-def _read_front(store: Store, name: str, start: int, stop: int) -> memoryview:
+def _read_front(store: Store, file: ObjectRef, start: int, stop: int) -> memoryview:
     try:
-        return read_range(store, name, start, stop)
+        return _read_part(store, file, start, stop)
     except CannotReadRangeError:  # a stream that is left early is not downloaded to its end
-        return memoryview(read_up_to(store, name, stop))[start:stop]
+        return memoryview(read_up_to(store, file.name, stop))[start:stop]
 
 
 def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
@@ -99,6 +104,16 @@ def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
     return fetch_patch(history.store, manifest.patch, limit_of(manifest.full_nbytes)).by_name()
 
 
+def names_beside(history: History, manifest: Manifest, ties: Mapping[str, str], peers: Peers) -> list[str] | None:
+    """The names of a version's tensors, where some of these ties are not the version's own; None else. A collective.
+
+    ties: of weights, the same in all processes. Raises as `tensors_of`.
+    """
+    if {*ties, *ties.values()} <= {*manifest.tied, *manifest.tied.values()}:
+        return None  # the ordinary case: the manifest names them
+    return peers.lead("look up the names", lambda: list(tensors_of(history, manifest)), list[str])
+
+
 def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, directory: Path) -> tuple[Layout, int]:
     """Read boxes of an anchor's tensors into a file of a directory, a few MB at a time.
 
@@ -109,7 +124,7 @@ def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, direc
     nbytes = at = 0
     with (directory / "share").open("wb") as file:
         # By file and place, and the widest elements first, so that all are aligned.
-        names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file, stored[name].start))
+        names = sorted(wanted, key=lambda name: (-wanted[name].itemsize, stored[name].file.name, stored[name].start))
         for name in names:
             for piece in pieces_of(wanted[name]) if wanted[name].size else ():
                 places.append((name, piece, at))
@@ -132,7 +147,7 @@ def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, direc
 
 def _read_box(store: Store, stored: Stored, box: Box) -> Iterator[tuple[list[memoryview], int]]:
     """The bytes of a box in row-major order, some at a time, and how many were read for them."""
-    itemsize = ITEMSIZES[stored.spec.dtype]
+    itemsize, file = ITEMSIZES[stored.spec.dtype], stored.file
     rows = box.positions(stored.spec.shape)
     starts, run = stored.start + rows.starts * itemsize, rows.run * itemsize
     if len(starts) == 1 or run >= SHORT_NBYTES:
@@ -144,14 +159,15 @@ def _read_box(store: Store, stored: Stored, box: Box) -> Iterator[tuple[list[mem
         per_read = max(1, AT_ONCE_NBYTES // min(run, READ_NBYTES))
         for first in range(0, len(ranges), per_read):
             some = ranges[first : first + per_read]
-            yield read_ranges(store, stored.file, some, gap=0), sum(stop - start for start, stop in some)
+            read = sum(stop - start for start, stop in some)
+            yield read_ranges(store, file.name, some, most=file.nbytes, gap=0), read
         return
     first = 0
     while first < len(starts):
         last = int(np.searchsorted(starts, starts[first] + AT_ONCE_NBYTES - run, "right"))
         some = [(int(start), int(start) + run) for start in starts[first:last]]
         read = sum(stop - start for start, stop in plan_requests(some, SHORT_NBYTES, math.inf))
-        yield read_ranges(store, stored.file, some, gap=SHORT_NBYTES, spare=math.inf), read
+        yield read_ranges(store, file.name, some, most=file.nbytes, gap=SHORT_NBYTES, spare=math.inf), read
         first = last
 
 

@@ -32,9 +32,9 @@ from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.ranges import read_range, read_ranges
-from pulse_rl.weights.boxes import disjoint, whole
+from pulse_rl.weights.box_sets import disjoint
+from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import Place
 
 FORMAT = "pulse-rl/parts"
 MAX_PARTS = 1 << 16
@@ -137,7 +137,7 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
     if not ref.head_nbytes <= min(ref.nbytes, patch_format.MAX_HEAD_NBYTES):
         raise IntegrityError(f"{ref.name}: a head of {ref.head_nbytes} of {ref.nbytes} bytes", name=ref.name)
     try:
-        head = read_range(store, ref.name, 0, ref.head_nbytes)
+        head = read_range(store, ref.name, 0, ref.head_nbytes, most=ref.nbytes)
     except CannotReadRangeError:
         return _fetch_whole(store, ref, limit)
     if blake3(head).hexdigest()[:32] != ref.head_blake3:
@@ -148,7 +148,7 @@ def _fetch_part(store: Store, ref: PatchObject, limit: int, share: Layout | None
         )
     patch = patch_format.unpack_head(head, ref.nbytes, ref.name)
     wanted = _wanted(patch, share)
-    payloads = read_ranges(store, ref.name, [(span.start, span.stop) for span in wanted])
+    payloads = read_ranges(store, ref.name, [(span.start, span.stop) for span in wanted], most=ref.nbytes)
     with translate(PatchFormatError, to=lambda reason: PatchFormatError(reason, source=ref.name)):
         read = patch.with_spans({span.number: data for span, data in zip(wanted, payloads, strict=True)})
     return read, ref.head_nbytes + sum(span.nbytes for span in wanted)
@@ -162,9 +162,9 @@ def _wanted(patch: Patch, share: Layout) -> list[patch_format.Span]:
     """The spans of a patch that change elements which this process holds."""
     tensors = [share.get(entry.name) for entry in patch.table]
     boxes = [None if tensor is None else boxes_of(tensor) for tensor in tensors]
-    known: dict[tuple[object, Place], bool] = {}  # most tensors of a kind are held alike
+    known: dict[tuple[object, Box], bool] = {}  # most tensors of a kind are held alike
 
-    def is_held(number: int, place: Place) -> bool:
+    def is_held(number: int, place: Box) -> bool:
         key = boxes[number], place
         if key not in known:
             tensor = tensors[number]

@@ -18,7 +18,7 @@ import zstandard
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token, decode_json
 from pulse_rl.errors import FormatError, IntegrityError, skew, translate
-from pulse_rl.history.manifest import FORMAT_VERSION, Manifest, PatchObject, parts_name, patch_name
+from pulse_rl.history.manifest import FORMAT, Manifest, PatchObject, parts_name, patch_name
 
 REACH = {1: 64, 4: 64, 16: 128, 64: 512}  # by span: how many versions back a trail lists such patches
 SPANS = tuple(span for span in REACH if span > 1)  # of skip patches; each divides the next
@@ -82,7 +82,7 @@ class _StoredLink(msgspec.Struct, frozen=True, array_like=True):
 class _Kind(msgspec.Struct):
     """The version of a trail's format, which is that of the history's; trails need not say it."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = FORMAT.version
 
 
 class Trail(msgspec.Struct, frozen=True):
@@ -171,8 +171,8 @@ def decode_trail(data: bytes | bytearray, manifest: Manifest, where: str) -> Tra
         what = f"{where} is not a trail"
         document = decompress(memoryview(data), MAX_TRAIL_NBYTES, what)
         found = decode_json(document, _Kind, what).format_version
-        if found > FORMAT_VERSION:
-            raise skew("the trail", found, FORMAT_VERSION, written_by=manifest.software, source=where)
+        if found > FORMAT.version:
+            raise skew("the trail", found, FORMAT.version, written_by=manifest.software, source=where)
         trail = decode_json(document, Trail, what)
     states = {link.to for link in trail.links()}
     if (

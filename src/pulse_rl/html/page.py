@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from pulse_rl import __version__
 from pulse_rl.errors import require
+from pulse_rl.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'; img-src data:"
 DRAW = """
@@ -55,10 +55,13 @@ p, ul { margin: .4rem 0 .8rem; }
 figcaption { margin-top: .6rem; }
 figure, .table, dl > div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 figure { margin: 1rem 0; padding: 1rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); gap: .7rem; margin: 1rem 0; }
+dl { display: grid; gap: .7rem; margin: 1rem 0;
+  grid-template-columns: repeat(auto-fill, minmax(max(9.2rem, 100% / var(--columns) - .7rem), 1fr)); }
 dl > div { padding: .7rem .9rem; }
 dd { margin: 0; }
 dd.value { font-size: 1.35rem; font-weight: 600; overflow-wrap: normal; }
+.of-1 { --columns: 1; } .of-2 { --columns: 2; } .of-3 { --columns: 3; }
+.of-4 { --columns: 4; } .of-5 { --columns: 5; } .of-6 { --columns: 6; }
 .plot { width: 100%; min-width: 0; display: block !important; }
 .plot svg { display: block; }
 .table { margin: 1rem 0; position: relative; overflow: hidden; }
@@ -88,6 +91,7 @@ summary { cursor: pointer; color: var(--c0); }
 #vg-tooltip-element td { border: 0; padding: 0 .3rem; white-space: normal; text-align: left; }
 #vg-tooltip-element td.key { color: var(--faint); overflow-wrap: normal; }
 """
+CARDS = 6  # of numbers in a row, at most
 CONFIG = {  # of every plot: the page's colours, which change with its scheme
     "background": None,
     "font": "system-ui, sans-serif",
@@ -142,7 +146,9 @@ class Page:
             f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="faint">{note}</dd></div>'
             for name, value, note in (map(escape, one) for one in found)
         )
-        self._parts.append(f"<dl>{''.join(boxes)}</dl>")
+        rows = -(-len(found) // CARDS)
+        columns = -(-len(found) // rows) if rows else 1  # rows of the same length, but for the last
+        self._parts.append(f'<dl class="of-{columns}">{"".join(boxes)}</dl>')
 
     def plot(self, plot: Plot) -> None:
         """A chart with its caption; nothing if there is nothing to draw."""

@@ -33,7 +33,7 @@ from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Shape, tiles
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout, layout
-from pulse_rl.weights.pieces import Place, pieces_of
+from pulse_rl.weights.pieces import pieces_of
 from pulse_rl.weights.segments import segments
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class MasterChanges:
                 region.clear()
 
 
-def _by_tile(tensor: Bits, regions: Iterable[_Region]) -> dict[Place, Changes]:
+def _by_tile(tensor: Bits, regions: Iterable[_Region]) -> dict[Box, Changes]:
     """The old bits of the elements that changed, for each tile of a tensor that has any."""
     parts = [(region.positions(), region.old.values) for region in regions]
     if not parts:
@@ -203,7 +203,7 @@ def _by_tile(tensor: Bits, regions: Iterable[_Region]) -> dict[Place, Changes]:
     flat, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     order = np.argsort(flat, kind="stable")  # several pieces may interleave
     flat, values = flat[order], values[order]
-    found: dict[Place, Changes] = {}
+    found: dict[Box, Changes] = {}
     shape = tuple(tensor.shape)
     for piece in pieces_of(tensor):
         for tile in tiles(shape, piece.box):

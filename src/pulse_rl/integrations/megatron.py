@@ -25,10 +25,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.errors import require
+from pulse_rl.weights.box_sets import MAX_BOXES
 from pulse_rl.weights.boxes import Box, Shape
 from pulse_rl.weights.pieces import Shard
-
-MAX_BOXES = 1 << 16  # of one tensor: what is cut finer is a shuffle, and would take longer than converting it
 
 Converter = Callable[[Any], Mapping[str, Any]]
 

@@ -20,10 +20,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line, require
+from pulse_rl.kernels.cpu.beside import start_compiling
 from pulse_rl.logs import logger
 from pulse_rl.study.monitor import SparsityMonitor
 from pulse_rl.sync.publish.publisher import Publisher
-from pulse_rl.sync.reports import SyncReport
+from pulse_rl.sync.subscribe.report import SyncReport
 from pulse_rl.sync.subscribe.staging import Staged
 from pulse_rl.sync.subscribe.subscriber import Subscriber
 
@@ -38,7 +39,8 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
     The version is the trainer's `state.global_step`. If the history already has that version or a newer one when
     training begins, as after a resume, versions continue after its newest one: each is then its step plus a constant.
 
-    The first of several processes publishes. Errors of the publisher end the training.
+    The first of several processes publishes. Errors of the publisher end the training. Kernels that were never compiled
+    on this machine are compiled in another process while the first step runs.
 
     Args:
         publisher: The publisher. When training ends, its last version is committed; it is not closed.
@@ -69,6 +71,7 @@ class PublishCallback(_transformers.TrainerCallback):  # type: ignore[misc, name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            start_compiling()  # cold kernels took 20 s of the first step
             newest = self._publisher.resume()
             self._offset = 0 if newest is None else max(0, newest + 1 - state.global_step)
             self._publish(model, state)

@@ -1,5 +1,6 @@
 """The exchange of one round over a group, until all have received everything. No trainer's state is changed here."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pulse_rl.errors import ExchangeError
@@ -8,6 +9,7 @@ from pulse_rl.loco.contributions import Contribution, NonFinite
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.sums import Mean
 from pulse_rl.loco.verdicts import Readiness, Verdict, gather_verdicts
 
 
@@ -29,11 +31,19 @@ class Exchanging(Protocol):
         """
 
 
-def collect(members: Exchanging, masters: Masters, contribution: Contribution, round: int, timings: Timings) -> Outcome:
+def collect(
+    members: Exchanging,
+    masters: Masters,
+    contribution: Contribution,
+    round: int,
+    timings: Timings,
+    check: Callable[[Sequence[Mean]], None],
+) -> Outcome:
     """Exchange a round, until every member has received everything; if one is lost, the rest repeat it.
 
+    check: raises FloatingPointError, on all members alike, if the outer step along these means would overflow.
     Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
-    FloatingPointError for a pseudo-gradient or mean with an infinity or NaN.
+    FloatingPointError for a pseudo-gradient or mean with an infinity or NaN, and as `check`.
     """
     try:
         found = contribution.find()
@@ -54,6 +64,7 @@ def collect(members: Exchanging, masters: Masters, contribution: Contribution, r
                 method, found_means = contribution.exchange(members.group, fragment, sends, by_rank, timings)
                 methods.append(method)
                 means += found_means
+            check(means)
             workers = members.group.size
             outcome = Outcome(workers, sends, sum(verdict.counts), methods, means, timings)
         except ExchangeError as error:

@@ -130,7 +130,7 @@ class ElasticMembers:
         self._settle(trainer.compare)
 
     def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
-        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings)
+        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings, trainer.check)
 
     def agree(self, *, arrived: bool) -> bool:
         """Whether to commit the round; if not, a new group to exchange it again is formed.

@@ -18,6 +18,8 @@ from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import loco
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.gate import Sends
+from pulse_rl.loco.sums import Mean
+from pulse_rl.parallel import ordered_map
 from pulse_rl.weights import digests
 from pulse_rl.weights.digests import mix
 from pulse_rl.weights.layout import Layout, layout
@@ -147,6 +149,20 @@ class Masters:
             if segment.residual is not None:
                 segment.residual.fill(0)
         self.copy_to_live()
+
+    def check_outer(self, means: Sequence[Mean], lr: float, mu: float) -> None:
+        """Raise FloatingPointError if the outer step along these means, of each segment, would not leave θ finite."""
+
+        def overflows(number: int) -> bool:
+            segment = self.segments[number]
+            return loco.overflows(segment.shared, segment.momentum, means[number].dense(segment.size), lr, mu)
+
+        for segment, broken in zip(self.segments, ordered_map(overflows, range(len(means))), strict=True):
+            if broken:
+                raise FloatingPointError(
+                    f"the outer step overflows float32 in {segment.name!r}: expected finite weights after it, found an "
+                    "infinity or NaN; nothing was changed: a trainer diverged, go back to an earlier checkpoint"
+                )
 
     def commit(self, segment: MasterSegment, sends: Sends | None, gradient: F32, lr: float, mu: float) -> int:
         """Take the outer step on a segment: residual, momentum, θ and the live parameters; returns θ's digest there.

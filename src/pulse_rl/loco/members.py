@@ -21,6 +21,7 @@ from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.outcome import Outcome
+from pulse_rl.loco.sums import Mean
 
 SAID_NBYTES = 64 << 20  # of one rank's options, or the shapes of its parameters, as JSON
 
@@ -35,6 +36,7 @@ class Trainer(NamedTuple):
     contribution: Contribution
     options: Mapping[str, str]  # what must be the same on all trainers, apart from the state
     compare: Callable[[Group], None]  # a collective that raises IntegrityError where states differ
+    check: Callable[[Sequence[Mean]], None]  # raises FloatingPointError if the outer step along these would overflow
     commit: Callable[[Outcome, int], int]  # take the outer step of a round of that many inner steps: θ's digest
 
 
@@ -96,7 +98,7 @@ class FixedMembers:
         return expected, found
 
     def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
-        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings)
+        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings, trainer.check)
 
     def agree(self, *, arrived: bool) -> bool:
         return arrived

@@ -34,7 +34,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentChanges, Unit, open_block, run_spec
+from pulse_rl.codecs.base import SegmentChanges, Unit, run_spec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field_of
@@ -176,7 +176,7 @@ def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding:
     if expected != len(payload):
         raise FormatError(f"payload: expected {expected} bytes, found {len(payload)}")
     frame = header + positions_nbytes
-    units = open_block(_CODEC, payload[header:frame], specs)
+    units = _CODEC.open_block(payload[header:frame], specs)
     exponents = np.frombuffer(decompress(payload[frame : frame + frame_nbytes], total, "exponents"), np.uint8)
     if len(exponents) != total or (exponents == 0xFF).any():
         raise FormatError(f"payload: expected {total} exponents of finite values, found {len(exponents)}")

@@ -47,6 +47,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -197,7 +198,8 @@ class LocalSteps:
         shapes = blake3(repr(self._masters.shapes).encode()).hexdigest(8)
         options = {"method": type(self).__name__, "sync_every": self.sync_every, "model": shapes} | self._options()
         shown = {name: str(value) for name, value in options.items()}
-        return Trainer(self, self._masters, self._contribution, shown, self._compare, self._commit)
+        check = partial(self._masters.check_outer, lr=self.outer_lr, mu=self.outer_momentum)
+        return Trainer(self, self._masters, self._contribution, shown, self._compare, check, self._commit)
 
     def __exit__(self, *exception: object) -> None:
         """Stop counting. Inner steps since the last round stay where they are: in the live parameters.
@@ -278,7 +280,7 @@ class LocalSteps:
         Raises:
             ExchangeError: A worker is lost, cannot go on, or sent a payload that cannot be read (with a Membership:
                 this trainer is that worker). `ranks` names who is at fault.
-            FloatingPointError: An element of a pseudo-gradient, or of the mean, is infinite or NaN.
+            FloatingPointError: An element of a pseudo-gradient, of the mean or of θ after it is infinite or NaN.
             IntegrityError: The ranks' θ differ after the round.
         """
         while True:

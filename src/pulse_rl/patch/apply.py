@@ -30,8 +30,9 @@ from pulse_rl.patch.targets import Target, targets
 from pulse_rl.patch.work import Tensor, Work, joined, plan, runs
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.pieces import Place, pieces_of, place_view
+from pulse_rl.weights.pieces import pieces_of, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
 FEW = 1 << 20  # changes that one thread checks as fast as two do
@@ -61,7 +62,7 @@ class Overwritten(NamedTuple):
     """Elements of live memory that a patch overwrites, with the bits that they hold before."""
 
     name: str  # of the tensor
-    place: Place  # which part of the tensor
+    place: Box  # which part of the tensor
     bits: Bits  # the live memory of that part
     old: Changes  # indices into the part
 
@@ -206,7 +207,7 @@ class Application:
             for copy in self._live[name]:
                 merged.add(name, copy, place, changes)
 
-    def changes(self) -> Iterator[tuple[str, Place, Changes]]:
+    def changes(self) -> Iterator[tuple[str, Box, Changes]]:
         """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""
         for work in self._work:
             for segment, found in zip(work.segments, work.changes or work.decode(), strict=True):
@@ -219,7 +220,7 @@ class Application:
         """Memory that the decoded changes take which are kept until `write`."""
         return sum(change.indices.nbytes + change.values.nbytes for work in self._work for change in work.changes or ())
 
-    def keep_in(self, changes: Mapping[tuple[str, Place], Changes]) -> None:
+    def keep_in(self, changes: Mapping[tuple[str, Box], Changes]) -> None:
         """Keep decoded changes in other memory until `write`. changes: all of those that `changes` gives."""
         for work in self._work:
             work.changes = [

@@ -28,9 +28,10 @@ from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.pieces import Place
+from pulse_rl.weights.finite import not_finite
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
@@ -63,6 +64,8 @@ class Coded:
     full_nbytes: int
     base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
     delta: int  # what it gains, mod 2^64
+    nonfinite: int  # how many elements become NaN or infinite, less those that were
+    spoilt: str  # a tensor in which some become so; empty for none
     read_s: float
     diff_s: float
     encode_s: float
@@ -142,7 +145,8 @@ def find(
     table = entries_of(new)
     scan = Scan(old, new, digest_old)
     counts: list[NDArray[np.int64]] = []
-    groups = groups_of(table, format_version=patch_format.FORMAT_VERSION)
+    groups = groups_of(table)
+    nonfinite, spoilt = 0, ""
     lying: Iterator[Lies | None] = repeat(None)
     device: Device = HOST
     if any(codec.conditional for codec in codecs):
@@ -153,10 +157,17 @@ def find(
         sections = [Section(tuple([entry.name for entry in entries]), group.places)]
         tensors = [(entry, old[entry.name], new[entry.name]) for entry in entries]
         parts = ((tile, *tensor) for tile in range(len(group.places)) for tensor in tensors)
-        last = -1  # the tile that came last
+        last, done = -1, 0  # the tile that came last; the segments
         for edges, (indices, values), replaced in scan.find(group, entries):
             changed = np.diff(edges)
             counts.append(changed)
+            marked = not_finite(values, entries[0].dtype)
+            nonfinite -= int(np.count_nonzero(not_finite(replaced, entries[0].dtype)))
+            if marked.any():
+                nonfinite += int(np.count_nonzero(marked))
+                at = done + int(np.searchsorted(edges, np.argmax(marked), "right")) - 1
+                spoilt = spoilt or entries[at % len(entries)].name
+            done += len(changed)
             if recorder is not None:
                 recorder.add(sections, changed, Changes(indices, replaced))
                 sections = []
@@ -189,6 +200,8 @@ def find(
                 nbytes,
                 base & digests.MASK,
                 scan.delta & digests.MASK,
+                nonfinite,
+                spoilt,
                 scan.read_s,
                 scan.diff_s,
                 coding.encode_s,
@@ -197,7 +210,7 @@ def find(
     return coded
 
 
-def _dense(segment: SegmentChanges, new: Bits, place: Place) -> SegmentChanges:
+def _dense(segment: SegmentChanges, new: Bits, place: Box) -> SegmentChanges:
     """The same segment with all its elements."""
     changes = Changes(every_index(segment.spec.size), rows_of(new, place).flatten())
     return segment._replace(changes=changes)

@@ -4,13 +4,12 @@ A result appears whole or not at all: it is written under another name in the sa
 """
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from pulse_rl.checkpoint.files import copy_checkpoint, open_checkpoint
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.disk import map_file, to_disk, write_stream
+from pulse_rl.disk import map_file, replacing, write_stream
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch import verbs
@@ -56,20 +55,9 @@ def apply_to_copy(
     sides = Sides(f"{patch} does not fit {base}", "the patch", "the checkpoint")
     compare_layouts({**tensors, **tied}, found, sides)
     _check_place(out, base)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
+    with replacing(out) as temporary:
         copy_checkpoint(base, temporary)
-        info = verbs.apply_parsed(watch(open_checkpoint(temporary, writable=True)), parsed)
-        for path in (*temporary.rglob("*"), temporary):
-            to_disk(path)
-        temporary.replace(out)
-        to_disk(out.parent)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
-    return info
+        return verbs.apply_parsed(watch(open_checkpoint(temporary, writable=True)), parsed)
 
 
 def _check_place(out: Path, base: Path) -> None:

@@ -10,10 +10,8 @@ All but the payload is the *head*. It has a hash of its own, which covers the sp
 holds a part of the weights reads the head, and of the payload only the spans that it needs. The other hash, of
 the whole file, is in every version of the format, so that a reader of an older one can tell newer from damaged.
 
-`docs/format.md` is the full description, also of format 1: there a block is one span, has before it what is shared, and
-the head has no hash. Input is treated as hostile:
-hashes are checked first, sizes are checked before memory is allocated, and the index must account for every byte.
-Blocks are decoded in `apply`, not here.
+`docs/format.md` is the full description. Input is treated as hostile: hashes are checked first, sizes before memory is
+allocated, and the index must account for every byte. Blocks are decoded in `apply`, not here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +34,10 @@ from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
 from pulse_rl.patch.table import encode_table, read_table
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import TensorSpec
-from pulse_rl.weights.segments import SEGMENT
 
 FORMAT = "pulse-rl/patch"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 STREAMS = ("table", "index", "shared", "payload")
-STREAMS_1 = ("table", "index", "payload")  # of format 1
 MAX_HEAD_NBYTES = 256 << 20
 MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writer closes blocks far earlier
 
@@ -73,9 +69,9 @@ class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changes: Count
     full_nbytes: Count
     blocks: Count
-    spans: Count = 0
-    part: Count = 0  # of several, which are one patch together: each covers other elements
-    parts: Count = 1
+    spans: Count
+    part: Count  # of several, which are one patch together: each covers other elements
+    parts: Count
 
 
 class Span(NamedTuple):
@@ -85,7 +81,7 @@ class Span(NamedTuple):
     segments: Segments
     start: int  # in the file
     stop: int
-    hash: bytes | None  # None in format 1
+    hash: bytes
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +96,7 @@ class Block(NamedTuple):
 
     segments: Segments
     spans: tuple[Span, ...]
-    shared: memoryview | None  # None in format 1, where it precedes the only span
+    shared: memoryview
 
 
 class Patch(NamedTuple):
@@ -156,24 +152,20 @@ class Patch(NamedTuple):
 
     def _opened(self, block: Block, joined: Joined | None) -> Iterator[tuple[Span, list[Segment], Units]]:
         with translate(FormatError, to=PatchFormatError):
-            shared, payloads = block.shared, self.payloads
-            if shared is None:
-                shared, payload = self.codec.split(payloads[block.spans[0].number])
-                payloads = {block.spans[0].number: payload}
             segments = list(block.segments)
             runs: list[list[Span]] = []
             for span in block.spans:
-                read = span.number in payloads and bool(runs) and runs[-1][-1].number in payloads
+                read = span.number in self.payloads and bool(runs) and runs[-1][-1].number in self.payloads
                 if read and joined is not None and joined(runs[-1][-1], span):
                     runs[-1].append(span)
                 else:
                     runs.append([span])
             sizes = [sum(len(span.segments) for span in run) for run in runs]
-            opened = self.codec.open(shared, [segment.spec for segment in segments], sizes)
+            opened = self.codec.open(block.shared, [segment.spec for segment in segments], sizes)
         for run, members, units in zip(runs, consecutive(segments, sizes), opened, strict=True):
-            if run[0].number not in payloads:
+            if run[0].number not in self.payloads:
                 continue
-            coded = [payloads[span.number] for span in run]
+            coded = [self.payloads[span.number] for span in run]
             with translate(FormatError, to=PatchFormatError):
                 found = units(coded[0] if len(coded) == 1 else memoryview(b"".join(coded)))
             yield run[0], list(members), found._replace(decode=partial(_decode, found))
@@ -216,7 +208,7 @@ def check_versions(base: int, target: int) -> None:
 
 def check_table(table: Sequence[Entry], tied: Mapping[str, str]) -> None:
     """Raise ValueError or PatchFormatError for tensors that no patch can describe."""
-    groups_of(read_table(memoryview(encode_table(table, tied)), FORMAT_VERSION)[0], format_version=FORMAT_VERSION)
+    groups_of(read_table(memoryview(encode_table(table, tied)))[0])
 
 
 def pack(
@@ -254,36 +246,30 @@ def unpack(data: bytes | bytearray | memoryview, source: str | None = None) -> P
     with translate(FormatError, to=partial(PatchFormatError, source=source)):
         patch = _unpack(view, source, None)
         payloads = {span.number: view[span.start : span.stop] for span in patch.spans}
-        if patch.header.format_version == 1:
-            return patch._replace(payloads=payloads)
         return patch.with_spans(payloads)
 
 
 def unpack_head(data: bytes | bytearray | memoryview, nbytes: int, source: str | None = None) -> Patch:
     """Parse the head of a patch and prove its hash; no span is read yet.
 
-    nbytes: of the whole file. Raises as `unpack`, and PatchFormatError for format 1, which cannot be read in parts.
+    nbytes: of the whole file. Raises as `unpack`.
     """
     with translate(FormatError, to=partial(PatchFormatError, source=source)):
-        patch = _unpack(memoryview(data).cast("B"), source, nbytes)
-        if patch.header.format_version == 1:
-            raise PatchFormatError("a patch of format 1 can only be read whole")
-        return patch
+        return _unpack(memoryview(data).cast("B"), source, nbytes)
 
 
 def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
     """nbytes: of the file, of which view is the head; None if it is all of it."""
     header, streams, start = _read_header(view, source, nbytes)
-    table, tied = read_table(streams["table"], header.format_version)
+    table, tied = read_table(streams["table"])
     if header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
         raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
-    segments = Segments(table, groups_of(table, format_version=header.format_version))
-    spans_named = header.spans if header.format_version > 1 else None
-    index = read_index(streams["index"], header.blocks, spans_named, table, segments)
+    segments = Segments(table, groups_of(table))
+    index = read_index(streams["index"], header.blocks, header.spans, table, segments)
     _check_totals(header, table, segments)
     end = len(view) if nbytes is None else nbytes
     spans = list(_cut_spans(index, segments, start, end))
-    blocks = tuple(_cut_blocks(index, segments, spans, streams.get("shared")))
+    blocks = tuple(_cut_blocks(index, segments, spans, streams["shared"]))
     return Patch(header, table, tied, segments, blocks, start, end, {})
 
 
@@ -303,23 +289,14 @@ def _read_header(
     version = metadata.get("format_version", "")
     if version.isascii() and version.isdigit() and len(version) < 10 and int(version) > FORMAT_VERSION:
         raise skew("the patch", int(version), FORMAT_VERSION, written_by=metadata.get("software"), source=source)
-    if version not in ("1", "2"):
-        raise PatchFormatError(f"patch format version: expected 1 or 2, found {printable(version)}")
-    streams = STREAMS_1 if version == "1" else STREAMS
-    if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in streams]:
-        raise PatchFormatError(f"streams: expected {', '.join(streams)}, found {', '.join(map(printable, entries))}")
+    if version != str(FORMAT_VERSION):
+        raise PatchFormatError(f"patch format version: expected {FORMAT_VERSION}, found {printable(version)}")
+    if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in STREAMS]:
+        raise PatchFormatError(f"streams: expected {', '.join(STREAMS)}, found {', '.join(map(printable, entries))}")
     start = offset + entries["payload"].start
-    if version == "2":
-        promised = metadata.pop("head_blake3", None)
-        if promised != _hash(metadata, [view[offset:start]]):
-            raise PatchFormatError("the patch is corrupt: the BLAKE3 hash of its head does not match its bytes")
-    elif metadata.pop("segment", None) != str(SEGMENT):
-        raise PatchFormatError(f"segment: expected {SEGMENT} elements, found another number")
-    added = {"spans", "part", "parts"}
-    if added & metadata.keys() != (added if version == "2" else set()):
-        raise PatchFormatError(
-            f"patch header: expected keys of format {version}, found {sorted(added & metadata.keys())}"
-        )
+    promised = metadata.pop("head_blake3", None)
+    if promised != _hash(metadata, [view[offset:start]]):
+        raise PatchFormatError("the patch is corrupt: the BLAKE3 hash of its head does not match its bytes")
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
@@ -329,7 +306,7 @@ def _read_header(
         )
     if header.part >= header.parts:
         raise PatchFormatError(f"part: expected less than {header.parts}, found {header.part}")
-    head = {name: view[offset + entries[name].start : offset + entries[name].stop] for name in streams[:-1]}
+    head = {name: view[offset + entries[name].start : offset + entries[name].stop] for name in STREAMS[:-1]}
     return header, head, start
 
 
@@ -360,18 +337,18 @@ def _cut_spans(index: Index, segments: Segments, start: int, end: int) -> Iterat
         )
 
 
-def _cut_blocks(index: Index, segments: Segments, spans: Sequence[Span], shared: memoryview | None) -> Iterator[Block]:
+def _cut_blocks(index: Index, segments: Segments, spans: Sequence[Span], shared: memoryview) -> Iterator[Block]:
     """Divide the spans, and what they share, into blocks that cover both exactly."""
     decoded: NDArray[np.int64] = segments.counts * segments.change_nbytes()
     first = at = taken = 0
     for count, nbytes in index.blocks:
         members = tuple(spans[first : first + count])
         size = sum(len(span.segments) for span in members)
-        if count == 0 or len(members) != count or (shared is not None and at + nbytes > len(shared)):
+        if count == 0 or len(members) != count or at + nbytes > len(shared):
             raise PatchFormatError("index: a block reaches past the spans or what they share")
         if decoded[taken : taken + size].sum() > MAX_BLOCK_NBYTES:
             raise PatchFormatError(f"index: a block decodes to more than {MAX_BLOCK_NBYTES} bytes")
-        yield Block(segments[taken : taken + size], members, None if shared is None else shared[at : at + nbytes])
+        yield Block(segments[taken : taken + size], members, shared[at : at + nbytes])
         first, at, taken = first + count, at + nbytes, taken + size
-    if first != len(spans) or (shared is not None and at != len(shared)):
+    if first != len(spans) or at != len(shared):
         raise PatchFormatError(f"index: the blocks cover {first} of {len(spans)} spans, or not all that they share")

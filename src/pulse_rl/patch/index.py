@@ -1,8 +1,7 @@
 """The index of a patch: how its segments are divided into spans and these into blocks, and the changes of each segment.
 
 Compressed 32-bit numbers: of each block how many spans it has and how many bytes they share, of each span how many
-segments and bytes it has, of each segment how many changes; then the hash of each span. In format 1 each block is a
-span that has no hash.
+segments and bytes it has, of each segment how many changes; then the hash of each span.
 """
 
 from collections.abc import Sequence
@@ -46,22 +45,19 @@ def encode_index(counts: NDArray[np.int64], blocks: Sequence[CodedBlock]) -> byt
 class Index(NamedTuple):
     blocks: list[tuple[int, int]]  # spans of each, and bytes that they share
     spans: list[tuple[int, int]]  # segments and bytes of each
-    hashes: list[bytes | None]  # of each span
+    hashes: list[bytes]  # of each span
 
 
-def read_index(stream: memoryview, blocks: int, spans: int | None, table: Sequence[Entry], segments: Segments) -> Index:
+def read_index(stream: memoryview, blocks: int, spans: int, table: Sequence[Entry], segments: Segments) -> Index:
     """The index, of the length that header and table imply. Sets the segments' changes: no more than elements.
 
-    blocks, spans: how many the header names; no spans in format 1.
+    blocks, spans: how many the header names.
     """
-    hashed = HASH_NBYTES
-    if spans is None:
-        blocks, spans, hashed = 0, blocks, 0  # each span is a block
     most = min(len(segments), MAX_SPANS)
     if not blocks <= spans <= most:
         raise PatchFormatError(f"index: expected at most {most} spans, found {spans} in {blocks} blocks")
     count = 2 * blocks + 2 * spans + len(segments)
-    nbytes = 4 * count + hashed * spans
+    nbytes = 4 * count + HASH_NBYTES * spans
     words = decompress(stream, nbytes, "index")
     if len(words) != nbytes:
         raise PatchFormatError(f"index: expected {nbytes} bytes, found {len(words)}")
@@ -74,8 +70,5 @@ def read_index(stream: memoryview, blocks: int, spans: int | None, table: Sequen
         raise PatchFormatError(f"tensor {name!r}: {counts[over[0]]} changes in a segment of {sizes[over[0]]} elements")
     segments.counts = counts
     pairs = [(int(a), int(b)) for a, b in numbers[: 2 * blocks + 2 * spans].reshape(-1, 2).tolist()]
-    hashes: list[bytes | None] = [None] * spans
-    if hashed:
-        hashes = [bytes(words[at : at + hashed]) for at in range(4 * count, nbytes, hashed)]
-        return Index(pairs[:blocks], pairs[blocks:], hashes)
-    return Index([(1, 0)] * spans, pairs, hashes)
+    hashes = [bytes(words[at : at + HASH_NBYTES]) for at in range(4 * count, nbytes, HASH_NBYTES)]
+    return Index(pairs[:blocks], pairs[blocks:], hashes)

@@ -34,9 +34,11 @@ def resolve(
 
     tensors: what is expected, by name. tied: further names → the name that stands for them. sides: how an error speaks
     of both. written: whether they are to be written. everywhere: the tensors of the whole model by every name, where
-    this process holds a share of them. Raises BaseMismatchError that lists what is missing, unexpected or of another
-    shape, and ValueError for a live tensor that cannot be written.
+    this process holds a share of them; both have the version's names already. Raises BaseMismatchError that lists what
+    is missing, unexpected or of another shape, and ValueError for a live tensor that cannot be written.
     """
+    if everywhere is None:
+        weights = weights.called(tensors, tied)
     live: Mapping[str, HasLayout] = weights.all_names() if everywhere is None else everywhere
     # A tied name may be absent here (as in a checkpoint), or be a second name of the same memory.
     expected = {**tensors, **{alias: tensors[owner] for alias, owner in tied.items() if alias in live}}

@@ -19,7 +19,7 @@ from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.pieces import Piece, Place, pieces_of, within
+from pulse_rl.weights.pieces import Piece, touching, within
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
 PART = 1 << 11  # changes of one part of a batch: those are read back before the next ones are written
@@ -50,9 +50,9 @@ class Merged:
     def __init__(self) -> None:
         self._pieces: dict[int, _Collected] = {}  # by the identity of the memory's Bits
 
-    def add(self, name: str, tensor: Bits, place: Place, changes: Changes) -> None:
+    def add(self, name: str, tensor: Bits, place: Box, changes: Changes) -> None:
         """Collect the changes of a segment. tensor: the live one."""
-        for piece in pieces_of(tensor):
+        for piece in touching(tensor, place):
             own = _own(piece, place, changes)
             if own is not None:
                 found = self._pieces.setdefault(id(piece.bits), _Collected(piece.bits, name, [], []))
@@ -78,10 +78,10 @@ class Merged:
         return found
 
 
-def _own(piece: Piece, place: Place, changes: Changes) -> tuple[NDArray[np.int64], UIntArray] | None:
+def _own(piece: Piece, place: Box, changes: Changes) -> tuple[NDArray[np.int64], UIntArray] | None:
     """The changes of a segment that lie in a piece: flat positions in it, and values. None without any."""
     indices, values = changes
-    if isinstance(place, Box) and not place.inside(piece.box):
+    if not place.inside(piece.box):
         common = place.intersect(piece.box)
         if common is None:
             return None
@@ -89,8 +89,7 @@ def _own(piece: Piece, place: Place, changes: Changes) -> tuple[NDArray[np.int64
         if not len(indices):
             return None
         place, values = common, values[chosen]
-    if isinstance(place, Box):
-        place = Box(tuple(a - b for a, b in zip(place.offset, piece.box.offset, strict=True)), place.sizes)
+    place = Box(tuple(a - b for a, b in zip(place.offset, piece.box.offset, strict=True)), place.sizes)
     at = place.positions(piece.box.sizes)
     positions = np.empty(len(indices), np.int64)
     cpu.positions(at.starts, at.run, indices, positions)

@@ -19,10 +19,10 @@ from pulse_rl.disk import map_open_file
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box, Run, Shape, whole
+from pulse_rl.weights.boxes import Box, Shape, whole
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.pieces import Pieces, Place, within
+from pulse_rl.weights.pieces import Pieces, within
 
 MERGED = 1 << 20  # elements of two overlays that are merged at once, in memory
 
@@ -31,7 +31,7 @@ class Replaced(NamedTuple):
     """Elements of one part of a tensor that were overwritten, with the bits that they held before."""
 
     name: str  # of the tensor
-    place: Place  # the part, which the indices count in
+    place: Box  # the part, which the indices count in
     old: Changes
 
 
@@ -39,7 +39,7 @@ class Section(NamedTuple):
     """Parts of tensors: the same places of each, place by place, and of each place tensor by tensor."""
 
     names: tuple[str, ...]
-    places: Sequence[Place]
+    places: Sequence[Box]
 
 
 class _Column(NamedTuple):
@@ -177,7 +177,7 @@ class Overlay:
 
     def over(self, newest: Layout) -> dict[str, Bits]:
         """The older version, as a view of the newest one, which must not change while the view is in use."""
-        by_name: dict[str, dict[Place, Changes]] = {}
+        by_name: dict[str, dict[Box, Changes]] = {}
         for name, place, old in self.replaced():
             if len(old.indices):
                 by_name.setdefault(name, {})[place] = old
@@ -213,7 +213,7 @@ def _alike(one: _Column, other: _Column) -> tuple[_Column, _Column]:
     return found[0], found[1]
 
 
-def laid_over(tensor: Bits, changes: Mapping[Place, Changes]) -> Bits:
+def laid_over(tensor: Bits, changes: Mapping[Box, Changes]) -> Bits:
     """A tensor with other bits laid over some of its elements, to be read only. changes: by part of the tensor."""
     if not changes:
         return tensor
@@ -228,7 +228,7 @@ def laid_over(tensor: Bits, changes: Mapping[Place, Changes]) -> Bits:
 class LaidOver:
     """A part of a tensor with other bits laid over some elements, as `Bits` that can only be read."""
 
-    def __init__(self, bits: Bits, shape: Shape, box: Box, changes: Mapping[Place, Changes]) -> None:
+    def __init__(self, bits: Bits, shape: Shape, box: Box, changes: Mapping[Box, Changes]) -> None:
         self._bits, self._whole, self._box = bits, shape, box
         self._changes = changes  # those of other parts of the tensor too
         self.dtype, self.itemsize, self.size, self.shape = bits.dtype, bits.itemsize, bits.size, bits.shape
@@ -239,7 +239,7 @@ class LaidOver:
         box = Box(offset, tuple(along.stop - along.start for along in slices))
         if box in self._changes:  # the ordinary case: cut as the patches were
             return LaidOver(self._bits.view(slices), self._whole, box, {box: self._changes[box]})
-        touching = {place: found for place, found in self._changes.items() if _meets(place, box, self._whole)}
+        touching = {place: found for place, found in self._changes.items() if place.intersect(box) is not None}
         view = self._bits.view(slices)
         return LaidOver(view, self._whole, box, touching) if touching else view
 
@@ -280,13 +280,8 @@ class LaidOver:
         return self._bits.extent
 
 
-def _meets(place: Place, box: Box, shape: Shape) -> bool:
-    boxes = place.boxes(shape) if isinstance(place, Run) else [place]
-    return any(one.intersect(box) is not None for one in boxes)
-
-
 def _moved(
-    indices: NDArray[np.uint32], place: Place, box: Box, shape: Shape
+    indices: NDArray[np.uint32], place: Box, box: Box, shape: Shape
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The flat indices in a box of the elements that lie in it, of those at flat indices (k,) in another part.
 

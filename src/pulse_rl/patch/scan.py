@@ -22,9 +22,10 @@ from pulse_rl.patch.on_device import differing
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits
+from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, runs
 from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
-from pulse_rl.weights.pieces import Place, place_view
+from pulse_rl.weights.pieces import place_view
 
 HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
 
@@ -133,7 +134,7 @@ class Scan:
             ]
             for box in boxes
         ]
-        grids = [_grid(group, box) for box in boxes]
+        grids = _grids(group, boxes)
         if not all(old.contiguous and new.contiguous for held in pieces for _, old, new in held) or None in grids:
             return None
         cut = [list(runs(box, shape)) for box in boxes]
@@ -203,7 +204,7 @@ def _rows(bits: Bits) -> UIntArray | None:
     return bits.rows if isinstance(bits, HostBits) and not bits.contiguous else None
 
 
-def rows_of(tensor: Bits, place: Place) -> UIntArray:
+def rows_of(tensor: Bits, place: Box) -> UIntArray:
     """The elements of a part of a tensor: its rows where they lie apart in host memory, else flat."""
     view = place_view(tensor, place)
     rows = _rows(view)
@@ -219,18 +220,29 @@ class _Grid(NamedTuple):
     numbers: NDArray[np.int64]  # of each tile of the grid: its number in the group
 
 
-def _grid(group: Group, box: Box) -> _Grid | None:
-    """The tiles of a box as a grid; None if their rows are not next to each other."""
+def _grids(group: Group, boxes: tuple[Box, ...]) -> Sequence[_Grid | None]:
+    """The tiles of each box as a grid; None where their rows are not next to each other."""
     kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
-    return (_grid_of_and_kept if kept else _grid_of)(group.places, box)
+    return (_grids_of_and_kept if kept else _grids_of)(group.places, boxes)
 
 
-def _grid_of(places: Sequence[Place], box: Box) -> _Grid | None:
+def _grids_of(places: Sequence[Box], boxes: tuple[Box, ...]) -> list[_Grid | None]:
+    tiles: list[list[tuple[int, Box]]] = [[] for _ in boxes]
+    here = BoxSet(boxes)
+    for number, place in enumerate(places):
+        for box in here.touching(place):
+            tiles[box].append((number, place))
+    return [_grid(found, box) for found, box in zip(tiles, boxes, strict=True)]
+
+
+_grids_of_and_kept = lru_cache(maxsize=512)(_grids_of)  # a model has few shapes
+
+
+def _grid(places: Sequence[tuple[int, Box]], box: Box) -> _Grid | None:
+    """places: the tiles of the box, and their numbers in the group."""
     ranges: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # of columns → rows and number of each tile
     inner, columns = (box.sizes[:-1], box.sizes[-1]) if box.sizes else ((), 1)
-    for number, place in enumerate(places):
-        if not isinstance(place, Box) or not place.inside(box):
-            continue
+    for number, place in places:
         offset = tuple(a - b for a, b in zip(place.offset, box.offset, strict=True))
         at = Box(offset[:-1], place.sizes[:-1]).positions(inner)
         if len(at.starts) != 1:
@@ -243,9 +255,6 @@ def _grid_of(places: Sequence[Place], box: Box) -> _Grid | None:
     edges = np.array([*(first for first, _ in in_order), columns], np.int64)
     starts, stops, numbers = (np.array([tile[i] for tile in tiles], np.int64) for i in range(3))
     return _Grid(cpu.Grid(columns, edges, firsts, starts, stops), numbers)
-
-
-_grid_of_and_kept = lru_cache(maxsize=512)(_grid_of)  # a model has few shapes
 
 
 def _sorted(

@@ -3,8 +3,6 @@
 Tensors of one kind (the same name but for numbers, dtype, shape and boxes) are a group. A group is coded tile by tile,
 and each tile tensor by tensor. So what one rank of an engine holds, half of every tensor or half of the experts, is a
 few runs of segments, and a few ranges of a patch's bytes.
-
-In format 1 each tensor is a group, cut into runs of flat positions.
 """
 
 import re
@@ -16,16 +14,14 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentSpec, row_spec, run_spec
+from pulse_rl.codecs.base import SegmentSpec, row_spec
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.weights.boxes import Box, Run, Shape, count_at_most, tiles, whole
-from pulse_rl.weights.pieces import Place
-from pulse_rl.weights.segments import SEGMENT
+from pulse_rl.weights.boxes import Box, Shape, count_at_most, tiles
 
 MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kept of them takes 200 MB
 MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
-KEPT_TENSORS = 1 << 13  # of a table whose groups are kept for the next patch
+KEPT_BOXES = 1 << 15  # of all tensors of a table whose groups are kept for the next patch
 CACHED_PLACES = 1 << 12  # of a group whose tiles are kept for the next patch
 NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # in a name: a part between dots that is a number
 
@@ -43,41 +39,15 @@ class Segment(NamedTuple):
     """A part of one tensor that is coded on its own, and how many of its elements change."""
 
     tensor: int  # position in the table
-    place: Place
+    place: Box
     spec: SegmentSpec
-
-
-class _Runs(Sequence[Run]):
-    """A tensor of format 1, cut into runs, each made on access: a few bytes can name millions of them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return -(-self._size // SEGMENT)
-
-    @overload
-    def __getitem__(self, number: int) -> Run: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Run]: ...
-    def __getitem__(self, number: int | slice) -> Run | Sequence[Run]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        number = range(len(self))[number]
-        return Run(number * SEGMENT, min((number + 1) * SEGMENT, self._size))
-
-    def sizes(self) -> NDArray[np.int64]:
-        """Elements of each run."""
-        found = np.full(len(self), SEGMENT, np.int64)
-        found[-1:] = self._size - SEGMENT * (len(self) - 1)
-        return found
 
 
 class Group(NamedTuple):
     """Tensors that are cut alike, and coded together."""
 
     tensors: tuple[int, ...]  # positions in the table, in the order of coding
-    places: Sequence[Place]
+    places: Sequence[Box]
     quadrants: Sequence[object]  # of each place: blocks end where it changes
 
     def boundary(self, place: int) -> int:
@@ -86,8 +56,6 @@ class Group(NamedTuple):
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each place."""
-        if isinstance(self.places, _Runs):
-            return self.places.sizes()
         return np.array([place.size for place in self.places], np.int64)
 
 
@@ -105,14 +73,10 @@ def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
     return sum(count_at_most(shape, box) for box in boxes)
 
 
-def groups_of(table: Sequence[Entry], *, format_version: int) -> Sequence[Group]:
+def groups_of(table: Sequence[Entry]) -> Sequence[Group]:
     """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
-    if format_version == 1:
-        return [
-            Group((number,), runs := _Runs(whole(entry.shape).size), range(len(runs)))
-            for number, entry in enumerate(table)
-        ]
-    return (_grouped_and_kept if len(table) <= KEPT_TENSORS else _grouped)(tuple(table))
+    boxes = sum(len(entry.boxes) for entry in table)
+    return (_grouped_and_kept if boxes <= KEPT_BOXES else _grouped)(tuple(table))
 
 
 def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
@@ -192,7 +156,7 @@ class Segments(Sequence[Segment]):
                 yield Segment(tensor, place, SegmentSpec(dtype, size, changed, stride, phase))
             start += len(tensors)
 
-    def changing(self) -> Iterator[tuple[int, Place]]:
+    def changing(self) -> Iterator[tuple[int, Box]]:
         """The tensor and the place of each segment that changes."""
         start = self.numbers.start
         for number in np.flatnonzero(self.counts[start : self.numbers.stop]).tolist():
@@ -230,8 +194,6 @@ class Segments(Sequence[Segment]):
         return sums
 
 
-def spec_of(entry: Entry, place: Place, changed: int) -> SegmentSpec:
+def spec_of(entry: Entry, place: Box, changed: int) -> SegmentSpec:
     """What a decoder knows of a segment."""
-    if isinstance(place, Run):
-        return run_spec(entry.dtype, entry.shape, place.start, place.stop, changed)
     return row_spec(entry.dtype, place.sizes, changed)

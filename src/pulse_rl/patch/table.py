@@ -18,14 +18,14 @@ from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.patch.segments import Entry
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box, disjoint, whole
+from pulse_rl.weights.box_sets import MAX_BOXES, disjoint
+from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.pieces import pieces_of
 
 MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
 KEPT_TABLE_NBYTES = 1 << 19  # of a table that is kept from patch to patch: 5,000 tensors, in memory up to 9 MB
 MAX_TENSORS = 1 << 20
 MAX_ELEMENTS = 1 << 41
-MAX_BOXES = 1024  # of a tensor in one part; to check that they are disjoint takes 10 µs for each
 TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
 
 _Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and sizes of each
@@ -34,13 +34,6 @@ _Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     tensors: list[tuple[str, str, tuple[int, ...], _Boxes]]  # name, dtype, shape, boxes; no boxes for all of it
     tied: dict[str, str]  # further name → the name in `tensors` that stands for it
-
-
-class _Table1(msgspec.Struct, forbid_unknown_fields=True):
-    """The table of format 1."""
-
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-    tied: dict[str, str]
 
 
 def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
@@ -80,20 +73,16 @@ def _compressed(table: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
 
 
-def read_table(stream: memoryview, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
+def read_table(stream: memoryview) -> tuple[tuple[Entry, ...], dict[str, str]]:
     """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
     data = decompress(stream, MAX_TABLE_NBYTES, "table")
     read = _read_and_kept if len(data) <= KEPT_TABLE_NBYTES else _read
-    table, tied = read(data, format_version)
+    table, tied = read(data)
     return table, dict(tied)
 
 
-def _read(data: bytes, format_version: int) -> tuple[tuple[Entry, ...], dict[str, str]]:
-    if format_version == 1:
-        old = decode_json(data, _Table1, "broken table")
-        table = _Table([(*row, []) for row in old.tensors], old.tied)
-    else:
-        table = decode_json(data, _Table, "broken table")
+def _read(data: bytes) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    table = decode_json(data, _Table, "broken table")
     if len(table.tensors) > MAX_TENSORS:
         raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
     names = [row[0] for row in table.tensors]

@@ -19,25 +19,25 @@ from pulse_rl.kernels.cpu.coding import Lies, Memory
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
-from pulse_rl.weights.boxes import Box, Positions, Run, Shape, rows_in, whole
+from pulse_rl.weights.box_sets import BoxSet
+from pulse_rl.weights.boxes import Box, Positions, Shape, rows_in
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.pieces import Pieces, Place, pieces_of, place_view, within
+from pulse_rl.weights.pieces import Pieces, pieces_of, place_view, within
 
 
 class Target(NamedTuple):
     """Live memory that holds elements of a segment."""
 
     bits: Bits  # of this part alone
-    place: Place  # of the part in its tensor
+    place: Box  # of the part in its tensor
     cut: tuple[slice, ...] | None  # the part in the segment's box; None: it is all of the segment
     times: int  # that the digest counts it, as `Piece.times`
 
-    def own(self, segment: Place, changes: Changes) -> Changes:
+    def own(self, segment: Box, changes: Changes) -> Changes:
         """The changes of a segment that are in this part, with indices into the part."""
         if self.cut is None:
             return changes
-        assert isinstance(segment, Box)  # only boxes are cut
         indices, chosen = within(changes.indices.astype(np.int64), segment.sizes, self.cut)
         return Changes(indices, changes.values[chosen])
 
@@ -46,12 +46,12 @@ class Target(NamedTuple):
         return self.place.positions(shape)
 
 
-def targets(tensor: Bits, place: Place) -> list[Target]:
+def targets(tensor: Bits, place: Box) -> list[Target]:
     """The memory of this process that holds elements of a segment; empty where it holds none."""
-    if isinstance(place, Run) or not isinstance(tensor, Pieces):
+    if not isinstance(tensor, Pieces):
         return [Target(place_view(tensor, place), place, None, 1)]
     found = []
-    for piece in tensor.pieces:
+    for piece in tensor.touching(place):
         if place.inside(piece.box):
             found.append(Target(piece.bits.view(place.slices(piece.box)), place, None, piece.times))
             continue
@@ -62,11 +62,11 @@ def targets(tensor: Bits, place: Place) -> list[Target]:
     return found
 
 
-def holds(tensor: Bits, place: Place) -> bool:
+def holds(tensor: Bits, place: Box) -> bool:
     """Whether this process holds an element of a segment."""
-    if isinstance(place, Run) or not isinstance(tensor, Pieces):
+    if not isinstance(tensor, Pieces):
         return True
-    return any(piece.box.intersect(place) is not None for piece in pieces_of(tensor))
+    return bool(tensor.touching(place))
 
 
 def device_for(tensors: Iterable[Bits]) -> Device:
@@ -92,38 +92,36 @@ def spots_of(
     Those that do not lie on this device, in one place as rows, have the address 0. roots: the seed of each tensor's
     digest. others: names of tensors to leave out.
     """
-    columns: list[tuple[NDArray[np.int64], ...]] = []
+    columns = [np.empty((11, 0), np.int64)]
     for group in segments.groups:
-        lying: dict[tuple[Box, ...] | None, NDArray[np.int64]] = {}
-        of_tensors, seeds = [], []
-        for number in group.tensors:
+        alike: dict[tuple[Box, ...] | None, list[tuple[int, Sequence[_Plain]]]] = {}  # tensors by the boxes held
+        for member, number in enumerate(group.tensors):
             entry = segments.table[number]
-            found = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), device)
-            pieces = found or []
-            boxes = None if found is None else tuple(piece.box for piece in found)
-            itemsize = pieces[0].itemsize if pieces else 0
-            if boxes not in lying:
-                kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
-                lying[boxes] = (_lying_and_kept if kept else _lying)(group.places, entry.shape, boxes)
-            start, held = lying[boxes][:2]
-            addresses = np.array([*(piece.address for piece in pieces), 0], np.int64)[held]
-            addresses += np.where(held < 0, 0, itemsize * start)
-            times = np.array([*(piece.times for piece in pieces), 0], np.int64)[held]
-            of_tensors.append((addresses, times, lying[boxes][2:]))
-            seeds.append(roots[number])
-        if seeds and len(group.places):
-            where, counted, how = (np.stack(each, axis=-1) for each in zip(*of_tensors, strict=True))
-            roots_of = np.tile(np.array(seeds, np.uint64).view(np.int64), len(group.places))
-            columns.append((where, *how, roots_of, counted))
-    empty = [(np.empty(0, np.int64),)] * 11
-    addresses, apart, starts, strides, lengths, *windows, all_seeds, all_times = (
-        np.concatenate([one.reshape(-1) for one in column])
-        for column in (zip(*columns, strict=True) if columns else empty)
-    )
-    seeds_of = all_seeds.view(np.uint64)
-    return cpu.Spots(addresses.view(np.uint64), apart, starts, strides, lengths, seeds_of, all_times), cpu.Windows(
-        *windows
-    )
+            pieces = None if entry.name in others else _plain_pieces(entry, live.get(entry.name, ()), device)
+            boxes = None if pieces is None else tuple(piece.box for piece in pieces)
+            alike.setdefault(boxes, []).append((member, pieces or ()))
+        found = np.empty((11, len(group.places), len(group.tensors)), np.int64)
+        kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
+        for boxes, tensors in alike.items():
+            shape = segments.table[group.tensors[0]].shape
+            start, held, *how = (_lying_and_kept if kept else _lying)(group.places, shape, boxes)
+            members = [member for member, _ in tensors]
+            # Of each tensor and piece; the last column, which −1 finds, is for what is not held.
+            addresses = np.array([[*(piece.address for piece in pieces), 0] for _, pieces in tensors], np.int64)
+            times = np.array([[*(piece.times for piece in pieces), 0] for _, pieces in tensors], np.int64)
+            itemsizes = np.array([pieces[0].itemsize if pieces else 0 for _, pieces in tensors], np.int64)
+            offsets = np.where(held < 0, 0, start)
+            found[0][:, members] = (addresses[:, held] + itemsizes[:, None] * offsets).T
+            for column, values in zip(found[1:9], how, strict=True):
+                column[:, members] = values[:, None]
+            found[10][:, members] = times[:, held].T
+        found[9] = np.array([roots[number] for number in group.tensors], np.uint64).view(np.int64)
+        columns.append(found.reshape(11, -1))
+    spots = np.concatenate(columns, axis=1)
+    addresses, apart, starts, strides, lengths, *windows, all_seeds, all_times = spots
+    return cpu.Spots(
+        addresses.view(np.uint64), apart, starts, strides, lengths, all_seeds.view(np.uint64), all_times
+    ), cpu.Windows(*windows)
 
 
 def lies_of(segments: Segments, old: Mapping[str, Copies], device: Device = HOST) -> Iterator[Lies | None]:
@@ -182,7 +180,7 @@ def _plain_pieces(entry: Entry, copies: Copies, device: Device) -> list[_Plain] 
     return found if len(found) == len(pieces) else None
 
 
-def _lying(places: Sequence[Place], shape: Shape, boxes: tuple[Box, ...] | None) -> NDArray[np.int64]:
+def _lying(places: Sequence[Box], shape: Shape, boxes: tuple[Box, ...] | None) -> NDArray[np.int64]:
     """Where what is held of each place of a group lies in memory that holds these boxes of a tensor.
 
     boxes: None if that memory is not plain. Returns (10, places): where its rows start in the memory of a box, the
@@ -191,13 +189,10 @@ def _lying(places: Sequence[Place], shape: Shape, boxes: tuple[Box, ...] | None)
     """
     found = np.zeros((10, len(places)), np.int64)
     found[1], found[5], found[7], found[8], found[9] = -1, 1, cpu.WHOLE, cpu.WHOLE, 1
+    held = BoxSet(boxes or ())
     for number, place in enumerate(places if boxes is not None else ()):
         assert boxes is not None
-        if isinstance(place, Run):
-            if boxes == (whole(shape),):
-                found[:6, number] = (place.start, 0, place.size, place.start, place.size, place.size)
-            continue
-        around = [held for held, box in enumerate(boxes) if box.intersect(place) is not None]
+        around = held.touching(place)
         found[9, number] = bool(around)
         if len(around) != 1:
             continue

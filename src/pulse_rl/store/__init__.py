@@ -2,5 +2,6 @@
 
 `urls` reads what a user names, `client` sets how requests are made, `failures` turns obstore's exceptions into ours,
 `patient` retries what may pass, `ranges` reads parts of objects, and `cache` keeps objects in `cached_files` for all
-processes of a machine. A store holds named, immutable objects and knows nothing of their contents.
+processes of a machine, in a `folder` that is safe from other users. A store holds named, immutable objects and knows
+nothing of their contents.
 """

@@ -138,9 +138,19 @@ class RangedStore(Store, Protocol):
 
 def read_up_to(store: Store, name: str, limit: int) -> bytes:
     """Read an object of unknown size: all of it, or one byte more than the limit. Raises as `Store.stream`."""
+    return bytes(up_to(store.stream(name), limit))
+
+
+def has_bytes(store: Store, name: str, data: bytes) -> bool:
+    """Whether an object has these bytes. Raises as `Store.stream`."""
+    return read_up_to(store, name, len(data)) == data
+
+
+def up_to(parts: Iterable[memoryview], limit: int) -> bytearray:
+    """The bytes of all parts, or one byte more than the limit; then no further part is asked for."""
     data = bytearray()
-    for part in store.stream(name):
-        data += part[: limit + 1 - len(data)]
+    for part in parts:
+        data += memoryview(part)[: limit + 1 - len(data)]
         if len(data) > limit:
             break
-    return bytes(data)
+    return data

@@ -30,13 +30,13 @@ from pulse_rl.logs import logger
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cached_files import (
     BLOCK_NBYTES,
-    HAS_LOCKS,
     CachedFile,
     CacheDirectory,
     Download,
     NoRoomError,
     places,
 )
+from pulse_rl.store.folder import HAS_LOCKS
 from pulse_rl.store.ranges import GAP_NBYTES, SPARE, cut_ranges, is_empty, plan_requests, read_ranges, wrong_size
 from pulse_rl.store.urls import as_path
 
@@ -148,11 +148,17 @@ class CachedStore:
         return self.read_ranges(name, [(start, stop)])[0]
 
     def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], *, gap: int = GAP_NBYTES, spare: float = SPARE
+        self,
+        name: str,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        gap: int = GAP_NBYTES,
+        spare: float = SPARE,
+        most: int | None = None,
     ) -> builtins.list[memoryview]:
         """As the function of this name, from a file that is opened once: here bytes cost less than requests."""
         wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
-        while wanted and (found := self._find(name)) is not None:
+        while wanted and (found := self._find(name, most)) is not None:
             if isinstance(found, Download):
                 for _ in self._kept(found, name):
                     if not found.is_open:
@@ -170,17 +176,23 @@ class CachedStore:
                 return cut_ranges(ranges, requests, whole)
         return read_ranges(self.inner, name, ranges, gap=gap, spare=spare)
 
-    def _find(self, name: str) -> CachedFile | Download | None:
-        """An object in the cache, or the download that brings it there; None where the store is asked alone."""
+    def _find(self, name: str, most: int | None = None) -> CachedFile | Download | None:
+        """An object in the cache, or the download that brings it there; None where the store is asked alone.
+
+        most: the most bytes that it may have; None where that is not known.
+        """
         if not is_written_once(name) or name in self._trouble.refused:
             return None
         try:
             if time.monotonic() < self._trouble.until:
                 return self._directory.open(name)
-            return self._directory.find(name)
+            return self._directory.find(name, most)
         except IntegrityError as error:  # the file is deleted
             log.warning("%s; it is downloaded anew", error)
-            return self._find(name)
+            return self._find(name, most)
+        except NoRoomError:
+            self._trouble.refused.add(name)
+            return None
         except OSError as error:
             self._pause(error)
             return None

@@ -1,6 +1,6 @@
 """The files of a cache: objects that appear whole or not at all, and are proved block by block when they are read.
 
-    <directory>/objects/<key of the store's URL>/<the object's name, with "+" for "/">
+    <directory>/objects/<hash of the store's URL and of the object's name>.object
 
 A file is the object's bytes, the BLAKE3 hash of each block of 256 KiB, and a footer: the object's size, and the hash of
 these hashes and of that size. So a part of an object is proved without the rest of it being read.
@@ -8,6 +8,9 @@ these hashes and of that size. So a part of an object is proved without the rest
 Whoever downloads an object holds a lock (flock) on its partial file, `….part`, which becomes the file in one step. The
 kernel ends the lock where its process is killed; the next process finds the file unlocked and begins anew. Files that
 were not read for longest are deleted first; a process that still reads one keeps it open.
+
+The sizes of all files together stay below a bound. A partial file gets its size before its bytes: room is counted and
+taken under the folder's lock, so that several processes never take the same room.
 
 Nothing here asks a store. Failures of the disk are OSErrors; a damaged file is an IntegrityError.
 """
@@ -22,31 +25,20 @@ from typing import BinaryIO, NamedTuple
 
 from blake3 import blake3
 
-from pulse_rl.disk import open_file
 from pulse_rl.errors import IntegrityError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    HAS_LOCKS = False
-else:
-    HAS_LOCKS = True
+from pulse_rl.store.folder import OBJECT, PART, POLL_S, Folder, take_lock
 
 BLOCK_NBYTES = 256 << 10
 HASH_NBYTES = 32
 FOOTER = struct.Struct("<8sQ32s")  # magic, the object's size, the hash
 MAGIC = b"PULSEob1"
-PART = ".part"
 
-POLL_S = 0.01  # between two looks at another process's download
-STALLED_S = 30.0  # a download that has not grown for this long is not waited for
-# The room in a cache is counted anew after this share of its bound is written: so much it may be exceeded by, for each
-# process that downloads at the same moment.
-RECOUNT = 1 / 16
+STALLED_S = 30.0  # a download that was not written for this long is not waited for
+STEP_NBYTES = 32 << 20  # room is counted anew after so many bytes of an object whose size is not known
 
 
 class NoRoomError(Exception):
-    """An object is larger than the cache, or its room is taken by other downloads."""
+    """An object is larger than the cache or than it may be, or its room is taken by other downloads."""
 
 
 def places() -> tuple[Path, ...]:
@@ -58,16 +50,16 @@ def places() -> tuple[Path, ...]:
     return tuple(chosen)
 
 
-def key_of(url: str) -> str:
-    """The name of a store's directory in a cache. The URL itself is not written."""
-    return blake3(url.encode()).hexdigest()[:32]
+def key_of(url: str, name: str) -> str:
+    """What the files of an object are called in a cache. The URL itself is not written."""
+    return blake3(f"{url}\n{name}".encode()).hexdigest()[:32]
 
 
 class CachedFile:
     """One object in the cache, open; as long as it is, it can be read. A context manager that closes it."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
+    def __init__(self, file: BinaryIO, path: Path, directory: "CacheDirectory") -> None:
+        self._file, self._path, self._directory = file, path, directory
         self.nbytes, self._hashes = self._read_hashes()
 
     def __enter__(self) -> "CachedFile":
@@ -88,8 +80,9 @@ class CachedFile:
 
     def delete(self) -> None:
         """Delete it from the cache, unless another process has put a new one there already. Raises OSError."""
-        if _is_at(self._file, self._path):
-            self._path.unlink(missing_ok=True)
+        with self._directory.open_folder() as folder:
+            if folder.has(self._path.name, self._file):
+                folder.delete(self._path.name)
 
     def _read_hashes(self) -> tuple[int, memoryview]:
         size = os.fstat(self._file.fileno()).st_size
@@ -115,16 +108,27 @@ class CachedFile:
 
 
 class Download:
-    """One object on its way into the cache. Whoever has it is alone with the object until it is kept or given up."""
+    """One object on its way into the cache. Whoever has it is alone with the object until it is kept or given up.
 
-    def __init__(self, file: BinaryIO, path: Path, directory: "CacheDirectory") -> None:
-        self._file, self._path, self._directory = file, path, directory
+    most: the most bytes that the object may have; None where that is not known.
+    """
+
+    def __init__(self, file: BinaryIO, key: str, directory: "CacheDirectory", most: int | None) -> None:
+        self._file, self._key, self._directory, self._most = file, key, directory, most
         self._hashes, self._block = bytearray(), blake3()
-        self._nbytes = 0
-        self._room = 0  # bytes that can be written before the room is counted again
+        self._nbytes = 0  # of the object
+        self._size = self._room = 0  # of the file: what is written, and what is taken
+
+    def begin(self) -> None:
+        """Take the room of an object whose size is known. Raises as `write`."""
+        if self._most is not None:
+            hashes = -(-self._most // BLOCK_NBYTES) * HASH_NBYTES
+            self._room = self._directory.take_room(self._file, self._most + hashes + FOOTER.size)
 
     def write(self, part: memoryview) -> None:
         """Add the next bytes. Raises NoRoomError, or OSError where the disk takes no more."""
+        if self._most is not None and self._nbytes + len(part) > self._most:
+            raise NoRoomError
         self._append(part)
         while part:
             taken = part[: BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES]
@@ -140,13 +144,18 @@ class Download:
             self._end_block()
         self._append(self._hashes + FOOTER.pack(MAGIC, self._nbytes, _seal(self._hashes, self._nbytes)))
         self._file.flush()
-        os.replace(_part_of(self._path), self._path)
+        self._file.truncate(self._size)
+        with self._directory.open_folder() as folder, folder.locked():  # who lists files may miss one that is renamed
+            if not folder.has(self._key + PART, self._file):
+                raise FileNotFoundError(errno.ENOENT, "its partial file is gone", str(folder.path))
+            folder.rename(self._key + PART, self._key + OBJECT)
         self._file.close()  # which ends the lock
 
     def give_up(self) -> None:
         """Leave nothing of an object that is not kept. Never fails: what stays is deleted with the oldest files."""
-        with suppress(OSError):
-            _part_of(self._path).unlink(missing_ok=True)
+        with suppress(OSError), self._directory.open_folder() as folder:
+            if self.is_open and folder.has(self._key + PART, self._file):
+                folder.delete(self._key + PART)
         with suppress(OSError):  # a full disk refuses the last bytes once more
             self._file.close()
 
@@ -156,10 +165,11 @@ class Download:
         return not self._file.closed
 
     def _append(self, data: bytearray | memoryview) -> None:
-        if len(data) > self._room:
-            self._room = self._directory.make_room(self._nbytes, len(data))
-        self._room -= len(data)
+        size = self._size + len(data)
+        if size > self._room:
+            self._room = self._directory.take_room(self._file, size)
         self._file.write(data)
+        self._size = size
 
     def _end_block(self) -> None:
         self._hashes += self._block.digest()
@@ -169,167 +179,138 @@ class Download:
 class Elsewhere(NamedTuple):
     """Another process, or another thread, downloads the object."""
 
-    nbytes: int  # that it has so far
+    written_ns: int  # when it has written last; -1 if it has just ended
 
 
 class CacheDirectory:
     """The cache of one store in a directory that several stores and processes share.
 
-    places: directories, best first; the first that can be written is used. nbytes: the bound of all files in it.
+    places: directories, best first; the first that can be used is. nbytes: the bound of all files in it.
     """
 
     def __init__(self, places: tuple[Path, ...], url: str, nbytes: int) -> None:
         self.places, self.nbytes = places, nbytes
-        self._key = key_of(url)
+        self._url = url
+
+    def open_folder(self) -> Folder:
+        """The folder of all objects. Raises OSError if none can be used."""
+        refused: OSError = FileNotFoundError(errno.ENOENT, "there is no home directory, and PULSE_CACHE is not set")
+        for place in self.places:
+            try:
+                return Folder(place)
+            except OSError as error:
+                refused = error
+        raise refused
 
     def open(self, name: str) -> CachedFile | None:
         """Open an object that is in the cache; None if it is not. Raises IntegrityError, after it is deleted."""
-        path = self._path(name)
+        with self.open_folder() as folder:
+            return self._open(folder, key_of(self._url, name))
+
+    def _open(self, folder: Folder, key: str) -> CachedFile | None:
         try:
-            file = open_file(path)
+            file = folder.open(key + OBJECT)
         except FileNotFoundError:
             return None
         try:
             with suppress(OSError):  # a cache that can only be read serves as well
                 os.utime(file.fileno())
-            return CachedFile(file, path)
+            return CachedFile(file, folder.path / (key + OBJECT), self)
         except IntegrityError:
             file.close()
-            path.unlink(missing_ok=True)
+            folder.delete(key + OBJECT)
             raise
         except BaseException:
             file.close()
             raise
 
-    def find(self, name: str) -> CachedFile | Download | None:
+    def find(self, name: str, most: int | None = None) -> CachedFile | Download | None:
         """Open an object, or begin to download it, alone. Waits while another process downloads it.
 
-        Returns None where the other process does not come forward. Raises as `open`.
+        most: the most bytes that it may have; None where that is not known.
+        Returns None where the other process does not come forward. Raises as `open`, and NoRoomError.
         """
-        path, nbytes, since = self._path(name), -1, time.monotonic()
-        while (file := self.open(name)) is None:
-            found = self._lock(path)
+        key, written_ns, since = key_of(self._url, name), -1, time.monotonic()
+        while True:
+            with self.open_folder() as folder:
+                if (file := self._open(folder, key)) is not None:
+                    return file
+                found = self._lock(folder, key, most)
             if isinstance(found, Download):
+                try:
+                    found.begin()
+                except BaseException:
+                    found.give_up()
+                    raise
                 return found
-            if found.nbytes != nbytes:
-                nbytes, since = found.nbytes, time.monotonic()
+            if found.written_ns != written_ns:
+                written_ns, since = found.written_ns, time.monotonic()
             elif time.monotonic() - since > STALLED_S:
                 return None
             time.sleep(POLL_S)
-        return file
 
     def drop(self, name: str) -> None:
         """Delete an object from the cache, if it is there."""
-        self._path(name).unlink(missing_ok=True)
+        with self.open_folder() as folder:
+            folder.delete(key_of(self._url, name) + OBJECT)
 
-    def make_room(self, has: int, needed: int) -> int:
-        """Delete what was not read for longest until some bytes more fit below the bound.
+    def take_room(self, file: BinaryIO, nbytes: int) -> int:
+        """Let a partial file become larger, after what was not read for longest is deleted for it.
 
-        has: bytes that the object which needs them has already. Returns the bytes that can be written before the next
-        call. Raises NoRoomError if they cannot fit.
+        nbytes: the size that it needs. Returns the size that it has then. Raises NoRoomError if there is no room.
         """
-        if has + needed > self.nbytes:
+        if nbytes > self.nbytes:
             raise NoRoomError
-        found = sorted(self._files())
-        free = self.nbytes - sum(nbytes for _, nbytes, _ in found)
-        for _, nbytes, path in found:
-            if free >= needed:
-                break
-            if path.suffix != PART:
-                path.unlink(missing_ok=True)  # another process may have deleted it just now
-            elif not self._delete_abandoned(path):
-                continue
-            free += nbytes
-        if free < needed:
-            raise NoRoomError
-        return min(free, max(needed, int(self.nbytes * RECOUNT)))
+        with self.open_folder() as folder, folder.locked():
+            found = folder.files()
+            has = os.fstat(file.fileno()).st_size
+            needed, free = nbytes - has, self.nbytes - sum(info.nbytes for info in found)
+            for info in found:
+                if free >= needed:
+                    break
+                if info.name.endswith(OBJECT):
+                    folder.delete(info.name)
+                elif not _delete_abandoned(folder, info.name):
+                    continue
+                free += info.nbytes
+            if free < needed:
+                raise NoRoomError
+            size = has + max(needed, min(free, STEP_NBYTES, self.nbytes // 16))
+            os.truncate(file.fileno(), size)
+            return size
 
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """Every file in the cache of any store: when it was last read, its size, its path."""
-        found = []
-        for folder in self._root().iterdir():
-            with suppress(FileNotFoundError), os.scandir(folder) as entries:  # deleted just now
-                for entry in entries:
-                    with suppress(FileNotFoundError):
-                        info = entry.stat(follow_symlinks=False)
-                        found.append((info.st_mtime_ns, info.st_size, Path(entry.path)))
-        return found
-
-    def _delete_abandoned(self, part: Path) -> bool:
-        """Delete a partial file unless it is being written. Returns whether it is gone."""
-        try:
-            file = open_file(part, writable=True)
-        except FileNotFoundError:
-            return True
-        with file:
-            if not _take_lock(file) or not _is_at(file, part):
-                return False
-            part.unlink()
-            return True
-
-    def _lock(self, path: Path) -> Download | Elsewhere:
+    def _lock(self, folder: Folder, key: str, most: int | None) -> Download | Elsewhere:
         """Take the partial file of an object that is not in the cache."""
-        part = _part_of(path)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        file = os.fdopen(os.open(part, flags, 0o600), "r+b")
+        file: BinaryIO | None = folder.open(key + PART, os.O_RDWR | os.O_CREAT)
         try:
-            if not _take_lock(file):
-                return Elsewhere(os.fstat(file.fileno()).st_size)
+            assert file is not None
+            if not take_lock(file):
+                return Elsewhere(os.fstat(file.fileno()).st_mtime_ns)
             # Only who holds the lock of the partial file that has this name may make the object's file of it.
-            if not _is_at(file, part):
+            if not folder.has(key + PART, file):
                 return Elsewhere(-1)
-            if path.exists():
-                part.unlink()
+            if folder.has(key + OBJECT):
+                folder.delete(key + PART)
                 return Elsewhere(-1)
             file.truncate(0)  # what a killed process has left
-            download, file = Download(file, path, self), None  # type: ignore[assignment]
+            download, file = Download(file, key, self, most), None
             return download
         finally:
             if file is not None:
                 file.close()
 
-    def _path(self, name: str) -> Path:
-        folder = self._root() / self._key
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder / name.replace("/", "+")
 
-    def _root(self) -> Path:
-        """The directory of all objects, made where it is missing. Raises OSError if it cannot be used."""
-        refused: OSError = FileNotFoundError(errno.ENOENT, "there is no home directory, and PULSE_CACHE is not set")
-        for place in self.places:
-            root = place / "objects"
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-                root.mkdir(mode=0o700, exist_ok=True)
-                info = root.stat()
-                if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-                    raise PermissionError(errno.EPERM, "expected a directory that only this user can open", str(root))
-            except OSError as error:
-                refused = error
-            else:
-                return root
-        raise refused
-
-
-def _take_lock(file: BinaryIO) -> bool:
-    """Lock a file for this process alone, unless another one has it."""
+def _delete_abandoned(folder: Folder, part: str) -> bool:
+    """Delete a partial file unless it is being written. Returns whether it is gone."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether a path still names an open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        file = folder.open(part, os.O_RDWR)
     except FileNotFoundError:
-        return False
-
-
-def _part_of(path: Path) -> Path:
-    return path.with_name(path.name + PART)
+        return True
+    with file:
+        if not take_lock(file) or not folder.has(part, file):
+            return False
+        folder.delete(part)
+        return True
 
 
 def _seal(hashes: bytearray | memoryview, nbytes: int) -> bytes:

@@ -21,8 +21,9 @@ from pulse_rl.errors import StoreError
 from pulse_rl.logs import logger
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cache import CachedStore, uncached
-from pulse_rl.store.objects import CloudStore, ObjectStore
+from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.ranges import read_range
+from pulse_rl.store.remote import CloudStore
 
 log = logger(__name__)
 

@@ -48,8 +48,10 @@ def cannot_read_range(store: Store, name: str) -> CannotReadRangeError:
     )
 
 
-def read_range(store: Store, name: str, start: int, stop: int) -> memoryview:
-    """Read a range from any store. Raises as `RangedStore.read_range`."""
+def read_range(store: Store, name: str, start: int, stop: int, *, most: int | None = None) -> memoryview:
+    """Read a range from any store. most: as of `read_ranges`. Raises as `RangedStore.read_range`."""
+    if getattr(store, "read_ranges", None) is not None:
+        return read_ranges(store, name, [(start, stop)], most=most)[0]
     read: Callable[[str, int, int], memoryview] | None = getattr(store, "read_range", None)
     if is_empty(start, stop):
         return memoryview(b"")
@@ -59,13 +61,20 @@ def read_range(store: Store, name: str, start: int, stop: int) -> memoryview:
 
 
 def read_ranges(
-    store: Store, name: str, ranges: Sequence[tuple[int, int]], *, gap: int = GAP_NBYTES, spare: float = SPARE
+    store: Store,
+    name: str,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    gap: int = GAP_NBYTES,
+    spare: float = SPARE,
+    most: int | None = None,
 ) -> list[memoryview]:
     """Read several ranges of an object, up to 8 requests at once.
 
     ranges: (start, stop) of each, in any order; they may overlap.
     gap: bytes; ranges that lie further apart are never read by one request. spare: of the bytes in all ranges, the
     share that may be read between them at most. The narrowest gaps are read first.
+    most: the most bytes that the object may have, which is as much as a cache takes of it; None for as many as fit.
 
     From a store that reads objects only whole, the object is read once, up to the last byte that is needed. A store
     that has a method of this name reads them its own way.
@@ -73,7 +82,7 @@ def read_ranges(
     """
     own: Callable[..., list[memoryview]] | None = getattr(store, "read_ranges", None)
     if own is not None:
-        return own(name, ranges, gap=gap, spare=spare)
+        return own(name, ranges, gap=gap, spare=spare, most=most)
     wanted = [(start, stop) for start, stop in ranges if not is_empty(start, stop)]
     requests = plan_requests(wanted, gap, spare)
     try:

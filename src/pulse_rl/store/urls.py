@@ -3,10 +3,14 @@
 import re
 from pathlib import Path
 
+_SCHEMES = "s3|gs|az|https?|file|memory"
+_URL = re.compile(rf"\s*(?:[A-Z][A-Z0-9+.-]+:|(?:{_SCHEMES})//)", re.IGNORECASE)
+_SLIP = re.compile(rf"\s*({_SCHEMES})(:|//)/*(.*?)[/\s]*", re.IGNORECASE | re.DOTALL)
+
 
 def is_url(text: str) -> bool:
-    """Whether text starts with a scheme, as a URL does, well formed or not ("s3:/bucket"). One letter is a drive."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text) is not None
+    """Whether text is meant as a URL, well formed or not ("s3:/bucket", "s3//bucket"). One letter is a drive."""
+    return _URL.match(text) is not None
 
 
 def as_path(text: str) -> Path:
@@ -19,11 +23,18 @@ def as_path(text: str) -> Path:
 
 def refusal(text: str) -> ValueError:
     """The error for a URL that names no store, with a guess at what was meant."""
-    scheme, _, rest = text.partition(":")
     hint = "" if "://" in text else f"; for a directory of that name write ./{text}"
-    if not rest.startswith("//") and scheme.lower() in ("s3", "gs", "az", "http", "https") and rest.strip("/"):
-        hint = f"; did you mean {scheme}://{rest.lstrip('/')}?"
+    if (slip := _SLIP.fullmatch(text)) and (guess := _guess(*slip.groups())) and guess != text:
+        hint = f"; did you mean {guess}?"
     return ValueError(
         "store: expected file:///path, a path, memory://, s3://bucket/prefix, gs://bucket/prefix, "
         f"az://container/prefix or https://host/path, found {text!r}{hint}"
     )
+
+
+def _guess(scheme: str, mark: str, rest: str) -> str | None:
+    if scheme.lower() == "memory":
+        return "memory://"
+    if scheme.lower() == "file":
+        return f"file:///{rest}" if mark == "//" and rest else None  # "file:runs" may be meant as a path
+    return f"{scheme.lower()}://{rest}" if rest else None

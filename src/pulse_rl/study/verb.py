@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable
 
-from pulse_rl import __version__
 from pulse_rl.study.explain.findings import exponents_of, recurrence_of, steps_of
 from pulse_rl.study.explain.forecast import Forecast
 from pulse_rl.study.explain.theory import LONGEST
@@ -14,6 +13,7 @@ from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.measure.totals import Totals
 from pulse_rl.study.results import Report, Settings
 from pulse_rl.study.sources.base import Source
+from pulse_rl.version import __version__
 
 TOO_FAR = f"no prediction: versions are more than {LONGEST:,} steps apart, if their numbers are steps"
 

@@ -6,6 +6,6 @@
                  what is proved or keeps it, `loading` takes a whole version, `counting` recounts a digest
     group        what ranks that hold shares agree on
 
-`turn` refuses a second thread; both sides return `reports`. How a history is stored, read and searched is not here but
+`turn` refuses a second thread; each side has its `report`. How a history is stored, read and searched is not here but
 in `history`.
 """

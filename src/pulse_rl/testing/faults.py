@@ -14,7 +14,7 @@ import msgspec
 
 from pulse_rl.errors import StoreError
 from pulse_rl.store.base import ObjectInfo
-from pulse_rl.store.objects import open_store
+from pulse_rl.store.opening import open_store
 from pulse_rl.store.ranges import read_range
 
 Kind: TypeAlias = Literal["raise", "shorten", "flip", "die"]

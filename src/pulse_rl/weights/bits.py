@@ -22,12 +22,13 @@ from pulse_rl.errors import one_line
 from pulse_rl.weights import devices
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS
 from pulse_rl.weights.host_bits import ArrayCastBits, HostBits
+from pulse_rl.weights.segments import segments
 from pulse_rl.weights.torch_bits import TorchBits, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArrayCastBits", "Bits", "HostBits", "TorchBits", "as_bits", "is_dtensor", "mirrored"]
+__all__ = ["ArrayCastBits", "Bits", "HostBits", "TorchBits", "as_bits", "differ", "is_dtensor", "mirrored"]
 
 
 @runtime_checkable
@@ -79,6 +80,11 @@ class Bits(Protocol):
     @property
     def extent(self) -> tuple[object, int, int]:
         """The memory that it may touch: device, first address, address after the last."""
+
+
+def differ(one: Bits, other: Bits) -> bool:
+    """Whether two tensors of one size and width have different bits."""
+    return any((one.read(*at) != other.read(*at)).any() for at in segments(one.size))
 
 
 def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:

@@ -14,14 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 CASTS = tuple(name for name in DTYPES if "float" in name)
+PLAIN = tuple(name for name in CASTS if DTYPES[name][1] > 1)  # those that hold weights without scales beside them
 
 
 def cast_name(cast: str | torch.dtype) -> str:
-    """The name of a floating-point dtype, given as torch.bfloat16 or "bfloat16". Raises ValueError for another one."""
+    """The name of a dtype to publish weights in, given as torch.bfloat16 or "bfloat16".
+
+    Raises ValueError for another one, and for one of 8 bits: most weights are smaller than what it can tell from 0.
+    """
     name = str(cast).removeprefix("torch.")
-    if name not in CASTS:
+    if name in CASTS and name not in PLAIN:
         raise ValueError(
-            f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(CASTS)}), found {cast!r}"
+            f"cast: expected a dtype that holds weights without scales ({', '.join(PLAIN)}), found {cast!r}, in which "
+            "small weights become 0: publish with cast='bfloat16', and let the engine quantise what it loads"
+        )
+    if name not in PLAIN:
+        raise ValueError(
+            f"cast: expected a floating-point dtype, torch.bfloat16 or 'bfloat16' ({', '.join(PLAIN)}), found {cast!r}"
         )
     return name
 

@@ -36,7 +36,7 @@ def mix(x: int) -> int:
     return x ^ (x >> 33)
 
 
-@lru_cache(maxsize=1 << 14)  # asked for at each step of each patch
+@lru_cache(maxsize=1 << 16)  # asked for at each step of each patch; mixtures of experts have over 2^14 tensors
 def seed(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """The tensor's seed: the first 8 bytes, little-endian, of BLAKE3("dtype\\0d0,d1,…\\0name") in UTF-8."""
     text = f"{dtype}\0{','.join(map(str, shape))}\0{name}"

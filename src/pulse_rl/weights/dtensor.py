@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pulse_rl.weights.bits import Bits, HostBits
+from pulse_rl.weights.box_sets import MAX_BOXES
 from pulse_rl.weights.pieces import Pieces, Shard, join
 
 Ranges = list[tuple[int, int]]  # ranges [start, stop) of indices along one dimension, in the order they lie in memory
-
-MAX_BOXES = 1 << 16  # of one tensor on one rank: beyond it, finding changes box by box takes longer than it should
 
 
 class Split(NamedTuple):

@@ -25,7 +25,7 @@ class HostBits:
     backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
     """
 
-    __slots__ = ("_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+    __slots__ = ("_address", "_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
 
     device = HOST
 
@@ -38,6 +38,7 @@ class HostBits:
         self.itemsize = int(array.itemsize)
         # None if the elements do not lie one after another in row-major order.
         self.flat: UIntArray | None = array.reshape(-1) if array.flags.c_contiguous else None
+        self._address: int | None = None
         self._rows: UIntArray | None = None  # the same memory as (rows, run), where that is possible
 
     @property
@@ -103,7 +104,9 @@ class HostBits:
     @property
     def address(self) -> int:
         """The address of the first element."""
-        return int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
+        if self._address is None:
+            self._address = int(self.array.__array_interface__["data"][0])  # twice as fast as `ctypes.data`
+        return self._address
 
     @property
     def stored_itemsize(self) -> int:
@@ -116,6 +119,8 @@ class HostBits:
 
     @property
     def extent(self) -> tuple[object, int, int]:
+        if self.flat is not None:
+            return ("host", self.address, self.address + self.array.nbytes)
         return ("host", *np.lib.array_utils.byte_bounds(self.array))
 
 

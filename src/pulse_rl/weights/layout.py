@@ -1,23 +1,23 @@
 """All tensors of a model as one ordered mapping in which each piece of memory appears once."""
 
 import sys
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Container, Iterable, Mapping, Set
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from pulse_rl.dtypes import DTYPES, UINTS
+from pulse_rl.dtypes import UINTS, torch_name
 from pulse_rl.errors import BaseMismatchError, shown
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits, as_bits, is_dtensor
-from pulse_rl.weights.casts import CASTS
+from pulse_rl.weights.casts import PLAIN
 from pulse_rl.weights.computed import Computed
 from pulse_rl.weights.devices import Cuda
 from pulse_rl.weights.names import named_state, wrapper_prefix
 from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
 from pulse_rl.weights.segments import segments
 
-_TORCH = {dtype: name for name, (dtype, _) in DTYPES.items()}  # safetensors name → torch's
+T = TypeVar("T")
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -92,6 +92,45 @@ class Layout(dict[str, Bits]):
     def all_names(self) -> dict[str, Bits]:
         """Every name, tied ones too, → the Bits that stand for it."""
         return {**self, **{alias: self[owner] for alias, owner in self.tied.items()}}
+
+    def called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Layout":
+        """The same tensors under the names of a version, as `names_of` finds them."""
+        names, further = names_of(self, self.tied, known, tied)
+        return Layout(renamed(self, names), further)
+
+
+def names_of(
+    tensors: Collection[str], ties: Mapping[str, str], known: Container[str] | None, tied: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What a version calls tensors: name → its name for it, and further name → the name in the version.
+
+    A module gives a tied tensor under all its names, its `named_parameters` and files under one. So a further name that
+    the version does not know is left out, one that it ties and that is absent here counts as tied, and where the name
+    that stands for a tensor is absent, a further one stands in for it.
+    tensors, ties: the names here, and further ones → the name that stands for them. known: all names of the version,
+    perhaps without those in tied; None where they are not known, so that none is left out. tied: its further names.
+    """
+    groups = {name: [name] for name in tensors}
+    for alias, owner in ties.items():
+        groups[owner].append(alias)
+    owners = set(tied.values())
+    taken = {*tensors, *ties}
+    names: dict[str, str] = {}
+    further: dict[str, str] = {}
+    for name, group in groups.items():
+        met = [one for one in group if known is None or one in known or one in tied or one in owners] or group
+        theirs = dict.fromkeys(tied.get(one, one) for one in met)
+        names[name] = next((one for one in theirs if one in group or one not in taken), met[0])
+        further |= dict.fromkeys(met, names[name])
+        taken.add(names[name])
+    standing = set(names.values())
+    further |= {alias: owner for alias, owner in tied.items() if alias not in taken and owner in standing}
+    return names, {alias: owner for alias, owner in further.items() if alias not in standing}
+
+
+def renamed(tensors: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    """The same tensors under other names, in canonical order. names: name → new name."""
+    return {names[name]: tensors[name] for name in sorted(tensors, key=names.__getitem__)}
 
 
 def device_at(tensor: Bits | None) -> Cuda | None:
@@ -267,7 +306,7 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
         *((f"{mine} in {other} and {theirs} in {one}", names) for (theirs, mine), names in by_dtypes.items()),
     ]
     parts = [f"{len(names)} {label}: {shown(names)}" for label, names in differences if names]
-    castable = len(by_dtypes) == 1 and all(_TORCH[name] in CASTS for name in next(iter(by_dtypes)))
+    castable = len(by_dtypes) == 1 and all(torch_name(name) in PLAIN for name in next(iter(by_dtypes)))
     wrapped = [
         (label, prefix)
         for label, names in (("missing", missing), ("unexpected", unexpected))
@@ -280,7 +319,7 @@ def compare_layouts(expected: Mapping[str, HasLayout], found: Mapping[str, HasLa
         parts.append(model)
     if dtype and castable:
         ((theirs, mine),) = by_dtypes
-        parts.append(dtype.format(expected=_TORCH[theirs], found=_TORCH[mine]))
+        parts.append(dtype.format(expected=torch_name(theirs), found=torch_name(mine)))
     raise BaseMismatchError(
         f"{what}: the tensors differ: {'; '.join(parts)}",
         missing=missing,

@@ -7,6 +7,7 @@ memory that holds it. `place_view` gives the part of either that a patch codes o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.box_sets import BoxSet, cut_apart
 from pulse_rl.weights.boxes import Box, Run, Shape, whole
 
 Place: TypeAlias = Box | Run
@@ -176,6 +178,14 @@ class Pieces:
     def writable(self) -> bool:
         return all(piece.bits.writable for piece in self.pieces)
 
+    @cached_property
+    def _set(self) -> BoxSet:
+        return BoxSet([piece.box for piece in self.pieces])
+
+    def touching(self, box: Box) -> list[Piece]:
+        """The pieces that hold an element of a box."""
+        return [self.pieces[number] for number in self._set.touching(box)]
+
     @property
     def held(self) -> int:
         """Number of elements in memory here."""
@@ -196,6 +206,11 @@ class Pieces:
 def pieces_of(tensor: Bits) -> tuple[Piece, ...]:
     """The pieces of a tensor; of a whole one, one."""
     return tensor.pieces if isinstance(tensor, Pieces) else (Piece(whole(tensor.shape), tensor),)
+
+
+def touching(tensor: Bits, box: Box) -> Sequence[Piece]:
+    """The pieces of a tensor that hold an element of a box."""
+    return tensor.touching(box) if isinstance(tensor, Pieces) else pieces_of(tensor)
 
 
 def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
@@ -221,88 +236,66 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
     return Pieces(dtype, itemsize, shape, pieces)
 
 
-def place_view(tensor: Bits, place: Place) -> Bits:
+def place_view(tensor: Bits, place: Box) -> Bits:
     """One part of a tensor as Bits of its own, flat positions counted within it. The same memory, no copy.
 
     Raises BaseMismatchError for a part that is not in the memory of this process.
     """
-    if isinstance(place, Run):
-        if isinstance(tensor, Pieces):
-            raise BaseMismatchError(
-                "a patch of format 1 fits whole tensors only, and these are shards: publish with this release, or "
-                "publish an anchor"
-            )
-        return RunBits(tensor, place)
     if not isinstance(tensor, Pieces):
         return tensor if place.sizes == tensor.shape else tensor.view(place.slices(whole(tensor.shape)))
-    for piece in tensor.pieces:
+    for piece in tensor.touching(place):
         if place == piece.box:
             return piece.bits
         if place.inside(piece.box):
             return piece.bits.view(place.slices(piece.box))
-    return Mosaic(tensor, place)
-
-
-class RunBits:
-    """A run of flat positions of a whole tensor, as Bits of one dimension."""
-
-    def __init__(self, tensor: Bits, run: Run) -> None:
-        self._tensor, self._start = tensor, run.start
-        self.dtype, self.itemsize, self.size, self.shape = tensor.dtype, tensor.itemsize, run.size, (run.size,)
-        self.writable, self.contiguous = tensor.writable, tensor.contiguous
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        return self._tensor.read(self._start + start, self._start + stop)
-
-    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        return self._tensor.gather(self._start + start, indices)
-
-    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        self._tensor.scatter(self._start + start, indices, values)
-
-    def write(self, start: int, values: UIntArray) -> None:
-        self._tensor.write(self._start + start, values)
-
-    def view(self, slices: tuple[slice, ...]) -> Bits:
-        start, stop, _ = slices[0].indices(self.size)
-        return RunBits(self._tensor, Run(self._start + start, self._start + stop))
-
-    @property
-    def storage(self) -> object:
-        return (self._tensor.storage, self._start, self.size)
-
-    @property
-    def extent(self) -> tuple[object, int, int]:
-        return self._tensor.extent
+    mosaic = Mosaic(tensor, place)
+    mosaic.find()
+    return mosaic
 
 
 class Mosaic:
-    """A box that several pieces hold together, as Bits."""
+    """A box that several pieces hold together, as Bits. Its pieces are found when it is read, and not for its views."""
 
     def __init__(self, tensor: Bits, box: Box) -> None:
         self.dtype, self.itemsize, self.shape, self.size = tensor.dtype, tensor.itemsize, box.sizes, box.size
         self.contiguous = False
-        self._parts = []
-        for piece in pieces_of(tensor):
-            common = piece.box.intersect(box)
+        self._tensor, self._box = tensor, box
+
+    def find(self) -> None:
+        """Find the pieces. Raises BaseMismatchError unless they are all of the box."""
+        assert self._parts is not None
+
+    @cached_property
+    def _parts(self) -> list[tuple[tuple[slice, ...], Bits]]:
+        """Where in the box each piece lies, and its memory there."""
+        found, held = [], []
+        for piece in touching(self._tensor, self._box):
+            common = piece.box if piece.box.inside(self._box) else piece.box.intersect(self._box)
             if common is not None:
-                self._parts.append((common.slices(box), piece.bits.view(common.slices(piece.box))))
-        left = [box]
-        for piece in pieces_of(tensor):
-            left = [rest for part in left for rest in part.without(piece.box)]
-        if left:
+                held.append(common)
+                bits = piece.bits if common is piece.box else piece.bits.view(common.slices(piece.box))
+                found.append((common.slices(self._box), bits))
+        if missing := self.size - sum(part.size for part, _ in cut_apart(held)):
             raise BaseMismatchError(
-                f"the elements {list(left[0].sizes)} at {list(left[0].offset)} of a tensor of shape "
-                f"{list(tensor.shape)} are not in the memory of this process"
+                f"{missing} of the elements {list(self.shape)} at {list(self._box.offset)} of a tensor of shape "
+                f"{list(self._tensor.shape)} are not in the memory of this process"
             )
-        self.writable = all(bits.writable for _, bits in self._parts)
+        return found
+
+    @property
+    def writable(self) -> bool:
+        return all(bits.writable for _, bits in self._parts)
 
     def read(self, start: int, stop: int) -> UIntArray:
+        if stop - start < self.size:
+            boxes = Run(start, stop).boxes(self.shape)
+            views = [self.view(box.slices(whole(self.shape))) for box in boxes]
+            return np.concatenate([np.empty(0, UINTS[self.itemsize]), *(view.read(0, view.size) for view in views)])
         found = np.empty(self.shape, UINTS[self.itemsize])
         for where, bits in self._parts:
             part = found[where]
             part[...] = bits.read(0, bits.size).reshape(part.shape)
-        return found.reshape(-1)[start:stop]
+        return found.reshape(-1)
 
     def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
         values: UIntArray = self.read(0, self.size)[start + indices.astype(np.int64)]
@@ -317,7 +310,8 @@ class Mosaic:
         self.scatter(start, np.arange(len(values), dtype=np.uint32), values)
 
     def view(self, slices: tuple[slice, ...]) -> Bits:
-        raise TypeError("a view of several pieces cannot be cut further")
+        offset = tuple(a + along.start for a, along in zip(self._box.offset, slices, strict=True))
+        return place_view(self._tensor, Box(offset, tuple(along.stop - along.start for along in slices)))
 
     @property
     def storage(self) -> object:

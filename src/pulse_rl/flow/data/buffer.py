@@ -250,19 +250,19 @@ class PolicyBuffer:
 
     # --- the trainer ------------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, version: int, batches: int) -> None:
-        """A trainer starts whose checkpoint holds so many steps, and so many batches; what it lost is given again.
-
-        Raises ValueError if a deterministic run's checkpoint is older than what was committed.
-        """
-        state = self.state
-        state.finished = False
-        first = min(state.batches, default=state.made)
-        if self._deterministic and state.made and batches < first:
+    def check_begin(self, batches: int) -> None:
+        """Raise ValueError if a deterministic run's checkpoint, of so many batches, is older than what is forgotten."""
+        first = min(self.state.batches, default=self.state.made)
+        if self._deterministic and self.state.made and batches < first:
             raise ValueError(
                 f"expected a checkpoint that holds the batches before number {first}, as those are committed and "
                 f"forgotten, found one that holds {batches} batches"
             )
+
+    def begin(self, step: int, version: int, batches: int) -> None:
+        """A trainer starts whose checkpoint holds so many steps, and so many batches; what it lost is given again."""
+        state = self.state
+        state.finished = False
         self.commit(batches)
         given = [number for number in state.batches if number < state.given and number not in state.owed]
         for number in given:

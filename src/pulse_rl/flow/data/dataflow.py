@@ -6,37 +6,61 @@ A task feeds all policies of its workflow. It is handed out while the policy tha
 will still be fresh when its turn comes. What the others cannot use is dropped and counted. Policies advance at their
 own pace; only a deterministic run takes them round by round (`waves`).
 
-What changes the state (`state`) is an event. A method here decides, and applies the event and puts it into the journal
-before it answers; so what was answered survives the death of this process. After a restart, the journal's events bring
-back buffers, leases and curator, and workers and trainers go on calling. A batch that a trainer pulled and no
-checkpoint holds is given again.
+What changes the state (`state`) is an event. A method here decides, puts its events into the journal and applies them
+before it answers; so what was answered survives the death of this process and of its machine. A call that fails has
+changed nothing. After a restart, the journal's events bring back buffers, leases and curator, and workers and trainers
+go on calling. A batch that a trainer pulled and no checkpoint holds is given again.
 
 All arguments and results are plain data. Nothing waits, and no call's cost grows with the number of workers or leases.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from pulse_rl.documents import Count
 from pulse_rl.flow.data import events
 from pulse_rl.flow.data.balance import Balance, Share
 from pulse_rl.flow.data.board import Board
 from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
 from pulse_rl.flow.data.curators import Curator
-from pulse_rl.flow.data.dispatch import DispatchSettings, Worker
+from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Worker
 from pulse_rl.flow.data.state import FlowState
 from pulse_rl.flow.samples import Batch, Group, Orders, Task, split
 
 QUESTIONS = 500  # for work that find none, of all workers in a second, at most
+Kind = TypeVar("Kind", bound="type[Dataflow]")
 
 
+def _safe(kind: Kind) -> Kind:
+    """Each method of others counts as a whole, and is safe once it returns."""
+
+    def safe(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: "Dataflow", *arguments: Any, **named: Any) -> Any:
+            with self._state.call(self._now):
+                return method(self, *arguments, **named)
+
+        return call
+
+    for name, method in list(vars(kind).items()):
+        if not name.startswith("_"):
+            setattr(kind, name, safe(method))
+    return kind
+
+
+@_safe
 class Dataflow(Board):
     """See the module.
 
     policies: the settings of each policy's samples; None for one that is not trained.
     directory: of the journal; None: the state is lost with the process.
-    durable: whether push and commit wait for the disk; without, the journal survives this process but not its machine.
+    durable: whether calls that change something wait for the disk; without, the journal survives this process but not
+    its machine.
     clock: seconds, from any start.
     """
 
@@ -65,8 +89,6 @@ class Dataflow(Board):
             directory=None if directory is None else Path(directory),
             durable=durable,
         )
-        self._buffers = self._state.buffers
-        self._dispatcher = self._state.dispatcher
         self._clock = clock
         self._called = clock()  # when, the last time
         self._now = self._state.at  # seconds in which this process has run
@@ -101,10 +123,13 @@ class Dataflow(Board):
         facts: for the board. `policies`, if it is there, has for each policy the `version` that the worker has proved
         last. While that is too old for any group to be fresh, the worker gets no task; so it reports right after it
         has followed.
+
+        Raises ValueError for what is no version.
         """
         holder = self._known(worker, self._tick())
         held = {name: each.get("version") for name, each in facts.get("policies", {}).items()}
-        holder.versions = {name: version for name, version in held.items() if version is not None}
+        known = {name: version for name, version in held.items() if version is not None}
+        holder.versions = msgspec.convert(known, dict[str, Count])  # the next snapshot holds them, and must be readable
         self.report(worker, facts)
         stop = self._state.ended or worker in self._state.dismissed
         newest = {name: version for name, version in self._state.newest().items() if version is not None}
@@ -143,7 +168,7 @@ class Dataflow(Board):
         group = group._replace(task=task)
         self._check(group)
         stale = self._count_dropped("stale")
-        self._state.record(events.Pushed(now, group), sync=True)
+        self._state.record(events.Pushed(now, group))
         return task.evaluation is not None or self._count_dropped("stale") - stale < len(self._buffers)
 
     def give_back(self, worker: str, number: int, error: str = "") -> None:
@@ -163,8 +188,9 @@ class Dataflow(Board):
         """
         if policy not in self._state.frozen:
             self._buffer(policy)
-        if policy in self._buffers and batches is None:
-            batches = step * self._buffers[policy].settings.ranks
+        if policy in self._buffers:
+            batches = step * self._buffers[policy].settings.ranks if batches is None else batches
+            self._buffers[policy].check_begin(batches)
         self._state.record(events.Began(self._tick(), policy, step, version, batches or 0))
 
     def begin_rank(self, policy: str, rank: int, step: int) -> None:
@@ -200,7 +226,7 @@ class Dataflow(Board):
         number = source.state.given if number is None else number
         if number < source.state.made and number not in source.state.batches:
             raise ValueError(f"policy {policy}: batch {number} is committed: expected {source.state.made} or later")
-        stopping = self.stopping(policy) and not again
+        stopping = self._stops(policy) and not again
         if stopping or not source.has(number):
             waits = not stopping
             self._waits[policy].set(float(waits), now)
@@ -223,8 +249,7 @@ class Dataflow(Board):
         """A checkpoint of a policy holds so many steps and batches (None: one for each rank and step)."""
         self._buffer(policy)
         held = step * self._buffers[policy].settings.ranks if batches is None else batches
-        self._state.record(events.Committed(self._tick(), policy, held), sync=True)
-        self._state.compact()
+        self._state.record(events.Committed(self._tick(), policy, held))
 
     def finish(self, policy: str) -> None:
         """A policy's trainer has made all its steps: it needs nothing more, and nobody waits for it."""
@@ -234,6 +259,9 @@ class Dataflow(Board):
 
     def stopping(self, policy: str) -> bool:
         """Whether the policy gets no further batch. A version of which a batch was given is finished."""
+        return self._stops(policy)
+
+    def _stops(self, policy: str) -> bool:
         source = self._buffer(policy)
         if source.state.finished or self._state.ended:
             return True
@@ -247,7 +275,7 @@ class Dataflow(Board):
         """A run goes on with a new driver, no longer stopped. None of its former workers is left."""
         self._state.record(events.Resumed(self._tick()))
         for worker in list(self._dispatcher.state.workers):
-            self.leave(worker)
+            self._state.record(events.Left(self._now, worker))
 
     def dismiss(self, worker: str) -> None:
         """Ask a worker to finish what it plays, and to leave."""
@@ -301,6 +329,14 @@ class Dataflow(Board):
         """Who waits for whom."""
         return self._balance(self._tick())
 
+    @property
+    def _buffers(self) -> dict[str, PolicyBuffer]:
+        return self._state.buffers
+
+    @property
+    def _dispatcher(self) -> Dispatcher:
+        return self._state.dispatcher
+
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _find(self, holder: Worker) -> tuple[Task, Any] | None:
@@ -327,11 +363,11 @@ class Dataflow(Board):
 
     def _find_in_wave(self) -> tuple[Task, Any] | None:
         if self._state.waves.first() is None:
-            stopping = self._state.stopping and all(self.stopping(name) for name in self._buffers)
+            stopping = self._state.stopping and all(self._stops(name) for name in self._buffers)
             if size := self._state.waves.size(stopping=stopping):
                 versions = self._state.waves.versions(self._state.newest())
                 numbers = range(self._state.next, self._state.next + size)
-                tasks = [Task(number, self._state.curator.choose(number), versions) for number in numbers]
+                tasks = [Task(number, self._state.choose(number), versions) for number in numbers]
                 self._state.record(events.Opened(self._now, tasks))
         task = self._state.waves.first()
         return None if task is None else (task, "wave")
@@ -344,7 +380,7 @@ class Dataflow(Board):
 
     def _new_task(self) -> Task:
         versions = {name: None if name in self._buffers else v for name, v in self._state.newest().items()}
-        return Task(self._state.next, self._state.curator.choose(self._state.next), versions)
+        return Task(self._state.next, self._state.choose(self._state.next), versions)
 
     def _versions_of(self, holder: Worker, task: Task) -> dict[str, int]:
         """With which staleness is judged: of each trained policy, what the worker has proved, or the newest."""

@@ -12,6 +12,12 @@ import msgspec
 from pulse_rl.flow.samples import Group, Task, solved
 
 FIRST = 1 << 40  # number of the first task of a window
+AT = "@"  # between the name of a window in the recipe and the step at which it was opened
+
+
+def window_of(evaluation: str) -> str:
+    """The recipe's name of a window, from a task's."""
+    return evaluation.rpartition(AT)[0]
 
 
 class Played(msgspec.Struct):

@@ -167,9 +167,11 @@ def _to_bytes(value: Any) -> Any:
 
 
 def _to_array(kind: Any, value: Any) -> Any:
-    """An array that can be written to, of the dtype that its annotation names."""
+    """An array that can be written to, of the dtype that its annotation names. One of another kind is a TypeError."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"expected an array, found {type(value).__name__}")
     dtype = np.dtype(typing.get_args(typing.get_args(kind)[1])[0])
-    return np.frombuffer(value, np.dtype(value[:3].decode()), offset=3).astype(dtype)
+    return np.frombuffer(value, np.dtype(value[:3].decode()), offset=3).astype(dtype, casting="same_kind")
 
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

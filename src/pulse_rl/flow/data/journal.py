@@ -1,114 +1,153 @@
-"""The journal of a dataflow: a file that brings its state back after its process has died.
+"""The journal of a dataflow: what brings its state back after its process has died.
 
-    b"pulse-rl flow 1\\n", then frames: length (u32), CRC-32 of the payload (u32), payload (msgpack)
+It is a SQLite database in the run's directory, with a write-ahead log beside it. One table holds a snapshot of the
+state in parts, empty at first, and one the events since then; each row has the CRC-32 of its bytes. SQLite writes,
+syncs and recovers: events count from their `commit` on, all of them or none, whatever fails in between.
 
-All numbers are little-endian. The first payload is a snapshot of the state, or empty; each further one is an event. A
-process that is killed can leave an incomplete last frame, which was never acknowledged: it is cut off. A broken frame
-before the end is damage, and an error. Compaction writes a new file with a fresh snapshot, whole or not at all.
-
-Only one process may write a journal. Nothing here knows what events mean.
+A journal is open in one process at a time: SQLite's locks refuse another. They also do without memory that processes
+share, so it can lie on a network's file system. Nothing here knows what events mean.
 """
 
-import os
-import struct
+import errno
+import sqlite3
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import IntegrityError
 
 FILE = "dataflow.journal"
-MAGIC = b"pulse-rl flow 1\n"
-_HEAD = struct.Struct("<II")
-LARGEST = 1 << 30  # bytes of a payload
+FORMAT = 2  # 1 was a file of frames
+LARGEST = 1 << 29  # bytes of an event; SQLite takes less than 1e9 in a row
+PART = 1 << 26  # bytes of a snapshot in a row
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class Journal:
     """An open journal.
 
-    path: of the file; it need not exist. Raises IntegrityError for a damaged file, OSError where it cannot be read or
-    written.
+    path: of the file; it need not exist. durable: whether what is committed is on the disk; otherwise it survives the
+    process, not the machine. Every call raises OSError where the file cannot be read or written; then `take_back`, and
+    read again. Raises IntegrityError for a damaged file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self._path = path
-        self.snapshot = b""
-        self.events: list[bytes] = []  # read when it was opened
-        self.cut = 0  # bytes of an incomplete last frame
-        if path.exists():
-            self._read()
-        else:
-            self._write(b"")
-        self._file: BinaryIO = path.open("ab", buffering=0)
-        self.size = self.written = path.stat().st_size
-        self.compact_size = self.size  # after the last compaction
+        self.size = 0  # bytes of the snapshot and the events
+        self.written = 0  # bytes of all that was added
+        self.compact_size = 0  # after the last compaction
+        with self._translated():
+            self._database = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+            self._execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._execute("PRAGMA secure_delete = OFF")  # what is compacted away is no secret
+            self._execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._execute("PRAGMA journal_mode = WAL")
+            self._check()
+            # A log whose sync failed before its process died can lack pages that the kernel shows all the same.
+            self._execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def append(self, payload: bytes, *, sync: bool) -> None:
-        """Add an event. sync: return only when the disk has it; otherwise it survives the process, not the machine."""
-        self._file.write(_frame(payload))
-        self.size += _HEAD.size + len(payload)
-        self.written += _HEAD.size + len(payload)
-        if sync:
-            os.fsync(self._file.fileno())
+    def _check(self) -> None:
+        """Make the tables, or see that they are there and sound."""
+        if not self._value("SELECT count(*) FROM sqlite_master"):
+            self._execute("BEGIN IMMEDIATE")
+            for table in ("snapshot", "events"):
+                self._execute(f"CREATE TABLE {table} (number INTEGER PRIMARY KEY, checksum INTEGER, payload BLOB)")
+            self._execute(f"PRAGMA user_version = {FORMAT}")
+            self._execute("COMMIT")
+        if (found := self._value("PRAGMA user_version")) != FORMAT:
+            raise self._damaged(f"expected format {FORMAT}, found {found}")
+        if (found := self._value("PRAGMA quick_check(1)")) != "ok":
+            raise self._damaged(f"it is damaged: {found}")
+
+    def snapshot(self) -> bytes:
+        """The bytes of the last snapshot; empty at first."""
+        self.size = 0
+        snapshot = b"".join(self._rows("snapshot"))
+        self.compact_size = self.size
+        return snapshot
+
+    def events(self) -> Iterator[bytes]:
+        """The events since the snapshot, which is read before them."""
+        return self._rows("events")
+
+    def append(self, payload: bytes) -> None:
+        """Add an event, at most LARGEST bytes, which counts from the next `commit` on."""
+        with self._translated():
+            if not self._database.in_transaction:
+                self._execute("BEGIN IMMEDIATE")
+            self._insert("events", payload)
+
+    def commit(self) -> None:
+        """Let the events that were added count."""
+        if self._database.in_transaction:
+            with self._translated():
+                self._execute("COMMIT")
+
+    def take_back(self) -> None:
+        """Drop the events that were added since the last commit."""
+        if self._database.in_transaction:
+            with self._translated():
+                self._execute("ROLLBACK")
 
     def compact(self, snapshot: bytes) -> None:
-        """Begin anew with a snapshot of the state after the last event."""
-        self._write(snapshot)
-        self._file.close()
-        self._file = self._path.open("ab", buffering=0)
-        self.size = self.compact_size = self._path.stat().st_size
-        self.written += self.size
+        """Replace all by a snapshot of the state after the last event."""
+        self.compact_size = self.size  # should it fail: it is tried again once as much has been added again
+        with self._translated():
+            self._execute("BEGIN IMMEDIATE")
+            self._execute("DELETE FROM events")
+            self._execute("DELETE FROM snapshot")
+            self.size = 0
+            for start in range(0, len(snapshot), PART):
+                self._insert("snapshot", snapshot[start : start + PART])
+            self._execute("COMMIT")
+        self.compact_size = self.size
 
     def close(self) -> None:
-        self._file.close()
+        self._database.close()
 
-    def _write(self, snapshot: bytes) -> None:
-        write_stream(self._path, [MAGIC, _frame(snapshot)])
+    def _execute(self, statement: str, values: tuple[int | bytes, ...] = ()) -> sqlite3.Cursor:
+        return self._database.execute(statement, values)
 
-    def _read(self) -> None:
-        data = read_file(self._path)
-        if data[: len(MAGIC)] != MAGIC:
-            raise IntegrityError(
-                f"{self._path}: expected a journal that begins with {MAGIC!r}, found {data[: len(MAGIC)]!r}",
-                name=str(self._path),
-            )
-        end = len(MAGIC)
-        payloads = []
-        for payload, end in _frames(data, len(MAGIC), self._path):  # noqa: B007
-            payloads.append(payload)
-        if not payloads:
-            raise IntegrityError(f"{self._path}: expected a snapshot, found none", name=str(self._path))
-        self.snapshot, *self.events = payloads
-        self.cut = len(data) - end
-        if self.cut:
-            os.truncate(self._path, end)
+    def _value(self, statement: str) -> int | str:
+        value: int | str = self._execute(statement).fetchone()[0]
+        return value
 
+    def _insert(self, table: str, payload: bytes) -> None:
+        self._execute(f"INSERT INTO {table} (checksum, payload) VALUES (?, ?)", (zlib.crc32(payload), payload))
+        self.size += len(payload)
+        self.written += len(payload)
 
-def _frame(payload: bytes) -> bytes:
-    if len(payload) > LARGEST:
-        raise ValueError(f"expected a payload of at most {LARGEST} bytes, found {len(payload)}")
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    def _rows(self, table: str) -> Iterator[bytes]:
+        with self._translated():
+            rows = self._execute(f"SELECT number, checksum, payload FROM {table} ORDER BY number")
+            for expected, (number, checksum, payload) in enumerate(rows, 1):
+                if number != expected:
+                    raise self._damaged(f"expected row {expected} of {table}, found row {number}")
+                if (found := zlib.crc32(payload)) != checksum:
+                    raise self._damaged(
+                        f"row {number} of {table} is damaged: expected the checksum {checksum:08x}, found {found:08x}"
+                    )
+                self.size += len(payload)
+                yield payload
 
+    def _damaged(self, what: str) -> IntegrityError:
+        return IntegrityError(f"the journal {self._path}: {what}", name=str(self._path))
 
-def _frames(data: bytes, start: int, path: Path) -> Iterator[tuple[bytes, int]]:
-    """Each whole frame's payload and end; stops at an incomplete last one."""
-    while start + _HEAD.size <= len(data):
-        length, checksum = _HEAD.unpack_from(data, start)
-        begin, end = start + _HEAD.size, start + _HEAD.size + length
-        if end > len(data) or not any(data[start:]):  # a file system can fill what was not written with zeros
-            return
-        payload = data[begin:end]
-        found = zlib.crc32(payload)
-        if found != checksum:
-            if end == len(data):
-                return
-            raise IntegrityError(
-                f"{path}: at byte {start} a frame is damaged: expected the checksum {checksum:08x}, found {found:08x}",
-                name=str(path),
-                expected=f"{checksum:08x}",
-                found=f"{found:08x}",
-            )
-        yield payload, end
-        start = end
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """SQLite's errors as OSError, and as IntegrityError where the file is none of ours."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code in _DAMAGED:
+                raise self._damaged(
+                    f"expected a database of SQLite, found another file, of an older release or damaged ({error}): go "
+                    "on with the release that wrote it, or begin a new run"
+                ) from error
+            raise OSError(
+                errno.ENOSPC if code == sqlite3.SQLITE_FULL else errno.EIO,
+                f"the journal {self._path} could not be read or written ({error}), so nothing of this call counts: "
+                "see to the disk's space and health",
+            ) from error

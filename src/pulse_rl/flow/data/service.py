@@ -8,8 +8,8 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
+from pulse_rl.flow.directory import lock
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.rl.directory import lock
 
 NAME = "dataflow"  # of the service, in the run's namespace
 LOCK = "dataflow.lock"

@@ -1,9 +1,14 @@
 """The state of a dataflow: what events change, and what a journal brings back.
 
 Everything here follows from the events alone, in their order, and from the times in them. Decisions are `dataflow`'s.
+
+The events of a call count together. Each is written first, and what is applied is what its bytes say; the journal
+commits them as the call ends. Where anything fails in between, memory may be ahead of the journal: then the next call
+takes back what was not committed and reads the state again, or fails too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,15 @@ from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
 from pulse_rl.flow.data.curators import Curator, Outcome
 from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Lease
 from pulse_rl.flow.data.evaluation import Windows
-from pulse_rl.flow.data.journal import FILE, Journal
+from pulse_rl.flow.data.journal import FILE, LARGEST, Journal
 from pulse_rl.flow.data.waves import Waves
 from pulse_rl.flow.samples import Group, solved, split
+from pulse_rl.logs import logger
 
 KEPT = 256  # things of which ranks share values
 LASTING = ("joined", "lighthouse")  # how the names of those end that are kept longest
 COMPACT_NBYTES = 32 << 20  # by which a journal grows, beyond twice its last snapshot, until it is compacted
+log = logger(__name__)
 
 
 class Snapshot(msgspec.Struct):
@@ -44,7 +51,7 @@ class FlowState:
     """Buffers, leases, curator, windows and waves of a run.
 
     policies: the settings of each policy's samples; None for one that is not trained. directory: of the journal.
-    durable: whether what must be safe waits for the disk.
+    durable: whether what a call has changed is on the disk when it returns.
     """
 
     def __init__(
@@ -57,56 +64,91 @@ class FlowState:
         directory: Path | None,
         durable: bool,
     ) -> None:
-        self._durable = durable
-        self._journal = None if directory is None else Journal(directory / FILE)
-        stored = self._journal.snapshot if self._journal is not None else b""
-        kept = events.decoder(Snapshot).decode(stored) if stored else Snapshot()
+        self._policies = policies
+        self._settings = settings
         self._deterministic = deterministic
+        self.curator = curator
+        self._decode = events.decoder(events.AnyEvent).decode
+        self._at_first = events.ENCODER.encode(curator.state())
+        self._journal = None if directory is None else Journal(directory / FILE, durable=durable)
+        self._load()
+
+    def _load(self, now: float = 0.0) -> None:
+        """Read the whole state. now: before which no worker is taken to have been silent."""
+        journal = self._journal
+        stored = journal.snapshot() if journal is not None else b""
+        kept = events.decoder(Snapshot).decode(stored) if stored else Snapshot()
         self.at = kept.at  # of the last event
         self.next = kept.next  # number of the next training task
         self.stopping = kept.stopping
         self.ended = kept.ended
         self.dismissed = set(kept.dismissed)  # workers that are asked to leave
         self.shared = kept.shared  # values of ranks, by what they are and by rank
-        self.frozen = {name: kept.frozen.get(name) for name, each in policies.items() if each is None}
+        self.frozen = {name: kept.frozen.get(name) for name, each in self._policies.items() if each is None}
         self.buffers = {
-            name: PolicyBuffer(each, deterministic=deterministic, state=kept.buffers.get(name))
-            for name, each in policies.items()
+            name: PolicyBuffer(each, deterministic=self._deterministic, state=kept.buffers.get(name))
+            for name, each in self._policies.items()
             if each is not None
         }
-        self.dispatcher = Dispatcher(settings, now=kept.at, state=kept.dispatcher)
+        self.dispatcher = Dispatcher(self._settings, now=kept.at, state=kept.dispatcher)
         for lease in kept.dispatcher.leases.values():
             self._expect(lease.versions)
         self.windows = Windows(kept.evaluation_windows)
         self.waves = Waves(self.buffers, kept.rounds)
-        self.curator = curator
-        if kept.curator is not None:
-            curator.restore(kept.curator)
+        self.curator.restore(msgspec.msgpack.decode(self._at_first) if kept.curator is None else kept.curator)
         self._replaying = True
-        if self._journal is not None:
-            self._replay(self._journal)
+        for payload in journal.events() if journal is not None else ():
+            self._apply(self._decode(payload))
         self._replaying = False
-
-    def _replay(self, journal: Journal) -> None:
-        decode = events.decoder(events.AnyEvent).decode
-        for payload in journal.events:
-            self._apply(decode(payload))
-        journal.events = []
         for worker in list(self.dispatcher.state.workers.values()):
             if worker.state != "dead":
-                self.dispatcher.heard(worker.name, self.at)  # the time without a dataflow says nothing about workers
+                # The time without a dataflow says nothing about workers.
+                self.dispatcher.heard(worker.name, max(now, self.at))
+        self._ahead = False  # whether memory may hold what the journal does not
 
-    def record(self, event: events.AnyEvent, *, sync: bool = False) -> None:
-        """Apply an event, and keep it in the journal. sync: return only when the disk has it."""
-        self._apply(event)
+    @contextmanager
+    def call(self, now: float) -> Iterator[None]:
+        """A call: what it records counts once it ends, all of it or nothing. Raises OSError where nothing does."""
+        if self._ahead:
+            if self._journal is None:
+                raise RuntimeError("a call of the dataflow failed half-way, and it has no journal: start it again")
+            self._journal.take_back()
+            self._load(now)
+        try:
+            yield
+        finally:
+            if self._journal is not None and not self._ahead:
+                self._ahead = True
+                self._journal.commit()
+                self._ahead = False
+                self._compact(self._journal)
+
+    def choose(self, number: int) -> int:
+        """The curator's problem of a new task, which is recorded next."""
+        self._ahead = True
+        return self.curator.choose(number)
+
+    def record(self, event: events.AnyEvent) -> None:
+        """Write an event, and apply it. Raises ValueError for one that cannot be kept; nothing has changed then."""
         if self._journal is not None:
-            self._journal.append(events.ENCODER.encode(event), sync=sync and self._durable)
+            payload = events.ENCODER.encode(event)
+            if len(payload) > LARGEST:
+                raise ValueError(f"expected at most {LARGEST} bytes in a call, found {len(payload)}")
+            event = self._decode(payload)
+            self._ahead = True
+            self._journal.append(payload)
+        self._ahead = True
+        self._apply(event)
+        self._ahead = False
 
-    def compact(self) -> None:
-        """Begin the journal anew with a snapshot, once it has grown much."""
-        journal = self._journal
-        if journal is not None and journal.size > 2 * journal.compact_size + COMPACT_NBYTES:
-            journal.compact(events.ENCODER.encode(self._snapshot()))
+    def _compact(self, journal: Journal) -> None:
+        """Begin the journal anew with a snapshot, once it has grown much. It goes on growing where that fails."""
+        if journal.size > 2 * journal.compact_size + COMPACT_NBYTES:
+            try:
+                journal.compact(events.ENCODER.encode(self._snapshot()))
+            except OSError as error:
+                self._ahead = True
+                log.warning("the journal was not compacted: %s", error)
 
     def journal(self) -> dict[str, int] | None:
         """Bytes of the journal now, and all that this process has written; None if there is none."""

@@ -14,6 +14,7 @@ from pulse_rl.units import nbytes
 # Columns of the table of policies; those about several trainers are between them.
 _HEAD = ("policy", "step", "version", "reward", "loss", "patch")
 _TAIL = ("ready", "coming", "dropped", "waits")
+LEGEND = "groups ready for a batch, coming from workers, dropped; share of time waited for them"
 
 
 class Display:
@@ -52,7 +53,12 @@ class Display:
         if self._live is not None:
             shown: list[RenderableType] = [self._policies(status)]
             if status["workers"]:  # at the end all have left
-                shown += [Text(), self._workers(status, board), Text(status["balance"]["sentence"])]
+                shown += [
+                    Text(LEGEND, "dim"),
+                    Text(),
+                    self._workers(status, board),
+                    Text(status["balance"]["sentence"]),
+                ]
             self._live.update(Group(*shown))
 
     def _parts(self, record: Mapping[str, Any], *, only: bool) -> list[str]:

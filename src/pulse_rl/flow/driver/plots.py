@@ -31,6 +31,8 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("reduction", f"{summary['reduction']:,.0f} ×", "fewer bytes than full weights"),
         ("workers proved", f"{proved} of {len(summary['workers'])}", "hold the trainer's last bits"),
     ]
+    if spoilt := summary["nonfinite"]:
+        found.append(("not finite", f"{spoilt:,}", "weights of the last version are NaN or infinite"))
     if sync := summary["trainer_sync"]:
         found.append(("between trainers", f"{sync['reduction_vs_diloco']:,.3g} ×", "fewer bytes than DiLoCo"))
     return found

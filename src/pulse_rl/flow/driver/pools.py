@@ -10,9 +10,9 @@ from typing import Any
 
 from pulse_rl.flow.data.balance import Autoscaler, WaitRule
 from pulse_rl.flow.driver.worker_pool import WorkerPool
+from pulse_rl.flow.engine import ProcessHandle, RolloutProcess, start
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.worker import RolloutWorker
-from pulse_rl.rl.engine import ProcessHandle, RolloutProcess, start
 
 SETTLE, MEMORY = 8, 80  # decisions: in which nothing changes after a change; for which the rule remembers
 

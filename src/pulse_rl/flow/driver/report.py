@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from pulse_rl.disk import write_stream
+from pulse_rl.flow import metrics
+from pulse_rl.flow.directory import POLICIES
 from pulse_rl.flow.driver import plots
 from pulse_rl.flow.driver.plots import Records, Table
+from pulse_rl.flow.driver.summary import PARTS
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.html.page import Page
-from pulse_rl.rl import metrics
 from pulse_rl.units import nbytes
 
 REPORT = "report.html"
+REASONS = {  # why groups are dropped; filters of a user have their own
+    "stale": "sampled by weights older than max_staleness allows; more workers or a larger bound make fewer",
+    "surplus": "good, but no batch needed them: made for another policy, or on their way when the last batch was full",
+    "empty": "the policy made no token in them",
+    "no_variance": "the filter found all their rewards equal, so there was nothing to learn from",
+}
 OF_WORKERS = ("registered", "left", "lost", "suspected", "revived", "paused")  # counts; the others are of tasks
 
 
@@ -40,8 +48,11 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page = Page(
         f"A run of {summary['recipe']}",
         f"{summary['run']}: workflow {played}; {models}; "
-        f"{len(summary['workers'])} workers; {summary['seconds']:.0f} s. All numbers are in metrics.jsonl.",
+        f"{len(summary['workers'])} workers; {summary['seconds']:.0f} s. All numbers are in {_files(records)}.",
     )
+    stopped = summary["stopped"]
+    warnings = [policy["warning"] for policy in policies.values()]
+    page.points([*filter(None, [stopped and stopped["sentence"], *warnings])])
     for name, policy in policies.items():
         of = f" of {name}" if len(policies) > 1 else ""
         page.numbers([(f"{what}{of}", value, remark) for what, value, remark in plots.headline(policy)])
@@ -62,6 +73,8 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     page.table("Tasks", ("", "tasks"), _counts(summary, of_workers=False))
     page.table("What became of workers", ("", "times"), _counts(summary, of_workers=True))
     page.table("Groups of each policy", *_groups(summary))
+    dropped = {reason for policy in policies.values() for reason in policy["dropped"]}
+    page.points([f"{reason}: {why}" for reason, why in REASONS.items() if reason in dropped])
     if counted := _facts(summary):
         page.table("What the workflow counted in a play, as means over what each policy trained on", *counted)
     if given_up := summary["given_up"]:
@@ -74,13 +87,18 @@ def html(summary: dict[str, Any], records: dict[str, Records]) -> str:
     return page.html()
 
 
+def _files(records: dict[str, Records]) -> str:
+    """Where the numbers of each policy are, below the run's directory: as `Recipe.files` says."""
+    names = [name for name, found in records.items() if found]
+    files = [f"{POLICIES}/{name}/{metrics.METRICS}" for name in names] if len(records) > 1 else [metrics.METRICS]
+    return ", ".join(files)
+
+
 def _trainer_seconds(summary: dict[str, Any]) -> Table:
-    columns = ("policy", "trainers", "waiting for batches", "training", "publishing", "the rest", "restarts")
+    columns = ("policy", "trainers", "waiting for batches", "training", "publishing", "the rest", "all", "restarts")
     rows = []
     for name, policy in summary["policies"].items():
-        parts = [policy["wait_s"], policy["train_s"], policy["publish_s"]]
-        rest = max(0.0, policy["total_s"] - sum(parts))
-        spent = (f"{part:.1f}" for part in (*parts, rest))
+        spent = (f"{policy[part]:.1f}" for part in (*PARTS, "rest_s", "total_s"))
         rows.append([name, str(policy["trainers"]), *spent, str(policy["restarts"])])
     return columns, rows
 

@@ -5,34 +5,36 @@ Dataflow again from its journal; `trainers` and `pools` start processes again. `
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pulse_rl.disk import write_stream
 from pulse_rl.errors import ProcessDiedError, PulseError, require, require_installed
-from pulse_rl.flow import recipe_file
+from pulse_rl.flow import directory as run_directory
+from pulse_rl.flow import metrics, model_name, recipe_file
 from pulse_rl.flow.data.journal import FILE as JOURNAL
 from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
 from pulse_rl.flow.driver import report
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.failures import Failures
+from pulse_rl.flow.driver.learning import Learning
 from pulse_rl.flow.driver.pools import Pools
 from pulse_rl.flow.driver.signals import stop_requests
 from pulse_rl.flow.driver.summary import summary
 from pulse_rl.flow.driver.trainers import Trainers
 from pulse_rl.flow.driver.windows import Evaluations
+from pulse_rl.flow.engine import engine, service, wait
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.flow.training.checkpoints import saved_step
 from pulse_rl.history.log import History
-from pulse_rl.rl import directory as run_directory
-from pulse_rl.rl import metrics, model_name
-from pulse_rl.rl.checkpoints import saved_step
-from pulse_rl.rl.engine import engine, service, wait
 
 POLL_S = 0.25  # between the driver's polls of the board
 FINISH_S = 300  # for workers to catch up with the last versions
-OF_SERVICES = (JOURNAL, LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trainer*.lock")  # their files
+OF_SERVICES = (f"{JOURNAL}*", LOCK, "trainer*.lock", f"{run_directory.POLICIES}/*/trainer*.lock")  # their files
 
 
 def prepare(recipe: Recipe) -> Recipe:
@@ -100,7 +102,8 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
 
     recipe: from `prepare` or `resume`. resume: whether it is the latter. The first SIGINT or SIGTERM stops the run in
     order: every policy's current step (with several trainers, its round) is finished, published and checkpointed.
-    Raises FileExistsError if the run is running already, PulseError if it was stopped at once, ProcessDiedError,
+    The summary's `stopped` then says by which signal, and how to go on; it is None after a run's last step.
+    Raises FileExistsError if the run is running already, KeyboardInterrupt if it was stopped at once, ProcessDiedError,
     otherwise what a trainer or a worker raised.
     """
     require("ray", "run")
@@ -119,27 +122,32 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
                 finals = driver.watch()
                 result = driver.finish(finals)
     except KeyboardInterrupt:
-        raise PulseError(f"stopped; {_recovery_hint(recipe)}") from None
-    (recipe.directory / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+        display.log(f"stopped; {_recovery_hint(recipe)}")
+        raise
+    sentence = f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}"
+    by = signal.Signals(stop_requested() or signal.SIGINT).name
+    result["stopped"] = {"by": by, "sentence": sentence} if result["steps"] < recipe.steps else None
+    write_stream(recipe.directory / "summary.json", [f"{json.dumps(result, indent=2)}\n".encode()])
     try:
         report.write(recipe, result)
     except Exception as error:  # noqa: BLE001  # the run is complete, with or without its report
         display.log(f"no {report.REPORT}: {error}")
-    if result["steps"] < recipe.steps:
-        display.log(f"stopped at step {result['steps']} of {recipe.steps}; {_recovery_hint(recipe)}")
+    if result["stopped"]:
+        display.log(sentence)
     return result
 
 
 class _Driver:
     """The services of a run, and what its driver does with them."""
 
-    def __init__(self, recipe: Recipe, dataflow: Any, display: Display, stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, recipe: Recipe, dataflow: Any, display: Display, stop_requested: Callable[[], int]) -> None:
         self._recipe, self._dataflow, self._display = recipe, dataflow, display
         self._stop_requested = stop_requested
         self._trainers = Trainers(recipe, dataflow, display.log)
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
         self._failures = Failures(display.log)
+        self._learning = Learning(display.log)
         self._records = _Records(recipe)
         self._notes: dict[str, str] = {}  # of trainers, as shown
         self._pid: int | None = None  # of the Dataflow's process
@@ -210,7 +218,9 @@ class _Driver:
             self._display.log(f"the dataflow (pid {self._pid}) died; it goes on from its journal")
             self._pools.repeat()
         self._pid = status["pid"]
-        self._display.update(self._records.new(), status, board)
+        records = self._records.new()
+        self._display.update(records, status, board)
+        self._learning.look(records)
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():
             if self._notes.get(who) != note:

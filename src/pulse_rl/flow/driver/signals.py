@@ -7,8 +7,8 @@ from typing import Any
 
 
 @contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGINT or SIGTERM has arrived; a second signal raises KeyboardInterrupt.
+def stop_requests() -> Iterator[Callable[[], int]]:
+    """Yield a function that says which of SIGINT and SIGTERM has come, or 0; a second one raises KeyboardInterrupt.
 
     The handler only records the signal: an exception from it could interrupt the engine's code anywhere.
     """
@@ -21,7 +21,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
 
     previous = {which: signal.signal(which, record) for which in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(received)
+        yield lambda: received[0] if received else 0
     finally:
         for which, handler in previous.items():
             signal.signal(which, handler)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pulse_rl.flow import metrics
+from pulse_rl.flow.driver.learning import dead
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
-from pulse_rl.rl import metrics
 
-SUMMED = ("wait_s", "train_s", "publish_s", "total_s")  # seconds of a trainer, the mean of several
+PARTS = ("wait_s", "train_s", "publish_s")  # of the seconds of a trainer, the mean of several
+SUMMED = (*PARTS, "total_s")
 HELD = ("version", "digest", "syncs", "fetched_nbytes", "sync_s", "sampling_s", "tokens")
 WORKER = ("host", "played", "failed", "refused", "start_s", "idle_s", "seconds", "restarts", "left")
 
@@ -33,6 +35,7 @@ def summary(
         "task": recipe.workflow.settings.get("task"),
         "steps": min(policies[name]["steps"] for name in recipe.trained),
         "seconds": max(policy["total_s"] for policy in policies.values()),  # without starting and stopping
+        "stopped": None,  # or by which signal, and how to go on
         "policies": policies,
         "workers": [_worker(worker) for worker in workers],
         "dataflow_restarts": status["restarts"],
@@ -72,6 +75,7 @@ def _policy(
         "restarts": final["restarts"],  # of all its trainers
         "elements": records[-1]["elements"] if records else 0,
         "full_nbytes": full,
+        "nonfinite": records[-1].get("nonfinite", 0) if records else 0,  # weights of the newest version
         "patch_nbytes": sent,
         "reduction": full * len(sent) / sum(sent) if sum(sent) else 1.0,
         **{key: [record[key] for record in records] for key in ("density", "reward", "solved", "loss", "staleness")},
@@ -83,7 +87,9 @@ def _policy(
         "dropped": counted.get("dropped", {}),
         "repeated": counted.get("repeated", 0),
         "replayed": counted.get("replayed", 0),
-        **{key: sum(record[key] for record in records) for key in SUMMED},
+        "warning": dead(name, records),  # None where there was something to learn from
+        **(seconds := {key: sum(record[key] for record in records) for key in SUMMED}),
+        "rest_s": max(0.0, seconds["total_s"] - sum(seconds[key] for key in PARTS)),
         "workers": [
             {"id": worker["id"], **_held(worker["policies"][name], final["digest"], left=worker["left"])}
             for worker in workers

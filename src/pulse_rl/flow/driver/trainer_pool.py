@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from pulse_rl.errors import ExchangeError, ProcessDiedError
+from pulse_rl.flow.engine import ProcessHandle, TrainerProcess, start, wait
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.trainer import Trainer
-from pulse_rl.rl.engine import ProcessHandle, TrainerProcess, start, wait
 
 RESTARTS = 100  # of all trainers, so that a fault that returns at once ends the run
 GRACE_S = 10  # time to learn the cause, after a trainer reports that it has lost another

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pulse_rl.errors import ExchangeError, ProcessDiedError
+from pulse_rl.flow import metrics
 from pulse_rl.flow.driver.trainer_pool import TrainerPool
+from pulse_rl.flow.engine import ProcessHandle
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.rl import metrics
-from pulse_rl.rl.checkpoints import saved_step
-from pulse_rl.rl.engine import ProcessHandle
+from pulse_rl.flow.training.checkpoints import saved_step
 
 DEATHS = 5  # of a policy's trainers without a new version between them; then the run ends
 

@@ -3,14 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pulse_rl.flow.data.evaluation import AT, window_of
 from pulse_rl.flow.recipe import Recipe
-
-AT = "@"  # between the name of a window in the recipe and the step at which it was opened
-
-
-def window_of(evaluation: str) -> str:
-    """The recipe's name of a window, from a task's."""
-    return evaluation.rpartition(AT)[0]
 
 
 def _step(opening: str) -> int:

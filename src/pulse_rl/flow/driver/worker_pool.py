@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pulse_rl.errors import ProcessDiedError, one_line
-from pulse_rl.rl.engine import CAUSES, ProcessHandle
+from pulse_rl.flow.engine import CAUSES, ProcessHandle
 
 DEATHS = 5  # of one worker without a proved version between them; then it is left out, or ends a run without others
 

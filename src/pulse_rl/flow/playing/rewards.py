@@ -6,7 +6,7 @@
 A recipe takes it as `reward = "my_module:brief"` in `[workflow]`.
 """
 
-from pulse_rl.rl.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, Task
 
 
 def score(task: Task, problem: Problem, completion: str) -> float:

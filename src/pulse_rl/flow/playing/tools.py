@@ -1,8 +1,8 @@
 """Tools that a workflow gives to its policies: text in, text out, with limits.
 
 A model makes mistakes, so a tool's error is an answer: its text goes into the conversation, and it is counted. The
-limits (time, memory, output) keep a mistake from harming the worker. They are no prison for hostile code: it runs with
-all rights of the worker's user.
+limits (time, memory, output, one process: `alone`) keep a mistake from harming the worker. They are no prison for
+hostile code: it runs with all rights of the worker's user.
 """
 
 import asyncio
@@ -14,7 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Protocol
 
+from pulse_rl.errors import PulseError
 from pulse_rl.flow import registry
+from pulse_rl.flow.playing import alone
 from pulse_rl.flow.registry import Plugin
 
 SECONDS = 30.0  # that any tool may take
@@ -31,32 +33,10 @@ class Tool(Protocol):
     async def __call__(self, text: str, /) -> str: ...
 
 
-# What the child does before the code: it lowers its limits, and reads the code. Root may start processes all the same:
-# they are killed with the group.
-_CHILD = """
-import resource, sys
-cpu, memory, output = map(int, sys.argv[1:4])
-resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-resource.setrlimit(resource.RLIMIT_FSIZE, (output, output))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
-resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-code = sys.stdin.read()
-sys.stdin.close()
-del sys.argv[1:], resource
-try:
-    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-except SystemExit:
-    pass
-except BaseException as error:
-    sys.stdout.flush()
-    sys.exit(f"{type(error).__name__}: {error}"[:500])
-"""
-
-
 class Python:
-    """Runs Python code in a new process, and answers with what it prints.
+    """Runs Python code in a process that can start no other one, and answers with what it prints.
+
+    Where the kernel cannot promise that, a call raises PulseError.
 
     Args:
         cpu_s: Seconds of processor time.
@@ -66,10 +46,12 @@ class Python:
     """
 
     def __init__(self, *, cpu_s: int = 2, wall_s: float = 5.0, memory_mb: int = 512, output: int = 2000) -> None:
-        if cpu_s < 1 or wall_s <= 0 or memory_mb < 64 or output < 1:
+        if not (
+            1 <= cpu_s <= SECONDS and 0 < wall_s <= SECONDS and 64 <= memory_mb < 1 << 20 and 1 <= output < 1 << 20
+        ):
             raise ValueError(
-                "expected cpu_s of at least 1, wall_s above 0, memory_mb of at least 64 and output of at least "
-                f"1, found {cpu_s}, {wall_s}, {memory_mb} and {output}"
+                f"expected cpu_s from 1 and wall_s above 0, both to {SECONDS:g}, memory_mb from 64 and output from 1, "
+                f"both to below {1 << 20:,}, found {cpu_s}, {wall_s}, {memory_mb} and {output}"
             )
         self._cpu_s, self._wall_s, self._memory, self._output = cpu_s, wall_s, memory_mb << 20, output
 
@@ -77,13 +59,14 @@ class Python:
         with tempfile.TemporaryDirectory(prefix="pulse-tool-", ignore_cleanup_errors=True) as scratch:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-I", "-S", "-c", _CHILD, str(self._cpu_s), str(self._memory), str(self._output)),
+                *("-I", "-S", alone.__file__),
+                *map(str, (os.getpid(), self._cpu_s, self._memory, self._output)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=scratch,
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch},
-                start_new_session=True,  # a group, which is killed whole
+                start_new_session=True,  # its signals to its own group do not reach the worker
                 close_fds=True,
             )
             try:
@@ -95,6 +78,9 @@ class Python:
             finally:
                 _kill(process)
                 status = await process.wait()
+        if not printed.startswith(alone.READY):
+            raise PulseError(complaint.strip() or f"tool python: its process could not start: status {status}")
+        printed = printed.strip()
         if cut:
             raise ToolError(f"stopped after {self._output} bytes of output: {printed[:100]}…")
         if status == -signal.SIGXCPU:
@@ -103,7 +89,7 @@ class Python:
             raise ToolError(f"out of memory: it may have {self._memory >> 20} MB")
         if status:
             raise ToolError(complaint.strip().rsplit("\n", 1)[-1] or f"ended with status {status}")
-        return printed.strip()
+        return printed
 
     async def _talk(self, process: asyncio.subprocess.Process, code: bytes) -> tuple[str, str, bool]:
         """Send the code. Returns what was printed, the last of the errors, and whether it printed too much."""
@@ -115,7 +101,8 @@ class Python:
             await process.stdin.drain()
         process.stdin.close()
         (printed, cut), (complaint, flooded) = await asyncio.gather(
-            _read(process.stdout, self._output, process), _read(process.stderr, self._output, process)
+            _read(process.stdout, len(alone.READY) + self._output, process),
+            _read(process.stderr, self._output, process),
         )
         return printed, complaint, cut or flooded
 
@@ -133,8 +120,8 @@ async def _read(stream: asyncio.StreamReader, limit: int, process: asyncio.subpr
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        process.kill()
 
 
 class Toolbox:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from pulse_rl.flow import policy
+from pulse_rl.flow.rollout.sampler import Sampler
 from pulse_rl.flow.samples import Turn
-from pulse_rl.rl import policy
-from pulse_rl.rl.sampler import Sampler
 
 T = TypeVar("T")
 ROWS = 64  # completions in a call, at most

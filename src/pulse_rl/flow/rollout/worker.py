@@ -27,18 +27,17 @@ from typing import Any
 
 import torch
 
-import pulse_rl
 from pulse_rl.errors import one_line
-from pulse_rl.flow.driver.windows import window_of
+from pulse_rl.flow import model
+from pulse_rl.flow.data.evaluation import window_of
 from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.playing.tools import Toolbox
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, Settings
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, Group, Orders, Task
 from pulse_rl.history.assets import load_assets
 from pulse_rl.logs import logger
-from pulse_rl.rl import model
-from pulse_rl.rl.sampler import BuiltinSampler, Sampler, Settings
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
 HEARTBEAT_S = 1.0
@@ -46,7 +45,7 @@ PUSH_S = 0.5  # for which new tasks wait for groups that are on their way, which
 THREADS = 16  # that wait: for other processes, for stores, for sampling
 MAX_ERROR = 300  # characters of one that is passed on
 SEED_STRIDE = 1_000_003  # a prime: two runs with different seeds share no seed in their first million tasks
-NOT_USERS = (str(Path(pulse_rl.__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code
+NOT_USERS = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code
 CALLS = 4096  # of sampling in a task, each with a seed
 
 log = logger(__name__)
@@ -170,7 +169,7 @@ class RolloutWorker:
             assets = {path.name: path.read_bytes() for path in load_assets(settings.store_url, Path(scratch))}
         if self._pool.kind == "builtin":
             return BuiltinSampler(self._name, settings, assets)
-        from pulse_rl.rl.vllm_sampler import VllmSampler
+        from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
 
         return VllmSampler(self._name, settings, assets)
 
@@ -296,11 +295,15 @@ class RolloutWorker:
 
     async def _play(self, task: Task) -> None:
         """Play a task, and push its group in the background: its slot is free by then."""
+        limit_s = self._recipe.workflow.timeout_s
+        limit = asyncio.timeout(limit_s)  # a play that hangs would keep its slot for ever
         try:
-            episodes = await self._episodes(task)
+            async with limit:
+                episodes = await self._episodes(task)
         except Exception as error:  # noqa: BLE001  # of the workflow: the dispatcher decides what becomes of the task
             self._failed += 1
-            reason = _reason(_first(error))
+            late = f"not played within {limit_s:g} s (workflow.timeout_s)"
+            reason = late if limit.expired() else _reason(_first(error))
             log.warning("task %d: %s", task.number, reason)
             await self._call("give_back", self._name, task.number, reason)
             self._tasks.discard(task.number)

@@ -47,7 +47,7 @@ class ElasticExchange(RestartableTrainers):
 def _start_lighthouse(calls: PolicyCalls, host: str) -> Any:
     """Start torchft's lighthouse in this process, and share its URL."""
     server = require("torchft.coordination", "ft").LighthouseServer(
-        bind="[::]:0",
+        bind=f"{host}:0",
         min_replicas=1,  # nobody reaches a lighthouse in rank 0's process without rank 0
         join_timeout_ms=1000 * TIMEOUT_S,  # one that has not ended the exchange yet may wait for batches
     )

@@ -9,11 +9,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from pulse_rl.flow.engine import node_address
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.group import GradientAverage, RoundExchange, SoloTrainer, TrainerGroup
 from pulse_rl.flow.training.sharded import ShardedTrainers
-from pulse_rl.rl.engine import node_address
 
 # A trainer that dies is noticed at once. This limit is for a silent network. It is longer than a trainer may wait for
 # its batches while the others wait for it at the exchange.
@@ -46,11 +46,20 @@ def _form_process_group(trainers: int, rank: int, calls: PolicyCalls) -> None:
             host, port = meeting[0]
         else:
             time.sleep(IDLE_S)
+    # Left to itself, a rendezvous listens at all addresses of the machine.
+    listening = None if rank else socket.create_server((host, 0))
+    if listening:
+        port = listening.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=not rank, wait_for_workers=False, timeout=timeout
+        host,
+        port,
+        is_master=not rank,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach() if listening else None,
     )
     if rank == 0:
-        calls.share(MEETING, 0, [host, store.port])
+        calls.share(MEETING, 0, [host, port])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=trainers, timeout=timeout)
 
 

@@ -6,12 +6,12 @@ A round's line of metrics is written before the checkpoint that includes its ste
 import time
 from typing import Any
 
+from pulse_rl.flow import metrics
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.versions import Versions
-from pulse_rl.rl import metrics
-from pulse_rl.sync.reports import PublishReport
+from pulse_rl.sync.publish.report import PublishReport
 
 
 class Lead:
@@ -29,6 +29,7 @@ class Lead:
         self._versions = versions
         self._resumed = resumed
         self._dropped = 0  # groups, until the last round
+        self._finite = True  # whether all weights of the last version were
 
     @property
     def version(self) -> int:
@@ -63,6 +64,9 @@ class Lead:
         """
         report = self._versions.publish(step, weights, bandwidth=self._bandwidth())
         self._announce(step)
+        if report.nonfinite and self._finite:
+            self._calls.report({"note": f"version {self.version}: {report.warning}"})
+        self._finite = not report.nonfinite
         seconds = {name: record.pop(name) for name in ("wait_s", "train_s")}
         seconds["total_s"] = time.perf_counter() - started
         head = {"step": step, "version": self.version}
@@ -93,6 +97,7 @@ class Lead:
             "full_nbytes": report.full_nbytes,
             "patch_nbytes": nbytes,
             "reduction": report.full_nbytes / nbytes,
+            "nonfinite": report.nonfinite,
             "codec": report.codec,
             "codec_reason": report.codec_reason,
             "publish_s": report.total_s,

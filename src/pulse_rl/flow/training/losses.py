@@ -16,11 +16,19 @@ A row is one turn: a completion after its context. The advantage of a turn is th
 | reinforce | truncated, without gradient | cap | 1 |
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from pulse_rl.rl import grpo
+EPSILON = 1e-4  # a group without variance has advantage 0
+
+
+class Loss(NamedTuple):
+    """The loss of some rows, summed."""
+
+    total: torch.Tensor  # scalar, differentiable; divide it by the weight of the whole step
+    clipped: float  # tokens whose ratio was clipped
+    tokens: int
 
 
 class PolicyLoss(Protocol):
@@ -35,13 +43,15 @@ class PolicyLoss(Protocol):
         behaviour: torch.Tensor,  # (B, T) float32, when the tokens were sampled
         mask: torch.Tensor,  # (B, T) bool
         advantage: torch.Tensor,  # (B,) float32
-    ) -> grpo.Loss:
+    ) -> Loss:
         """The loss of these rows, summed, and what was clipped of it."""
 
 
 def grpo_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """Rewards relative to their group, with mean 0 and deviation 1: GRPO (DeepSeekMath, arXiv 2402.03300)."""
-    return grpo.advantages(rewards)
+    rewards = _from_first(rewards)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return centred / (rewards.std(1, keepdim=True, correction=0) + EPSILON)
 
 
 def dr_grpo_advantages(rewards: torch.Tensor) -> torch.Tensor:
@@ -49,21 +59,58 @@ def dr_grpo_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
     Dividing by the deviation gives problems that are nearly always, or nearly never, solved more weight than others.
     """
+    rewards = _from_first(rewards)
     return rewards - rewards.mean(1, keepdim=True)
 
 
 def rloo_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """Rewards relative to the mean of the others of their group: leave one out (RLOO, arXiv 2402.14740)."""
-    group = rewards.shape[1]
+    rewards, group = _from_first(rewards), rewards.shape[1]
     others = (rewards.sum(1, keepdim=True) - rewards) / (group - 1)
     return rewards - others
 
 
-class GrpoLoss:
-    """The clipped ratio of each token, every token of a step weighing the same: `rl/grpo.py`.
+def _from_first(rewards: torch.Tensor) -> torch.Tensor:
+    """Rewards relative to the first of their group, (P, G), where equal ones are exactly 0.
 
-    GRPO's ratio (arXiv 2402.03300) without a KL term. Tokens are averaged over the step, as DAPO does, and not first
-    over each completion: a token of a long completion counts as much as one of a short completion.
+    The mean of eight times 0.1 is not 0.1, and the optimizer makes whole steps of gradients however small.
+    """
+    return rewards - rewards[:, :1]
+
+
+class DapoLoss:
+    """The clipped ratio of each token, with a higher bound above than below: DAPO (arXiv 2503.14476).
+
+    A token's loss is −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A), and every token of a step weighs the same: a
+    token of a long completion counts as much as one of a short completion. The higher bound above lets unlikely tokens
+    with a good outcome grow, which keeps the entropy up. DAPO's dynamic sampling is the filter "variance".
+
+    Args:
+        clip_low: The ratio counts from 1 − clip_low.
+        clip_high: The ratio counts up to 1 + clip_high.
+    """
+
+    def __init__(self, *, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
+        _check(clip_low=clip_low, clip_high=clip_high)
+        self._low, self._high = clip_low, clip_high
+
+    def weight(self, mask: torch.Tensor) -> float:
+        return float(mask.sum())
+
+    def __call__(
+        self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
+    ) -> Loss:
+        ratio = torch.exp(logprobs - behaviour)
+        bounded = ratio.clamp(1 - self._low, 1 + self._high)
+        gain = torch.minimum(ratio * advantage[:, None], bounded * advantage[:, None])
+        clipped = ((ratio != bounded) & mask).sum().item()
+        return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+
+
+class GrpoLoss(DapoLoss):
+    """The clipped ratio of each token, with the same bound above and below: GRPO's ratio (arXiv 2402.03300).
+
+    There is no KL term. Tokens are averaged over the step, as DAPO does, and not first over each completion.
 
     Args:
         clip: The ratio counts between 1 − clip and 1 + clip.
@@ -71,15 +118,7 @@ class GrpoLoss:
 
     def __init__(self, *, clip: float = 0.2) -> None:
         _check(clip=clip)
-        self._clip = clip
-
-    def weight(self, mask: torch.Tensor) -> float:
-        return float(mask.sum())
-
-    def __call__(
-        self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
-    ) -> grpo.Loss:
-        return grpo.loss(logprobs, behaviour, mask, advantage, self._clip, self._clip)
+        super().__init__(clip_low=clip, clip_high=clip)
 
 
 class DrGrpoLoss(GrpoLoss):
@@ -101,30 +140,6 @@ class DrGrpoLoss(GrpoLoss):
         return float(len(mask) * self._length)
 
 
-class DapoLoss:
-    """GRPO with a higher bound above than below, averaged over tokens: DAPO (arXiv 2503.14476).
-
-    A higher bound lets unlikely tokens with a good outcome grow, which keeps the entropy up. DAPO's dynamic sampling is
-    the filter "variance".
-
-    Args:
-        clip_low: The ratio counts from 1 − clip_low.
-        clip_high: The ratio counts up to 1 + clip_high.
-    """
-
-    def __init__(self, *, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
-        _check(clip_low=clip_low, clip_high=clip_high)
-        self._low, self._high = clip_low, clip_high
-
-    def weight(self, mask: torch.Tensor) -> float:
-        return float(mask.sum())
-
-    def __call__(
-        self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
-    ) -> grpo.Loss:
-        return grpo.loss(logprobs, behaviour, mask, advantage, self._low, self._high)
-
-
 class GspoLoss:
     """One ratio for a whole completion, clipped as one, every completion weighing the same: GSPO (arXiv 2507.18071).
 
@@ -144,13 +159,13 @@ class GspoLoss:
 
     def __call__(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
-    ) -> grpo.Loss:
+    ) -> Loss:
         lengths = mask.sum(1)
         ratio = torch.exp(((logprobs - behaviour) * mask).sum(1) / lengths.clamp(min=1))
         bounded = ratio.clamp(self._low, self._high)
         gain = torch.minimum(ratio * advantage, bounded * advantage)
         clipped = ((ratio != bounded) * lengths).sum().item()
-        return grpo.Loss(-gain.sum(), float(clipped), int(lengths.sum()))
+        return Loss(-gain.sum(), float(clipped), int(lengths.sum()))
 
 
 class ReinforceLoss:
@@ -172,11 +187,11 @@ class ReinforceLoss:
 
     def __call__(
         self, logprobs: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
-    ) -> grpo.Loss:
+    ) -> Loss:
         ratio = torch.exp(logprobs.detach() - behaviour)
         gain = ratio.clamp(max=self._cap) * advantage[:, None] * logprobs
         clipped = ((ratio > self._cap) & mask).sum().item()
-        return grpo.Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
+        return Loss(-(gain * mask).sum(), float(clipped), int(mask.sum()))
 
 
 def _check(**settings: float) -> None:

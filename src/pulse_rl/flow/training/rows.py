@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pulse_rl.flow import policy
 from pulse_rl.flow.samples import PolicyGroup, Turn
-from pulse_rl.rl import policy
 
 ROWS = 32  # of a forward and backward pass, at most
 SCORED = 2048  # tokens of its completions, with padding: logits are the largest part of its memory

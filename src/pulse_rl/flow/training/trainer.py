@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pulse_rl.flow import registry
+from pulse_rl.flow import directory as run_directory
+from pulse_rl.flow import metrics, model, policy, registry
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import Batch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
+from pulse_rl.flow.training.checkpoints import Checkpoints
 from pulse_rl.flow.training.elastic import ElasticExchange
 from pulse_rl.flow.training.group import TrainerGroup
 from pulse_rl.flow.training.join import join
@@ -33,9 +35,6 @@ from pulse_rl.flow.training.meeting import StoreExchange
 from pulse_rl.flow.training.rows import parts
 from pulse_rl.flow.training.sharded import load_shares, shares, whole
 from pulse_rl.flow.training.versions import Versions
-from pulse_rl.rl import directory as run_directory
-from pulse_rl.rl import metrics, model, policy
-from pulse_rl.rl.checkpoints import Checkpoints
 from pulse_rl.sync.freed import keep_freed
 
 IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
@@ -185,7 +184,7 @@ class Trainer:
             "reward": float(np.concatenate(rewards).mean()),
             "solved": facts.pop("solved", 0.0),
             "facts": facts,
-            "groups_with_variance": float(np.mean([each.std() > 0 for each in rewards])),
+            "groups_with_variance": float(np.mean([np.ptp(each) > 0 for each in rewards])),
             "loss": loss_sum / weight,
             "clipped": clipped / tokens,
             "tokens": tokens,

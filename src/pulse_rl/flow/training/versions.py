@@ -14,7 +14,7 @@ from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.sharded import shared_digest
 from pulse_rl.group.collectives import Group
 from pulse_rl.sync.publish.publisher import Publisher
-from pulse_rl.sync.reports import PublishReport
+from pulse_rl.sync.publish.report import PublishReport
 from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
 

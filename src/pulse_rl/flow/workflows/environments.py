@@ -16,7 +16,7 @@ from pulse_rl.flow.playing.chat import Chat
 from pulse_rl.flow.playing.endpoint import Endpoint
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.rl.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, Task
 
 _INSTRUCTION = "{question}\n\nEnd with a line that says only: Answer: …"
 HARNESS = "pulse-rl-verifiers"  # our package of that name

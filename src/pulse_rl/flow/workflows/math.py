@@ -7,7 +7,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.rl.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, Task
 
 
 class Math:

@@ -11,7 +11,7 @@ from random import Random
 
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.rl.tasks import FORM_REWARD, Problem, Task
+from pulse_rl.flow.tasks import FORM_REWARD, Problem, Task
 
 # Both verdicts are shown, so that neither is the likelier one.
 _SHOTS = "2 + 5 = 7. Is this right? yes\n8 - 3 = 4. Is this right? no\n"

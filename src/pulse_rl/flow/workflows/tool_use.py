@@ -9,7 +9,7 @@ from random import Random
 
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.rl.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, Task
 
 _SHOTS = {
     "calculator": (

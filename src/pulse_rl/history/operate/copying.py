@@ -25,8 +25,7 @@ from pulse_rl.errors import (
     StoreError,
     VersionNotFoundError,
 )
-from pulse_rl.history.beginning import FIRST, MAX_FIRST_NBYTES
-from pulse_rl.history.ending import END, MAX_END_NBYTES
+from pulse_rl.history import beginning, ending
 from pulse_rl.history.fetch import fetch_parts, limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, PatchObject, manifest_name
@@ -34,7 +33,8 @@ from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
 from pulse_rl.store.base import Store, read_up_to
-from pulse_rl.store.objects import PART_NBYTES, DirectoryStore
+from pulse_rl.store.directory import DirectoryStore
+from pulse_rl.store.objects import PART_NBYTES
 from pulse_rl.store.patient import PATIENCE_S, unwrapped
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def copy_history(
         raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
     there.check_create()
     copy = _Copy(history.store, there)
-    copy.small(FIRST, MAX_FIRST_NBYTES)  # where it begins, before the first manifest
+    copy.small(beginning.FIRST, beginning.FORMAT.max_nbytes)  # where it begins, before the first manifest
     listed, newest = set(sequences), history.read(sequences[-1])
     for done, sequence in enumerate(sequences):
         if progress is not None:
@@ -123,7 +123,7 @@ def copy_history(
                     copy.object(part)
                 copy.object(skip)
         copy.manifest(sequence)
-    copy.small(END, MAX_END_NBYTES)
+    copy.small(ending.END, ending.FORMAT.max_nbytes)
     return CopyReport(
         source=history.store.url,
         target=there.url,

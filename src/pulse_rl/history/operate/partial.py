@@ -1,6 +1,6 @@
 """Uploads that were not finished, which a publisher that was killed leaves behind.
 
-obstore writes an object of a directory as `<name>#<number>` next to it and renames it when it is whole; no listing
+An object of a directory is written as `<name>#<number>` next to it and gets its name when it is whole; no listing
 shows these files. A bucket keeps the parts of an upload elsewhere, which cannot be listed through a
 store: a lifecycle rule of the bucket deletes them (AbortIncompleteMultipartUpload).
 """
@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from pulse_rl.history.manifest import manifest_sequence, object_sequence
 from pulse_rl.store.base import ObjectInfo, Store
-from pulse_rl.store.objects import DirectoryStore
+from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.patient import unwrapped
 
 _PARTIAL = re.compile(r"(.+)#\d+")

@@ -121,6 +121,7 @@ class Status(msgspec.Struct, frozen=True):
         expired: How many heartbeats were left out, as their subscribers were silent for longer than `expire`.
         signed: Whether the newest version is signed, by whatever key.
         ended: Whether the trainer has ended the run with this version (`Publisher.end`).
+        nonfinite: How many of its weights are NaN or infinite.
         problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
         verdict: "damaged" where there are problems, otherwise the worst verdict of a subscriber.
     """
@@ -142,6 +143,7 @@ class Status(msgspec.Struct, frozen=True):
     expired: int
     signed: bool
     ended: bool
+    nonfinite: int
     problems: tuple[str, ...]
     verdict: Verdict
 
@@ -229,6 +231,7 @@ def status(
         expired=expired,
         signed=history.is_signed(newest.sequence),
         ended=ended,
+        nonfinite=newest.nonfinite,
         problems=tuple(problems),
         verdict="damaged" if problems else worst(subscribers or ()),
     )

@@ -12,17 +12,18 @@ Not supported, and refused: several pipeline stages. Not looked at: a draft mode
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.service import serve
 from pulse_rl.engines.views import LiveViews
-from pulse_rl.errors import PulseError, UnmappedError, one_line, require
+from pulse_rl.errors import PulseError, UnmappedError, one_line
 from pulse_rl.integrations.sglang.orders import Answer, Order, read, reply
 from pulse_rl.logs import logger
 from pulse_rl.weights.layout import TensorSpec
@@ -41,7 +42,6 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         model: The engine's model.
         named_tensors: One tensor, the order.
     """
-    start = time.perf_counter()
     try:
         order = read(named_tensors)
     except (PulseError, ValueError) as error:
@@ -49,28 +49,14 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         return
     rank = 0
     try:
-        context = require("sglang.srt.runtime_context", "sglang")
+        context = import_module("sglang.srt.runtime_context")  # SGLang has called this
         rank = context.get_parallel().tp_rank
-        found = _obey(order, _receiver(model, context))
+        found = Answer(serve(_receiver(model, context), order.verb, order.arguments))
     except Exception as error:  # the engine lives on, and the answer says it
-        log.exception("cannot %s", order.op)
-        found = Answer(None, failure=f"{type(error).__name__}: {one_line(error)}")
-    if found.state is not None and order.op != "apply":
-        found = Answer(found.state, time.perf_counter() - start)
+        log.exception("cannot %s", order.verb)
+        found = Answer(failure=f"{type(error).__name__}: {one_line(error)}")
     # A client that is gone must not stop the engine's loop.
     threading.Thread(target=_send, args=(order, rank, found), name="pulse-rl reply", daemon=True).start()
-
-
-def _obey(order: Order, receiver: Receiver) -> Answer:
-    if order.op == "apply":
-        return Answer(*receiver.apply(order.version))
-    if order.op == "follow":
-        if order.history is None:
-            raise ValueError("follow: expected a history, found none")
-        return Answer(receiver.follow(order.history))
-    if order.op == "stage":
-        return Answer(receiver.stage(order.version))
-    return Answer(receiver.verify() if order.op == "verify" else receiver.state())
 
 
 def _send(order: Order, rank: int, found: Answer) -> None:

@@ -11,15 +11,13 @@ import base64
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed import DistStoreError
 
 from pulse_rl.documents import decode_json
-from pulse_rl.engines.ranks import RankState
-from pulse_rl.engines.states import Follow
 
 NAME = "pulse_rl.order"  # the tensor's
 MAX_NBYTES = 1 << 16  # of an order
@@ -29,23 +27,21 @@ _REPLY_S = 10.0  # to reach the client that waits for an answer
 class Order(msgspec.Struct, frozen=True):
     """What a client asks for.
 
-    id: unlike that of any other order. host, port: of the client's TCPStore. history: to follow. version: to stage, or
-    that must be staged to be applied; None for the newest, or for whichever is.
+    verb, arguments: as for `engines.service.serve`. id: unlike that of any other order. host, port: of the client's
+    TCPStore.
     """
 
-    op: Literal["state", "follow", "stage", "apply", "verify"]
+    verb: str
     id: str
     host: str
     port: int
-    history: Follow | None = None
-    version: int | None = None
+    arguments: dict[str, Any] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a rank holds after an order. seconds: that the order took; failure: why it has no state."""
+    """What `engines.service.serve` returned in a rank, or failure: why it did not."""
 
-    state: RankState | None
-    seconds: float = 0.0
+    found: Any = None
     failure: str | None = None
 
 

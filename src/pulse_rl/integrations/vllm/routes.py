@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
+from pulse_rl.engines.ranks import Outside
 from pulse_rl.engines.service import READY, Handler, Service
-from pulse_rl.engines.states import ROUTES, PauseMode
+from pulse_rl.engines.states import ROUTES, VERBS, PauseMode, method
 from pulse_rl.integrations.vllm.names import METHOD
+from pulse_rl.integrations.vllm.server import Gate, is_gated, quiet
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -25,8 +27,7 @@ class _Engine:
     """vLLM as `engines.service.Engine`."""
 
     def __init__(self, client: "EngineClient", model: str) -> None:
-        self._client = client
-        self.model = model
+        self._client, self._model = client, model
 
     async def call(self, verb: str, arguments: dict[str, Any]) -> list[Any]:
         try:
@@ -61,14 +62,12 @@ class _Engine:
         else:
             await asyncio.gather(self.report(version), self._client.resume_generation())
 
-    async def is_paused(self) -> bool:
-        return bool(await self._client.is_paused())
-
     async def report(self, version: str) -> None:
         await self._client.update_weight_version(version)
 
-    async def reported(self) -> str:
-        return str(await self._client.get_weight_version())
+    async def outside(self) -> Outside:
+        paused = bool(await self._client.is_paused())
+        return Outside(self._model, paused, str(await self._client.get_weight_version()))
 
 
 class PulseRoutes:
@@ -78,17 +77,25 @@ class PulseRoutes:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
+        self._service: Service | None = None
         self._answers: dict[tuple[str, str], Handler] = {}
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes. vLLM calls it once."""
-        for method, path in _PATHS:
-            app.add_api_route(path, self._handler(method, path), methods=[method], name=path.strip("/"))
+        quiet()
+        if is_gated():
+            app.add_middleware(Gate, is_open=self._caught_up)
+        for verb, path in _PATHS:
+            app.add_api_route(path, self._handler(verb, path), methods=[verb], name=path.strip("/"))
 
     async def init_state(self, engine_client: "EngineClient | None", state: object, args: Namespace) -> None:
         """Take the engine. vLLM calls it once, before the server answers."""
         if engine_client is not None:
-            self._answers = Service(_Engine(engine_client, str(args.model))).routes()
+            self._service = Service(_Engine(engine_client, str(args.model)))
+            self._answers = self._service.routes()
+
+    async def _caught_up(self) -> bool:
+        return self._service is not None and await self._service.is_ready()
 
     def _handler(self, method: str, path: str) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
@@ -98,8 +105,4 @@ class PulseRoutes:
         return handle
 
 
-_PATHS = (
-    ("GET", READY),
-    ("GET", f"{ROUTES}/state"),
-    *(("POST", f"{ROUTES}/{name}") for name in ("follow", "stage", "apply", "verify", "resume")),
-)
+_PATHS = (("GET", READY), *((method(verb), f"{ROUTES}/{verb}") for verb in VERBS))

@@ -8,7 +8,7 @@ It codes one segment's changes given the old bits, in the two phases of `docs/fo
 
 Encoder and decoder have the same functions in the same order, and both compute contexts by the same helpers.
 `rangecoder` codes the bits; `moves` finds hot elements and turns changes into moves and back. The decoder in plain
-Python is in `kernels/reference/context.py`.
+Python is in `tests/naive/context.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment,arg-type"
 

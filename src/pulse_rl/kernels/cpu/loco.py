@@ -336,6 +336,23 @@ def difference(shared: F32, live: F32, out: F32) -> bool:
 
 
 @kernel
+def _overflows(shared, momentum, gradient, lr, mu):
+    broken = np.uint32(0)
+    for i in range(shared.shape[0]):
+        g = gradient[i]
+        m = np.float32(mu * momentum[i]) + g
+        after = _fma(-lr, _fma(mu, m, g), shared[i])
+        broken |= np.uint32((bits_of(after) & _INFINITY) == _INFINITY)
+    return broken != 0
+
+
+def overflows(shared: F32, momentum: F32, gradient: F32, lr: float, mu: float) -> bool:
+    """Whether `outer` would make any of shared NaN or infinite, as it would where any momentum became so."""
+    arrays = map(read_only, (shared, momentum, gradient))
+    return bool(_overflows(*arrays, np.float32(lr), np.float32(mu)))
+
+
+@kernel
 def _outer(shared, momentum, gradient, lr, mu):
     for i in range(shared.shape[0]):
         g = gradient[i]

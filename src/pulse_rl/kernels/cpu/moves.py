@@ -1,6 +1,6 @@
 """Exponents of old bits, hot elements, and changes as moves in the order of values, compiled.
 
-The naive twins are in `kernels/reference/context.py`; `docs/format.md` defines the terms under "A `context` block".
+The naive twins are in `tests/naive/context.py`; `docs/format.md` defines the terms under "A `context` block".
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 

@@ -1,6 +1,6 @@
 """An adaptive binary range coder, compiled: bits in contexts, raw bits, and whole numbers made of both.
 
-`docs/format.md` describes it under "The coder"; `kernels/reference/context.py` has the decoder in plain Python.
+`docs/format.md` describes it under "The coder"; `tests/naive/context.py` has the decoder in plain Python.
 Everything is integer arithmetic, so that every machine codes the same bits.
 
 A state is one int64: the probability of a 1 in units of 2^-32, above 10 bits that count the bits seen so far. After a

@@ -7,7 +7,7 @@ number has nearly one distribution, and the mean of the last ones gives a good R
 the time of an arithmetic coder. A payload is read in time that goes with what is sent, and added up where it is read,
 by class (`add`): only the sum of all payloads is brought into the order of the elements.
 
-`docs/loco.md` describes every bit; the naive twin is in `kernels/reference/sends.py`.
+`docs/loco.md` describes every bit; the naive twin is in `tests/naive/sends.py`.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 

@@ -1,4 +1,4 @@
-"""Counts of changes for the study, compiled. The naive twins are in `kernels/reference/study.py`."""
+"""Counts of changes for the study, compiled. The naive twins are in `tests/naive/study.py`."""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 import numpy as np

@@ -20,7 +20,7 @@ from pulse_rl.loco.meeting.documents import (
     Stop,
     decode,
 )
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.base import Store, has_bytes, read_up_to
 
 D = TypeVar("D", bound=Document)
 
@@ -49,7 +49,7 @@ class Board:
         try:
             self.store.put(name, data, mode="create")
         except ObjectExistsError:  # a retry can meet its first attempt
-            return bytes(self.store.get(name)) == data
+            return has_bytes(self.store, name, data)
         return True
 
     def run(self) -> Run | None:

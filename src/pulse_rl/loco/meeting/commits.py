@@ -67,7 +67,8 @@ class Meeting:
 
         sends: what this trainer has offered; ignored where a former life's offer is there.
         Raises IntegrityError if θ differs from the others', ExchangeError if this trainer's payload was refused, others
-        do not come within the timeout, or went on long ago, FloatingPointError if the mean overflows, and StoreError.
+        do not come within the timeout, or went on long ago, FloatingPointError if the mean or the outer step overflows,
+        and StoreError.
         """
         round = trainer.counters.round + 1
         offers: dict[int, Offer] = {}
@@ -102,11 +103,17 @@ class Meeting:
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
     def left_behind(self, round: int) -> ExchangeError:
-        """The error of a trainer whose round was pruned before it ended it."""
+        """The error of a trainer whose round is gone before it ended it: pruned, or its commit was deleted."""
+        if self.board.first() > round:
+            return ExchangeError(
+                f"the other trainers went on without rank {self.rank}, and pruned round {round}: start it again, and "
+                "it joins them",
+                ranks=(self.rank,),
+            )
         return ExchangeError(
-            f"the other trainers went on without rank {self.rank}, and pruned round {round}: start it again, and it "
-            "joins them",
-            ranks=(self.rank,),
+            f"{self.board.store.url} holds later rounds and not round {round}, which was not pruned: expected "
+            f"{names.commit_name(round)}, found none; put it back, or start rank {self.rank} again when the others "
+            f"have written an anchor of a later round (anchor_every)",
         )
 
     def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
@@ -141,6 +148,7 @@ class Meeting:
         while True:
             try:
                 means = self._receive(trainer, good, sends, timings)
+                trainer.check(means)
                 break
             except ExchangeError as error:
                 broken = [offer for offer in good if offer.rank in error.ranks]

@@ -7,14 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
-from pulse_rl.documents import Count, Digest, Hash, Token, decode_json
-from pulse_rl.errors import FormatError, IntegrityError, skew, translate
-from pulse_rl.history.manifest import ObjectRef, check_seal
+from pulse_rl.documents import Count, Digest, Hash, Token
+from pulse_rl.history.manifest import ObjectRef
+from pulse_rl.history.sealed import Format, open_sealed
 from pulse_rl.history.signing import Keys
 
-FORMAT = "pulse-rl/trainers"
-FORMAT_VERSION = 1
 MAX_NBYTES = 16 << 20  # a commit of 10,000 trainers with 10 fragments each
+FORMAT = Format("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", MAX_NBYTES)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -31,8 +30,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """What all of them say."""
 
-    format: str = FORMAT
-    format_version: Count = FORMAT_VERSION
+    format: str = FORMAT.name
+    format_version: Count = FORMAT.version
     run: Token  # random, made with the run
 
 
@@ -129,30 +128,6 @@ class Beginning(Document, frozen=True, kw_only=True, tag="beginning"):
 D = TypeVar("D", bound=Document)
 
 
-class _Kind(msgspec.Struct):
-    """What every version of the format has."""
-
-    format: str
-    format_version: int
-
-
 def decode(data: bytes, kind: type[D], keys: Keys, name: str, where: str) -> D:
-    """Check and decode a document.
-
-    where: what messages call it. Raises IntegrityError if it is damaged, not signed by the key or of another kind, and
-    VersionSkewError for one of a newer format.
-    """
-
-    def wrong(message: str) -> IntegrityError:
-        return IntegrityError(f"{where}{message.replace('manifest', 'sealed document')}", name=name)
-
-    if len(data) > MAX_NBYTES:
-        raise wrong(f": expected at most {MAX_NBYTES} bytes, found more")
-    check_seal(data, keys.public, wrong)
-    with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
-        found = decode_json(data, _Kind, where)
-        if found.format == FORMAT and found.format_version > FORMAT_VERSION:
-            raise skew("the meeting of trainers", found.format_version, FORMAT_VERSION, source=where)
-        if (found.format, found.format_version) != (FORMAT, FORMAT_VERSION):
-            raise wrong(f": expected {FORMAT} version {FORMAT_VERSION}, found {found.format} {found.format_version}")
-        return decode_json(data, kind, where)
+    """Check and decode a document. where: what messages call it. Raises as `open_sealed`."""
+    return open_sealed(data, kind, FORMAT, key=keys.public, name=name, where=where)

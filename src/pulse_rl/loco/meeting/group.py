@@ -13,7 +13,7 @@ from pulse_rl.group.collectives import Place
 from pulse_rl.history.signing import Keys
 from pulse_rl.loco.meeting.members import StoreMembers
 from pulse_rl.store.base import Store
-from pulse_rl.store.objects import open_store
+from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:

@@ -137,7 +137,9 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
         meeting.ignore_stops(look)
         _replay(meeting, trainer, meeting.end_round(trainer, [], Timings()))
     if look.later:
-        raise ObjectNotFoundError(f"round {counters.round + 1} was pruned meanwhile", url=board.store.url)
+        round = counters.round + 1
+        pruned = ObjectNotFoundError(f"round {round} was pruned meanwhile", url=board.store.url)
+        raise pruned if board.first() > round else meeting.left_behind(round)
     meeting.ignore_stops(look)
 
 

@@ -177,7 +177,7 @@ def _download(history: History, ref: PatchObject, directory: Path, limit: int) -
     refs = part_refs(history.store, ref, limit)
     parts = []
     for part in refs:
-        path = directory / Path(part.name).name
+        path = directory / part.name.replace("/", "+")  # parts of different patches have the same last name
         path.write_bytes(fetch(history.store, part, limit))
         parts.append(unpack(map_file(path), part.name))
     return Fetched(parts, sum(part.nbytes for part in refs), tuple(part.name for part in refs))
@@ -216,8 +216,7 @@ class _Patched:
     def __init__(self, fetched: Fetched, kept: "_Kept") -> None:
         self.fetched = fetched
         self.tensors = {name: Tensor(tensor.dtype, tensor.shape) for name, tensor in fetched.by_name().items()}
-        rows = [(part.header.format_version, *entry) for part in fetched.parts for entry in part.table]
-        self.cut: Hashable = tuple(sorted((name, version, boxes) for version, name, _, _, boxes in rows))
+        self.cut: Hashable = tuple(sorted((entry.name, entry.boxes) for part in fetched.parts for entry in part.table))
         self.places: dict[str, list[Place]] = {}
         self._units: dict[tuple[str, Place], tuple[Sequence[tuple[str, Place]], Unit]] = {}
         for part in fetched.parts:

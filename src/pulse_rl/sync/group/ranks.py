@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from pulse_rl.errors import ExchangeError, PulseError, one_line
-from pulse_rl.group.collectives import Wording
+from pulse_rl.group.collectives import Wording, default_place
 from pulse_rl.group.private import PrivateGroup
 from pulse_rl.group.sharing import share
 
@@ -146,9 +146,83 @@ class Together:
             raise
 
 
+class World:
+    """The ranks of torch's default process group, connected when they first work together.
+
+    So the group may be made after this. One process alone, if there is none even then.
+    """
+
+    def __init__(self, wording: Wording, timeout: float | None) -> None:
+        self._connect = partial(Together, None, wording, timeout)
+        self._found: Ranks | None = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        if self._found is None:
+            self._found = Alone() if default_place() is None else self._connect()
+        return self._found
+
+    @property
+    def rank(self) -> int:
+        """Also before they are connected."""
+        return self._found.rank if self._found is not None else (default_place() or Alone).rank
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self._ranks.sent_nbytes
+
+    def share(self, what: str, work: Callable[[], T], kind: type[T]) -> list[T]:
+        return self._ranks.share(what, work, kind)
+
+    def gather(self, data: bytes, limit: int) -> list[bytes]:
+        return self._ranks.gather(data, limit)
+
+    def exchange(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
+        return self._ranks.exchange(data, limit)
+
+    @property
+    def told(self) -> bool:
+        return self._ranks.told
+
+    @told.setter
+    def told(self, value: bool) -> None:
+        self._ranks.told = value
+
+    def collective(self) -> AbstractContextManager[None]:
+        return self._ranks.collective()
+
+
 def ranks_of(group: Any, wording: Wording, timeout: float | None = None) -> Ranks:
-    """The ranks of a process group; one process alone for None."""
+    """The ranks of a process group, or of "world"; one process alone for None. Raises ValueError for other text."""
+    if isinstance(group, str):
+        if group != "world":
+            raise ValueError(f"group: expected a process group, 'world' or None, found {group!r}")
+        return World(wording, timeout)
     return Alone() if group is None else Together(group, wording, timeout)
+
+
+@contextmanager
+def making(ranks: Ranks, what: str, make: Callable[[], T]) -> Iterator[T]:
+    """A block that makes an object on every rank, with what `make` returns here; alone where ranks are connected later.
+
+    what: the name of that work, for errors. Otherwise as `Ranks.collective`.
+    """
+    if isinstance(ranks, World):
+        yield make()
+        return
+    made: list[T] = []  # not told to the others
+
+    def here() -> bool:
+        made.append(make())
+        return True
+
+    with ranks.collective():
+        ranks.share(what, here, bool)
+        yield made[0]
 
 
 class _HasRanks(Protocol):

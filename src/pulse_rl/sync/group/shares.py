@@ -9,8 +9,10 @@ The digest counts an element of k copies k times at its owner and −1 times at 
 proves the copies too, with no message more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -20,13 +22,14 @@ from blake3 import blake3
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
-from pulse_rl.errors import BaseMismatchError, ExchangeError, shown
+from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, shown
 from pulse_rl.sync.group.ranks import Gathering
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.bits import Bits, differ
+from pulse_rl.weights.box_sets import BoxSet, cut_apart, joined
 from pulse_rl.weights.boxes import Box, Shape, whole
-from pulse_rl.weights.layout import Layout, TensorSpec
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+from pulse_rl.weights.layout import Layout, TensorSpec, names_of, renamed
+from pulse_rl.weights.pieces import Mosaic, Piece, Pieces, pieces_of, place_view, touching
 
 MAX_NBYTES = 64 << 20  # of what one rank says that it holds, as JSON
 PRINT_NBYTES = 12  # of a fingerprint, which tells two of the same ranks apart
@@ -68,6 +71,18 @@ class SharePlan:
         """Whether several ranks hold some elements."""
         return any(len(set(part.holders)) > 1 for parts in self.parts.values() for part in parts)
 
+    @cached_property
+    def _sets(self) -> dict[str, BoxSet]:
+        return {name: BoxSet([part.box for part in parts]) for name, parts in self.parts.items()}
+
+    def owners(self, name: str, box: Box) -> Iterator[tuple[Box, int]]:
+        """Cut a box of a tensor into what each rank owns of it, and say which rank that is."""
+        for number in self._sets[name].touching(box):
+            part = self.parts[name][number]
+            common = part.box.intersect(box)
+            if common is not None:
+                yield common, part.owner
+
     def all_names(self) -> dict[str, TensorSpec]:
         """Every name, tied ones too, → the tensor that stands for it."""
         return {**self.tensors, **{alias: self.tensors[owner] for alias, owner in self.tied.items()}}
@@ -86,8 +101,44 @@ class Share:
     held: Layout  # all pieces
     own: Layout  # only those that this rank owns, each counted once: what it publishes
 
+    def called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Share":
+        """The same share under the names of a version, as `names_of` finds them; the same on all ranks."""
+        plan = self.plan
+        names, further = names_of(plan.tensors, plan.tied, known, tied)
+        specs = {name: TensorSpec(name, spec.dtype, spec.shape) for name, spec in renamed(plan.tensors, names).items()}
+        parts = renamed(plan.parts, names)
+        held, own = (Layout(renamed(layout, names), further) for layout in (self.held, self.own))
+        return Share(SharePlan(specs, parts, further, plan.fingerprint), held, own)
+
+    def without(self, copies: Mapping[str, str]) -> "Share":
+        """The same share without some tensors, which count as tied. copies: their names → those they are tied to."""
+        if not copies:
+            return self
+        plan = self.plan
+        tied = {**{alias: copies.get(owner, owner) for alias, owner in plan.tied.items()}, **copies}
+        specs = {name: spec for name, spec in plan.tensors.items() if name not in copies}
+        parts = {name: found for name, found in plan.parts.items() if name not in copies}
+        held, own = (
+            Layout({name: bits for name, bits in found.items() if name not in copies}, tied)
+            for found in (self.held, self.own)
+        )
+        return Share(SharePlan(specs, parts, tied, plan.fingerprint), held, own)
+
     def replicas(self, rank: int) -> dict[str, int]:
-        """The digest of what this rank and others hold, for each set of such ranks, as "0,2"."""
+        """The digest of what this rank and others hold, for each set of such ranks, as "0,2".
+
+        Raises IntegrityError if this rank holds a part twice, with different bits.
+        """
+        for name, tensor in self.held.items():
+            for one, other in pairwise(pieces_of(tensor)):  # sorted, so the copies of a part follow each other
+                if one.box == other.box and one.bits.storage != other.bits.storage and differ(one.bits, other.bits):
+                    raise IntegrityError(
+                        f"tensor {name!r}: rank {rank} holds the elements {list(one.box.sizes)} at "
+                        f"{list(one.box.offset)} twice, with different bits: expected equal copies; give this part "
+                        "once, or copy one to the other",
+                        name=name,
+                        ranks=(rank,),
+                    )
         return {holders: digests.state_digest(layout) for holders, layout in self._replicated(rank).items()}
 
     def replica_digests(self, rank: int, holders: str) -> dict[str, int]:
@@ -99,11 +150,11 @@ class Share:
         """What this rank and others hold, for each set of such ranks."""
         sets: dict[tuple[int, ...], dict[str, list[Piece]]] = {}
         for name, parts in self.plan.parts.items():
-            for part in parts if name in self.held else ():
+            here = {piece.box: piece for piece in pieces_of(self.held[name])} if name in self.held else {}
+            for part in parts if here else ():
                 holders = tuple(dict.fromkeys(part.holders))
                 if len(holders) > 1 and rank in holders:
-                    piece = next(p for p in pieces_of(self.held[name]) if p.box == part.box)
-                    sets.setdefault(holders, {}).setdefault(name, []).append(piece._replace(times=1))
+                    sets.setdefault(holders, {}).setdefault(name, []).append(here[part.box]._replace(times=1))
         return {
             ",".join(map(str, holders)): {name: _pieces(self.held[name], pieces) for name, pieces in names.items()}
             for holders, names in sets.items()
@@ -201,7 +252,9 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[i
     for name in sorted(specs):
         itemsize, all_of_it = ITEMSIZES[specs[name].dtype], whole(specs[name].shape)
         found = []
-        for box, holders in sorted(_cut(held.get(name, []))):
+        having = [rank for rank, _ in held.get(name, ())]
+        for box, copies in sorted(cut_apart([box for _, box in held.get(name, ())])):
+            holders = tuple(sorted(having[copy] for copy in copies))
             least = min(holders, key=lambda rank: (load[rank], rank))
             load[least] += box.size * itemsize
             found.append(Part(box, holders, least))
@@ -242,26 +295,6 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"
 
 
-def _cut(held: list[tuple[int, Box]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Cut boxes where they overlap. Returns disjoint boxes, each with the rank of every copy, in ascending order."""
-    whole_boxes: dict[Box, list[int]] = {}
-    for rank, box in held:
-        whole_boxes.setdefault(box, []).append(rank)
-    found: list[tuple[Box, list[int]]] = []
-    for box, ranks in whole_boxes.items():
-        left, cut = [box], []
-        for known, holders in found:
-            common = known.intersect(box)
-            if common is None:
-                cut.append((known, holders))
-                continue
-            cut.append((common, holders + ranks))
-            cut += [(rest, holders) for rest in known.without(common)]
-            left = [part for piece in left for part in piece.without(common)]
-        found = cut + [(part, ranks) for part in left]
-    return [(box, tuple(sorted(holders))) for box, holders in found]
-
-
 def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
     """What this rank holds and owns by a plan."""
     held: dict[str, Bits] = {}
@@ -273,22 +306,30 @@ def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
         here = [part for part in plan.parts[name] if rank in part.holders]
         unshared = [part.box for part in here if len(part.holders) == 1]
         if isinstance(tensor, Pieces) and [piece.box for piece in tensor.pieces] == unshared != [whole(tensor.shape)]:
-            held[name] = own[name] = tensor  # the ordinary case: no replicas
+            held[name], own[name] = tensor, _joined(tensor)  # the ordinary case: no replicas
             continue
         pieces = []
         for part in here:
             times = len(part.holders) if part.owner == rank else -1
-            for box, bits, _ in pieces_of(tensor):
-                if part.box == box or part.box.inside(box):
-                    view = bits if part.box == box else bits.view(part.box.slices(box))
-                    pieces.append(Piece(part.box, view, times))
-                    times = -1  # of further copies on this rank
+            for box, bits, _ in touching(tensor, part.box):  # which lies in each of them
+                view = bits if part.box == box else bits.view(part.box.slices(box))
+                pieces.append(Piece(part.box, view, times))
+                times = -1  # of further copies on this rank
         held[name] = _pieces(tensor, pieces)
         if mine := [piece._replace(times=1) for piece in pieces if piece.owned]:
-            own[name] = _pieces(tensor, mine)
+            own[name] = _joined(_pieces(tensor, mine))
     if rank == 0:  # what has no elements is the first rank's
         own |= {name: _nothing(spec) for name, spec in plan.tensors.items() if not whole(spec.shape).size}
     return Share(plan, Layout(held, tensors.tied), Layout(sorted(own.items()), plan.tied))
+
+
+def _joined(tensor: Bits) -> Bits:
+    """The same elements, in fewer pieces if they are very many."""
+    pieces = pieces_of(tensor)
+    boxes = joined([piece.box for piece in pieces])
+    if len(boxes) == len(pieces):
+        return tensor
+    return _pieces(tensor, [Piece(box, Mosaic(tensor, box)) for box in boxes])
 
 
 def _pieces(tensor: Bits, pieces: list[Piece]) -> Bits:

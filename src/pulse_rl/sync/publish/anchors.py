@@ -138,10 +138,8 @@ def _nbytes(plan: SharePlan, chunk: _Chunk) -> int:
 def _cut(plan: SharePlan, chunk: _Chunk) -> Iterator[tuple[Box, Box, int]]:
     """The boxes of a chunk, in order; of each, what the owners have of it, and who that is."""
     for box in chunk.run.boxes(plan.tensors[chunk.name].shape):
-        for part in plan.parts[chunk.name]:
-            common = part.box.intersect(box)
-            if common is not None:
-                yield box, common, part.owner
+        for common, owner in plan.owners(chunk.name, box):
+            yield box, common, owner
 
 
 def _owned(ranks: Ranks, own: Layout, plan: SharePlan, chunk: _Chunk) -> bytes:

@@ -51,6 +51,8 @@ from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
 
+_LOCAL = ("file:", "memory:")  # stores that tell nothing of the link to a worker
+
 
 @dataclass(frozen=True)
 class Upcoming:
@@ -111,7 +113,7 @@ class Delivery:
         self._skips = Skips()
         self._committing: str | None = None  # the token of the last attempt that may have been committed
         self._files: list[_File] = []  # the parts of the last patch that was put, by rank
-        self._one_store = ranks.size == 1  # whether the first rank is known to have the store of all others
+        self._one_store = False  # whether the first rank is known to have the store of all others
 
     def resume(self, head: Manifest) -> None:
         """Continue after this version of the history."""
@@ -193,7 +195,8 @@ class Delivery:
                 self._ranks, store, directory, own, upcoming.plan, manifest.digest, upcoming.assets
             )
         manifest = msgspec.structs.replace(manifest, anchor=files)
-        self.measured_bandwidth = 8 * manifest.anchor_nbytes / (time.perf_counter() - start)
+        if not store.url.startswith(_LOCAL):
+            self.measured_bandwidth = 8 * manifest.anchor_nbytes / (time.perf_counter() - start)
         return_freed()  # an upload holds some parts of 8 MB
         return manifest
 
@@ -238,7 +241,7 @@ class Delivery:
 
         A directory that is not shared by all machines takes every put. Raises StoreError.
         """
-        if self._one_store:
+        if self._one_store or self._ranks.size == 1:
             return
         parts = [part.name for part in _parts(manifest.patch.name, self._files)] if manifest.patch else []
         names = [*parts, *(file.name for file in manifest.anchor)]

@@ -21,7 +21,8 @@ from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, unequal_replicas
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
-from pulse_rl.weights import digests
+from pulse_rl.sync.publish.successor import check_parts
+from pulse_rl.weights import digests, finite
 from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
@@ -39,6 +40,8 @@ class Encoded(NamedTuple):
     cast_s: float
     diff_s: float
     prove_s: float
+    nonfinite: int  # elements that are NaN or infinite, of all parts together
+    spoilt: str  # a tensor in which some have become so; empty for none
 
 
 class _Found(msgspec.Struct, array_like=True):
@@ -47,7 +50,8 @@ class _Found(msgspec.Struct, array_like=True):
     delta: int  # what the digest gains, mod 2^64
     changes: int
     replicas: dict[str, int]  # as `Share.replicas`
-    nbytes: list[int]  # of its part's payload, by each codec
+    nonfinite: int  # how many more elements are NaN or infinite than before
+    spoilt: str  # a tensor in which some have become so; empty for none
 
 
 class Encoder:
@@ -94,13 +98,16 @@ class Encoder:
             patch.read_s,
             patch.diff_s,
             prove_s,
+            max(0, self._nonfinite),
+            self._spoilt,
         )
 
     def _candidates(
         self, baseline: Baseline, share: Share, version: int, bandwidth: float | None
     ) -> dict[Trial, tuple[Application, EncodedPatch]]:
         """The patch by each codec that is worth a try, proved."""
-        codecs = self._chooser.codecs(bandwidth)
+        patch = baseline.manifest.patch
+        codecs = self._chooser.codecs(bandwidth, self._taken or (patch.codec if patch else None))
         coded: list[Coded] = []
 
         def find_mine() -> _Found:
@@ -108,11 +115,14 @@ class Encoder:
                 coded.extend(find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied, recorder=recorder))
                 self._replaced = _overlay(recorder, version)
             replicas = share.replicas(self._ranks.rank)
-            return _Found(coded[0].delta, coded[0].changes, replicas, [one.nbytes for one in coded])
+            first = coded[0]
+            return _Found(first.delta, first.changes, replicas, first.nonfinite, first.spoilt)
 
         found = self._ranks.share("find changes", find_mine, _Found)
         _check_replicas(self._ranks, share, found)
         self._changes = sum(one.changes for one in found)
+        self._nonfinite = baseline.manifest.nonfinite + sum(one.nonfinite for one in found)
+        self._spoilt = _spoilt(found)
         total = sum(one.delta for one in found)
         made: list[tuple[Trial, Application, EncodedPatch]] = []
 
@@ -170,16 +180,24 @@ def _together(trials: tuple[Trial, ...]) -> Trial:
 def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Encoded]:
     """A copy of what this rank owns, and the digest of the whole, for a version that has an anchor only. A collective.
 
-    kept_on: where the copy is kept. Raises ExchangeError if replicas differ.
+    kept_on: where the copy is kept. Raises ExchangeError if replicas differ, ValueError as `check_parts`.
     """
     start = time.perf_counter()
     copies: list[Layout] = []
 
     def copy_mine() -> _Found:
+        check_parts(share)
         copies.append(share.own.clone(None if kept_on == "host" else share.own, pinned=kept_on == "pinned"))
-        return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), [])
+        counts = finite.count(copies[0])
+        spoilt = next(iter(counts), "")
+        return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), sum(counts.values()), spoilt)
 
     found = ranks.share("copy the weights", copy_mine, _Found)
     _check_replicas(ranks, share, found)
     digest = digests.to_hex(sum(one.delta for one in found))
-    return copies[0], Encoded(digest, None, 0, 0, None, None, time.perf_counter() - start, 0.0, 0.0)
+    nonfinite, seconds = sum(one.nonfinite for one in found), time.perf_counter() - start
+    return copies[0], Encoded(digest, None, 0, 0, None, None, seconds, 0.0, 0.0, nonfinite, _spoilt(found))
+
+
+def _spoilt(found: list[_Found]) -> str:
+    return next((one.spoilt for one in found if one.spoilt), "")

@@ -13,6 +13,7 @@ from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.partial import names_beside
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.logs import logger
@@ -63,9 +64,9 @@ class Position:
         """
         if self.baseline is not None and share is not None and not self.baseline.fits(share.plan):
             self.baseline = None  # the weights are sharded otherwise than before
-        weights = self._beside(share)
-        if self.baseline is not None and weights is not None and self._ranks.size == 1:
-            self.baseline = self.baseline.beside(weights, pinned=self._pinned)  # after `resume`, which knows no weights
+        if self.baseline is not None and share is not None and self._kept_on != "host" and self._ranks.size == 1:
+            own = share.called(self.baseline.plan.all_names(), self.baseline.manifest.tied).own
+            self.baseline = self.baseline.beside(own, pinned=self._pinned)  # after `resume`, which knows no weights
         found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
         first = found[0]
         if first.before is None:
@@ -75,6 +76,8 @@ class Position:
         blind = first.blind or (anchor and not all(one.ready for one in found))
         ready = all(one.ready and one.known == first.before for one in found)
         if not ready and not blind:
+            if self._head is not None and (share is not None or self._ranks.size == 1):
+                log.info("reading and proving version %d, to continue after it", self._head.version)
             if self._ranks.size == 1:
                 self._ranks.share("rebuild the newest version", partial(self._rebuild, share, resumed), int)
             elif share is not None:
@@ -138,6 +141,7 @@ class Position:
         assert head is not None  # the caller has looked
         faults, effort, peers = FaultLog(), Effort(), RankPeers(self._ranks)
         with add_recovery_hint(), ExitStack() as files:
+            share = share.called(names_beside(self._history, head, share.plan.tied, peers), head.tied)
             places: list[Path] = []
 
             def make_room() -> int:
@@ -172,6 +176,7 @@ class Position:
     def _take_up(self, baseline: Baseline, faults: FaultLog, resumed: Callable[[Manifest], None]) -> None:
         """Continue after a version that was rebuilt."""
         head = baseline.manifest
+        log.info("continuing after version %d", head.version)
         for fault in faults.messages:
             log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
         resumed(head)
@@ -191,7 +196,7 @@ class Position:
     def check_end(self, head: Manifest | None) -> None:
         """Compare where the history ends with where this publisher left it.
 
-        Raises StoreError if another publisher has committed since.
+        Raises StoreError if another publisher has committed since, or if the store has lost what this one committed.
         """
         if self.committed is None or head == self.committed:
             return
@@ -200,14 +205,25 @@ class Position:
             self.baseline = None
             self.committed = None
             return
-        raise self.changed(self.committed, head.publisher if head else "unknown")
+        raise self.changed(self.committed, head)
 
-    def changed(self, since: Manifest, by: str) -> StoreError:
-        """The error where the history is not as this publisher left it. by: who is known to have changed it."""
+    def changed(self, since: Manifest, head: Manifest | None) -> StoreError:
+        """The error where the history is not as this publisher left it. head: the newest version; None without one."""
+        url, name = self._history.store.url, manifest_name(since.sequence)
+        if head is not None and head.sequence >= since.sequence:
+            return StoreError(
+                f"another publisher ({head.publisher}) has changed {url} since version {since.version}: a history has "
+                "one publisher at a time; open a new Publisher to continue from its newest version",
+                url=url,
+                name=name,
+            )
+        found = f"version {head.version} of publisher {head.publisher} as the newest" if head else "no version"
         return StoreError(
-            f"another publisher ({by}) has changed {self._history.store.url} since version {since.version}: a history "
-            "has one publisher at a time; open a new Publisher to continue from its newest version",
-            url=self._history.store.url,
+            f"{url} no longer holds the history of this publisher: expected {name} with version {since.version}, which "
+            f"it has committed, found {found}; if the store was moved, emptied or restored, put it back as it was, or "
+            f"open a new Publisher to {'go on from there' if head else 'begin a history there'}",
+            url=url,
+            name=name,
         )
 
     def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> Move:

@@ -33,43 +33,51 @@ Ranks of a group take each step together: what can fail is done in a `share`, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.group.collectives import default_place
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.find import holds
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.history.operate.prune import GRACE_S, Retention
+from pulse_rl.history.restore import no_room
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.group.ranks import collective, ranks_of
+from pulse_rl.sync.group.ranks import collective, making, ranks_of
 from pulse_rl.sync.group.shares import Share, SharePlan, print_of, share_of
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish, check_wishes
 from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.publish.position import Position
+from pulse_rl.sync.publish.report import Clock, PublishReport, nonfinite_warning, publish_report
 from pulse_rl.sync.publish.successor import (
     check_key,
     check_metadata,
     check_readable,
     check_successor,
     check_tensors,
+    check_ties,
     new_manifest,
     next_version,
+    without_copies,
 )
-from pulse_rl.sync.reports import Clock, PublishReport, publish_report
 from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.weights import streamed
+from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.devices import require_kernels
 from pulse_rl.weights.layout import Layout, layout
@@ -82,6 +90,11 @@ if TYPE_CHECKING:
     from pulse_rl.history.signing import PrivateKey
 
 log = logger(__name__)
+
+_ALONE = (
+    "rank %d of %d publishes by itself: its Publisher was made without a group, before init_process_group was called "
+    "(until then torch.distributed.group.WORLD is None): give group='world' on all ranks, or publish on rank 0 alone"
+)
 
 
 class Publisher:
@@ -102,8 +115,9 @@ class Publisher:
         codec: "context", "gap", or "auto": whichever has the version at the workers first. "auto" tries each on the
             changes themselves and weighs bytes against work by `bandwidth`.
         bandwidth: Bandwidth of the slowest link between this trainer and a worker, for codec="auto": bits per second,
-            or text with a unit, as "200Mbit" or "25MB". None: as measured while the last anchor was put; before the
-            first, the codec with the fewest bytes is taken.
+            or text with a unit, as "200Mbit" or "25MB". None: as measured while this process put the last anchor, which
+            a directory cannot show; where nothing is measured, the history's codec stays, or the one with the fewest
+            bytes is taken.
         cast: The dtype that floating-point tensors are published in: torch.bfloat16, or "bfloat16", where the trainer
             holds FP32 masters. None publishes them as they are.
         baseline: Where the published bits are kept to which the next version is compared. "host": in host memory;
@@ -118,13 +132,18 @@ class Publisher:
             a worker in the middle of a long download can finish it; an hour by default.
         patience: Seconds for which a failure of the store that may pass (a timeout, a connection that is refused or
             lost, an error of the server) is tried again before it is raised. 0: at once.
-        group: A torch.distributed process group whose ranks hold shares of the weights, or replicas of them:
-            `torch.distributed.group.WORLD` for all. Then making the Publisher, `publish`, `resume`, `flush`, `end` and
-            `close` are collective: all ranks call them, with the same arguments. Each rank finds, codes and puts the
-            changes of what it owns, and one manifest commits them all, or none. Rank 0's `metadata`, `assets`, `retain`
-            and `bandwidth` count. None: one process, which holds all of the weights.
+        group: A torch.distributed process group whose ranks hold shares of the weights, or replicas of them; "world"
+            for all ranks. Then making the Publisher, `publish`, `resume`, `flush`, `end` and `close` are collective:
+            all ranks call them, with the same arguments. Each rank finds, codes and puts the changes of what it owns,
+            and one manifest commits them all, or none. Rank 0's `metadata`, `assets`, `retain` and `bandwidth` count.
+            "world" is looked up in the first call, so a Publisher may be made before `init_process_group`. None: one
+            process, which holds all of the weights.
         group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
             default. The slowest rank's work on one step counts, as the upload of its part.
+        tied: Copies of tensors that are to be published once, as {"lm_head.weight": "model.embed_tokens.weight"}: a
+            further name → the name that stands for it. Frameworks that gather whole tensors give such copies of tied
+            ones. Each `publish` compares them, and raises where they differ; a name that is absent counts as tied.
+            Tensors that are the same memory are tied without it.
 
     Raises:
         ValueError: A setting makes no sense.
@@ -149,13 +168,14 @@ class Publisher:
         keep_every: int | None = None,
         grace: float = GRACE_S,
         patience: float = PATIENCE_S,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Literal["world"] | None = None,
         group_timeout: float | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self._ranks = ranks_of(group, WORDING, group_timeout)
-        made: list[tuple[History, Encoder, Delivery, str | None]] = []
+        self._unaware = group is None and default_place() is None  # as WORLD is None before there is a process group
 
-        def make() -> bool:
+        def make() -> tuple[History, Encoder, Delivery, str | None]:
             if not isinstance(anchor_every, int) or anchor_every < 1:
                 raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
             if retain is None and keep_every is not None:
@@ -168,12 +188,10 @@ class Publisher:
             history = History(store, sign_with=sign_with, patience=patience)
             retention = Retention(retain, keep_every, grace) if retain is not None else None
             kind = cast_name(cast) if cast is not None else None
-            made.append((history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind))
-            return True
+            self._tied = check_ties(tied)
+            return history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind
 
-        with self._ranks.collective():
-            self._ranks.share("make a publisher", make, bool)
-            history, self._encoder, self._delivery, self._cast = made[0]
+        with making(self._ranks, "make a publisher", make) as (history, self._encoder, self._delivery, self._cast):
             self.history = history
             self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
             self._plan: SharePlan | None = None  # who owns what, as it was agreed last
@@ -247,6 +265,7 @@ class Publisher:
         cast: str | torch.dtype | None = None,
         assets: Mapping[str, bytes] | None = None,
         metadata: Mapping[str, str | int | float | bool | None] | None = None,
+        like: Any = None,
     ) -> PublishReport:
         """Publish the weights as a new version. When this returns, subscribers can have it.
 
@@ -256,7 +275,10 @@ class Publisher:
 
         Args:
             weights: A torch module (its parameters and persistent buffers), a state dict, or any mapping of name →
-                tensor or array. Not modified, and not to be modified during the call.
+                tensor or array. Not modified, and not to be modified during the call. Or an iterator of (name, tensor),
+                as trainers gather them: it is read to its end, one tensor at a time, into a temporary file of the
+                published bits, so no second model is in memory. Each tensor has to come, also an unchanged one. Of a
+                group every rank gives an iterator, which may be empty where another rank's has the tensors.
             version: A whole number greater than every version of the history. None: the newest one + 1, or 0 for the
                 first.
             anchor: Publish a full checkpoint too, whatever `anchor_every` says. Where this publisher has no baseline
@@ -270,6 +292,8 @@ class Publisher:
             metadata: What to note of the version, as {"reward": 0.7}: text, numbers, booleans and None by name, at most
                 4 KB of JSON. `inspect` and `SyncReport` have it. A float that JSON does not have, as NaN, becomes text.
 
+            like: A Transformers model or config, whose config.json an anchor of a mapping or iterator gets.
+
         Returns:
             What was published, and what it took.
 
@@ -279,12 +303,19 @@ class Publisher:
                 key.
             TypeError: The weights or an asset are of a type that cannot be published.
             BaseMismatchError: The tensors are not those of the version before.
-            IntegrityError: The weights changed while they were read, or the history is damaged.
+            IntegrityError: The weights changed while they were read, the history is damaged, or a tensor differs from
+                the one that it equals by `tied`.
             VersionSkewError: A newer pulse-rl has published to the history: upgrade this one.
             StoreError: The store failed, or another publisher has committed.
             RuntimeError: Another thread is at work with this publisher.
         """
         clock = Clock(self._ranks)
+        if isinstance(weights, Iterator):
+            options = {"version": version, "anchor": anchor, "background": background, "cast": cast, "like": like}
+            with TemporaryDirectory(prefix="pulse-rl-") as directory:
+                kept = self._keep(weights, cast, Path(directory))
+                report = self.publish(kept, assets=assets, metadata=metadata, **options)
+            return replace(report, total_s=clock.seconds)
         found: list[Layout] = []
         files = dict(assets or {})
         noted: dict[str, Scalar] | None = None
@@ -299,13 +330,17 @@ class Publisher:
             noted = check_metadata(metadata)
             if self._ranks.rank == 0:
                 self.history.store.check_create()
+            if self._unaware and (place := default_place()) is not None and place.rank:
+                self._unaware = False
+                log.warning(_ALONE, place.rank, place.size)
             kind = self._cast if cast is None else cast_name(cast)
             check_assets(files)
             refuse_adapters(weights)
-            for name, data in model_config(weights, kind).items():
+            for name, data in model_config(weights if like is None else like, kind).items():
                 files.setdefault(name, data)
             found.append(layout(weights, kind))
             settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
+            settings += f", tied={self._tied}" if self._tied else ""
             mine = print_of(found[0], self._plan) if self._ranks.size > 1 else b""
             return Wish(version, anchor, background, settings, mine)
 
@@ -315,8 +350,11 @@ class Publisher:
         share = share_of(self._ranks, found[0], self._plan, prints)
         self._plan = share.plan
         check_tensors(share.plan)
+        share = without_copies(self._ranks, share, self._tied)
         looked = self._in_flight is None
         beginning, head, base = self._begin(anchor, share)
+        if head is not None:
+            share = share.called(None if base is None else base.plan.all_names(), head.tied)
         sequence, plan = beginning.sequence, share.plan
         number = next_version(head, sequence) if version is None else version
         if base is None:
@@ -330,14 +368,17 @@ class Publisher:
         )
         if head is None or base is None:
             own, encoded = copy_whole(share, self._ranks, self._kept_on)
-            manifest = make_manifest(digest=encoded.digest, anchor=True)
+            manifest = make_manifest(digest=encoded.digest, anchor=True, nonfinite=encoded.nonfinite)
             move = Move(Baseline(own, manifest, plan), None, None)
         else:
             application, encoded = self._encoder.encode(base, share, number, beginning.bandwidth)
             self.flush()  # the version before must be committed before this one builds on it
             anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
-            manifest = make_manifest(digest=encoded.digest, anchor=anchor)
+            manifest = make_manifest(digest=encoded.digest, anchor=anchor, nonfinite=encoded.nonfinite)
             move = self._position.move(application, encoded.replaced, manifest)
+        if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
+            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
+            log.warning("version %d: %s", number, found_odd)
         upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
         if background:
             return self._deliver_in_background(upcoming, looked, encoded, clock)
@@ -347,6 +388,20 @@ class Publisher:
             self._settle(upcoming)
             raise
         return self._conclude(upcoming, encoded, delivered, clock)
+
+    def _keep(self, stream: Iterator[Any], cast: str | torch.dtype | None, directory: Path) -> Mapping[str, Bits]:
+        """Keep the bits of a stream in a file. A collective."""
+        kept: dict[str, Bits] = {}
+
+        def read() -> bool:
+            try:
+                kept.update(streamed.keep(stream, self._cast if cast is None else cast_name(cast), directory / "bits"))
+            except OSError as error:
+                raise no_room(error) from error
+            return True
+
+        self._ranks.share("read the weights", read, bool)
+        return kept
 
     @in_turn
     def flush(self) -> PublishReport | None:
@@ -453,7 +508,7 @@ class Publisher:
         """
         base = upcoming.move.base
         if base is not None and not looked and self._ranks.size == 1 and not holds(self.history.store, base):
-            raise self._position.changed(base, "unknown")
+            raise self._position.changed(base, self.history.end()[1])
         return self._delivery.deliver(upcoming)
 
     def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, clock: Clock) -> PublishReport:

@@ -6,18 +6,19 @@ What no reader would accept is refused here, before anything is put, by the code
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
-from pulse_rl.history.heartbeat import software
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import (
     FORMAT,
-    FORMAT_VERSION,
     MAX_MANIFEST_NBYTES,
     Manifest,
     Scalar,
@@ -27,10 +28,16 @@ from pulse_rl.history.manifest import (
 from pulse_rl.history.search import FaultLog, check_line
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry
-from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.patch.table import entries_of
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.group.shares import Share, SharePlan
 from pulse_rl.sync.publish.baseline import Baseline
+from pulse_rl.version import SOFTWARE
+from pulse_rl.weights import digests
+from pulse_rl.weights.bits import differ
 from pulse_rl.weights.boxes import whole
-from pulse_rl.weights.layout import compare_layouts, next_in_store
+from pulse_rl.weights.layout import Layout, compare_layouts, next_in_store
+from pulse_rl.weights.pieces import Pieces
 
 MAX_METADATA_NBYTES = 4096  # of its JSON
 OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
@@ -49,14 +56,17 @@ def next_version(head: Manifest | None, sequence: int) -> int:
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | None:
     """What a manifest can hold of metadata. Raises TypeError or ValueError.
 
-    Scalars of NumPy and torch become Python's. A float that JSON does not have, as NaN, becomes its text.
+    Scalars of NumPy and torch become Python's; a float32 keeps its value when it is rounded to float32 again. A float
+    that JSON does not have, as NaN, becomes its text.
     """
     if not metadata:
         return None
     found: dict[str, Scalar] = {}
     for name, value in metadata.items():
-        if not isinstance(value, str | int | float | bool | None) and hasattr(value, "item"):
-            value = value.item()
+        if hasattr(value, "item"):  # also np.float64, which is a float
+            narrow, value = getattr(value, "itemsize", 8) <= 4, value.item()
+            if narrow and isinstance(value, float):  # by its shortest decimals: 0.3, and not 0.30000001192092896
+                value = float(str(np.float32(value)))
         if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
             raise TypeError(f"metadata: expected names with text, numbers, booleans or None, found {name!r}: {value!r}")
         found[name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -79,15 +89,79 @@ def check_tensors(plan: SharePlan) -> None:
         )
 
 
+def check_ties(tied: Mapping[str, str] | None) -> dict[str, str]:
+    """The argument `tied` of a Publisher. Raises ValueError."""
+    found = dict(tied or {})
+    for alias, owner in found.items():
+        if not isinstance(alias, str) or not isinstance(owner, str) or owner in found:
+            raise ValueError(
+                "tied: expected further name → the name that stands for it, which is no further name itself, found "
+                f"{alias!r}: {owner!r}"
+            )
+    return found
+
+
+def without_copies(ranks: Ranks, share: Share, tied: Mapping[str, str]) -> Share:
+    """The same share without the copies of tensors that are to be published once. A collective.
+
+    tied: the copies → the tensors that they equal. One of both may be absent. Whole tensors of one process are compared
+    bit for bit; else the digests of all ranks' pieces, each replica too. Raises ValueError or IntegrityError.
+    """
+    share = share.called(None, tied)
+    specs, ties = share.plan.tensors, share.plan.tied
+    copies = {alias: owner for alias, owner in tied.items() if alias in specs}
+    for alias, owner in tied.items():
+        one, other = (specs.get(ties.get(name, name)) for name in (alias, owner))
+        if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+            raise ValueError(
+                f"tied: expected {alias!r} and {owner!r} with one dtype and shape, found "
+                + " and ".join(f"{spec.dtype} {list(spec.shape)}" if spec else "none" for spec in (one, other))
+            )
+        if alias in ties and ties[alias] != ties.get(owner, owner):
+            raise ValueError(f"tied: expected {alias!r} tied to {owner!r}, found it tied to {ties[alias]!r}")
+    found = ranks.share("compare tied tensors", lambda: _terms(share.held, copies), dict[str, int]) if copies else []
+    for alias, owner in copies.items():
+        if sum(one[alias] for one in found) & digests.MASK:
+            raise IntegrityError(
+                f"tensor {alias!r}: expected the bits of {owner!r}, which it is tied to by tied=…, found other ones: "
+                "give equal tensors, or a Publisher without tied=… and a new store; nothing was published",
+                name=alias,
+            )
+    return share.without(copies)
+
+
+def _terms(held: Layout, copies: Mapping[str, str]) -> dict[str, int]:
+    """By copy, 0 if it is equal in one process; else what a rank adds to the difference of their digests."""
+    found = {}
+    for alias, owner in copies.items():
+        one, other = held.get(alias), held.get(owner)
+        if one is None or other is None or isinstance(one, Pieces) or isinstance(other, Pieces):
+            terms = [digests.state_digest({owner: bits}) if bits is not None else 0 for bits in (one, other)]
+            found[alias] = (terms[0] - terms[1]) & digests.MASK
+        else:
+            found[alias] = int(differ(one, other))
+    return found
+
+
 def check_readable(plan: SharePlan) -> None:
     """Raise ValueError for tensors that a patch or an anchor could hold, but no reader would accept."""
     if "__metadata__" in plan.all_names():  # a patch could hold it, an anchor could not
         raise ValueError("tensor names: expected any but '__metadata__', which safetensors keeps for itself")
-    with translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}")):
+    with _readable():
         rows = {name: (name, spec.dtype, spec.shape) for name, spec in plan.tensors.items()}
         patch_format.check_table([Entry(*row, (whole(row[2]),)) for row in rows.values()], plan.tied)
         for shard in plan_shards(plan.tensors)[0]:
             check_header([rows[name] for name in shard.tensors])
+
+
+def check_parts(share: Share) -> None:
+    """Raise ValueError if no reader would accept what this rank will publish after the first version."""
+    with _readable():
+        patch_format.check_table(entries_of(share.own), share.plan.tied)
+
+
+def _readable() -> AbstractContextManager[None]:
+    return translate(FormatError, to=lambda reason: ValueError(f"these tensors cannot be published: {reason}"))
 
 
 def check_key(history: History, head: Manifest | None) -> None:
@@ -129,7 +203,8 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, v
         )
     sides = next_in_store(head.version, url)
     if base is not None:
-        compare_layouts(base.plan.all_names(), tensors.all_names(), sides)
+        before = replace(base.plan, tied=head.tied)
+        compare_layouts(before.all_names(), tensors.all_names(), sides)
     elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
             f"{sides.what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
@@ -137,7 +212,8 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, v
         )
     if head.tied != tensors.tied:
         raise BaseMismatchError(
-            f"{sides.what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}: {sides.model}",
+            f"{sides.what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}: {sides.model}, "
+            "or for copies give Publisher(tied=…) as before",
             missing=sorted(head.tied.keys() - tensors.tied.keys()),
             unexpected=sorted(tensors.tied.keys() - head.tied.keys()),
         )
@@ -153,15 +229,17 @@ def new_manifest(
     publisher: str,
     anchor: bool,
     metadata: dict[str, Scalar] | None,
+    nonfinite: int,
 ) -> Manifest:
     """All of a new version's manifest but its objects.
 
     head: the version before; None for the first. publisher: the token of the one that publishes. anchor: whether the
-    version has an anchor, as the first always has. metadata: checked. Raises ValueError if no reader would accept it.
+    version has an anchor, as the first always has. metadata: checked. nonfinite: elements that are NaN or infinite.
+    Raises ValueError if no reader would accept it.
     """
     manifest = Manifest(
-        format=FORMAT,
-        format_version=FORMAT_VERSION,
+        format=FORMAT.name,
+        format_version=FORMAT.version,
         sequence=sequence,
         version=version,
         digest=digest,
@@ -176,8 +254,9 @@ def new_manifest(
         publisher=publisher,
         created=time.time(),
         history=new_token() if head is None else head.history,
-        software=software(),
+        software=SOFTWARE,
         metadata=metadata,
+        nonfinite=nonfinite,
     )
     nbytes = len(msgspec.json.encode(manifest)) + OBJECTS_NBYTES
     if nbytes > MAX_MANIFEST_NBYTES:

@@ -6,19 +6,21 @@ from contextlib import contextmanager
 
 from pulse_rl.errors import one_line
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
-from pulse_rl.sync.reports import SyncReport
+from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.subscribe.proof import Proof
+from pulse_rl.sync.subscribe.report import SyncReport
 
 
 class Beating:
     """Sends the heartbeats of one subscriber.
 
-    heart: None for a subscriber without any. proof: what its weights hold.
+    heart: None for a subscriber without any. proof: what its weights hold. ranks: of which the first one sends them.
     """
 
-    def __init__(self, heart: Heart | None, proof: Proof) -> None:
+    def __init__(self, heart: Heart | None, proof: Proof, ranks: Ranks) -> None:
         self.heart = heart
         self._proof = proof
+        self._ranks = ranks
         self._newest = 0  # the highest sequence number of a version that a sync was to reach
 
     def aim(self, sequence: int) -> None:
@@ -36,7 +38,7 @@ class Beating:
 
     def beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
         """Send the heartbeat after a sync."""
-        if self.heart is None:
+        if self.heart is None or self._ranks.rank:
             return
         held = self._proof.held
         self.heart.beat(
@@ -53,5 +55,5 @@ class Beating:
 
     def beat_again(self) -> None:
         """Say, while waiting, that this subscriber is alive."""
-        if self.heart is not None and not self.heart.repeat():
+        if self.heart is not None and self._ranks.rank == 0 and not self.heart.repeat():
             self.heart.beat(Heartbeat(self.heart.id, None, None, None, None, 0.0, None))

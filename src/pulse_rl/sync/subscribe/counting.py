@@ -32,6 +32,7 @@ def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
     tied: the tied tensors of the version that they may hold. Where replicas or tied tensors differ, it is the digest of
     no weights. Raises BaseMismatchError if a tied copy differs from the tensor that it is tied to, in one process.
     """
+    held.tie(tied)
     if not held.shared:
         return digests.to_hex(live_digest(by_name(held.share.held, tied)))
     return digests.to_hex(peers.add_up("count the weights", lambda: _counted(held, tied, peers.ranks.rank)))
@@ -39,7 +40,7 @@ def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
 
 def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
     """What this rank adds to the digest. Tensors without elements are the first rank's."""
-    total = digests.state_digest({name: bits for name, bits in held.named(tied).items() if bits.size})
+    total = digests.state_digest({name: bits for name, bits in held.memory.items() if bits.size})
     if rank == 0:
         for name, spec in held.plan.tensors.items():
             if not whole(spec.shape).size and name not in tied:
@@ -54,6 +55,7 @@ def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityE
     """
     if not held.shared:
         return None
+    held.tie(tied)
     share = held.share
     if share.plan.replicated:
         found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])

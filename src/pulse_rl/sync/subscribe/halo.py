@@ -46,7 +46,7 @@ def fetch_strips(
             dtype = UINTS[ITEMSIZES[plan.tensors[name].dtype]]
             for box in wishes[ranks.rank].get(name, ()):
                 array = np.empty(box.sizes, dtype)
-                for common, owner in _cut(plan, name, box):
+                for common, owner in plan.owners(name, box):
                     nbytes = common.size * dtype.itemsize
                     data = incoming[owner][taken[owner] : taken[owner] + nbytes]
                     taken[owner] += nbytes
@@ -72,21 +72,13 @@ def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tup
         yield names, max(waiting)
 
 
-def _cut(plan: SharePlan, name: str, box: Box) -> Iterator[tuple[Box, int]]:
-    """The parts of a box by owner."""
-    for part in plan.parts[name]:
-        common = part.box.intersect(box)
-        if common is not None:
-            yield common, part.owner
-
-
 def _owned(
     rank: int, plan: SharePlan, wish: Mapping[str, list[Box]], names: list[str], held: Mapping[str, Copies]
 ) -> Iterator[bytes]:
     """What this rank owns of what another one needs."""
     for name in names:
         for box in wish.get(name, ()):
-            for common, owner in _cut(plan, name, box):
+            for common, owner in plan.owners(name, box):
                 if owner == rank:
                     view = place_view(held[name][0], common)
                     yield view.read(0, view.size).tobytes()

@@ -8,7 +8,7 @@ tile, it keeps a copy of the rest: its *halo*, pieces that no digest counts. Pat
 they stay what the neighbours hold.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from pulse_rl.history.patches import Fetched
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, SharePlan, plan_of, share_of
 from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.memory import LiveWeights
@@ -29,7 +30,8 @@ class Held:
     """The weights of one call.
 
     plan: of the last call, which stands if every rank still holds the same. halo: of the last call, if it is still up
-    to date. prints: every rank's `print_of` the live weights, where they were exchanged already.
+    to date. prints: every rank's `print_of` the live weights, where they were exchanged already. known: the names of
+    the history's tensors, where they were looked up.
     """
 
     def __init__(
@@ -39,13 +41,15 @@ class Held:
         plan: SharePlan | None,
         halo: Halo,
         prints: Sequence[bytes] | None = None,
+        known: Collection[str] | None = None,
     ) -> None:
         self.live = live
         self.ranks = ranks
         self._prints = prints
         self.halo: dict[str, list[Piece]] = dict(halo)
-        self._known = plan
-        self._tied: Mapping[str, str] = {}
+        self.known = known
+        self._plan = plan
+        self._tied: Mapping[str, str] | None = None  # of the version whose names are used
         self._weights: Layout | None = None
         self.added = 0  # how often strips were added
 
@@ -55,14 +59,19 @@ class Held:
         return self.ranks.size > 1 or self.live.layout.sharded
 
     @cached_property
-    def share(self) -> Share:
-        """What this rank holds and owns. The first use is a collective, and raises as `share_of`."""
+    def agreed(self) -> Share:
+        """What this rank holds and owns, under its own names. The first use is a collective; raises as `share_of`."""
         if not self.shared:
             return Share(plan_of(self.live.layout, self.live.layout.tied), self.live.layout, self.live.layout)
-        found = share_of(self.ranks, self.live.layout, self._known, self._prints)
-        if self._known is not None and found.plan.fingerprint != self._known.fingerprint:
+        found = share_of(self.ranks, self.live.layout, self._plan, self._prints)
+        if self._plan is not None and found.plan.fingerprint != self._plan.fingerprint:
             self.drop_halo()
         return found
+
+    @cached_property
+    def share(self) -> Share:
+        """The same under the names of the version that `tie` was called with last."""
+        return self.agreed if self._tied is None else self.agreed.called(self.known, self._tied)
 
     @property
     def plan(self) -> SharePlan:
@@ -77,7 +86,8 @@ class Held:
         """Use the names of a version. tied: its further names → the name that stands for them."""
         if self._tied != tied:
             self._tied, self._weights = dict(tied), None
-            self.__dict__.pop("memory", None)
+            for cached in ("share", "memory"):
+                self.__dict__.pop(cached, None)
 
     @property
     def weights(self) -> Layout:
@@ -88,17 +98,13 @@ class Held:
 
     @cached_property
     def memory(self) -> Layout:
-        """The live memory alone, without the halo."""
-        return self.named(self._tied)
-
-    def named(self, tied: Mapping[str, str]) -> Layout:
-        """The live memory alone, under the names of a version. tied: as for `tie`.
+        """The live memory alone, without the halo.
 
         The n further tensors that are tied to one are its copies: it is counted n + 1 times, and each of them −1 times.
         """
         held, specs = self.share.held, self.plan.tensors
         further: dict[str, list[str]] = {}
-        for alias, owner in tied.items() if self.shared else ():
+        for alias, owner in (self._tied or {}).items() if self.shared else ():
             if alias in specs and owner in specs and specs[alias] == replace(specs[owner], name=alias):
                 further.setdefault(owner, []).append(alias)
         if not further:
@@ -175,12 +181,12 @@ def missing_strips(fetched: Fetched, weights: Layout) -> dict[str, list[Box]]:
 def _strips(shape: Shape, boxes: tuple[Box, ...], held: tuple[Box, ...]) -> tuple[Box, ...]:
     if whole(shape) in held:
         return ()
-    found = []
+    found, here = [], BoxSet(held)
     for box in boxes:
         for tile in tiles(shape, box):
-            touching = [one for one in held if one.intersect(tile.box) is not None]
+            touching = here.touching(tile.box)
             left = [tile.box] if touching else []
-            for one in touching:
-                left = [rest for part in left for rest in part.without(one)]
+            for number in touching:
+                left = [rest for part in left for rest in part.without(held[number])]
             found += left
     return tuple(found)

@@ -28,7 +28,7 @@ from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout
-from pulse_rl.weights.pieces import Piece, Place
+from pulse_rl.weights.pieces import Piece
 
 # Decoded changes stay in memory up to this part of what is held of the model, and 32 MB; then they go to a file.
 KEPT_SHARE = 64
@@ -175,9 +175,9 @@ class _Patch:
     to: State
 
     @cached_property
-    def changes(self) -> dict[str, dict[Place, Changes]]:
+    def changes(self) -> dict[str, dict[Box, Changes]]:
         """What it changes, by tensor. Used where another patch follows."""
-        found: dict[str, dict[Place, Changes]] = {}
+        found: dict[str, dict[Box, Changes]] = {}
         for name, place, changes in self.application.changes():
             found.setdefault(name, {})[place] = changes
         return found

@@ -16,10 +16,10 @@ from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
 from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.subscribe.counting import count, unequal
 from pulse_rl.sync.subscribe.held import Held
-from pulse_rl.weights.bits import Bits, mirrored
+from pulse_rl.weights.bits import Bits, differ, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, Sides
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view, touching
 from pulse_rl.weights.segments import segments
 
 
@@ -63,7 +63,7 @@ def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
     for pair in shared_memory(live.values()):
         one, other = (names[place] for place in pair)
         for box in _common_boxes(source[one], source[other]):
-            if _differ(place_view(source[one], box), place_view(source[other], box)):
+            if differ(place_view(source[one], box), place_view(source[other], box)):
                 raise BaseMismatchError(
                     f"tensors {one!r} and {other!r} share memory in these weights, but the version holds different "
                     "bits for them: expected weights in which they are not tied"
@@ -72,14 +72,9 @@ def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
 
 def _common_boxes(one: Bits, other: Bits) -> Iterator[Box]:
     """The boxes of one tensor that another one has, too."""
-    theirs = [piece.box for piece in pieces_of(other)]
     for piece in pieces_of(one):
-        if any(piece.box.inside(box) for box in theirs):
+        if any(piece.box.inside(their.box) for their in touching(other, piece.box)):
             yield piece.box
-
-
-def _differ(one: Bits, other: Bits) -> bool:
-    return any((one.read(*at) != other.read(*at)).any() for at in segments(one.size))
 
 
 def _refuse_overlaps(source: Layout, live: Mapping[str, Copies], directory: Path) -> None:
@@ -95,7 +90,7 @@ def _refuse_overlaps(source: Layout, live: Mapping[str, Copies], directory: Path
         for _, proved, copy in rehearsed:
             _copy(proved, copy)
         for name, proved, copy in rehearsed:
-            if _differ(copy, proved):
+            if differ(copy, proved):
                 raise BaseMismatchError(
                     f"tensor {name!r} overlaps others in the memory of these weights, but the version holds different "
                     "bits for what they share: expected weights that do not overlap; they are as they were"

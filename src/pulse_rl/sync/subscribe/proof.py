@@ -41,6 +41,7 @@ class Proof:
         self.overwrite = overwrite
         self.held: State | None = None  # None while elements are being written, and where it is not known
         self.tied: dict[str, str] = {}  # the tied tensors of that version
+        self.known: list[str] | None = None  # the names of the history's tensors, where they were looked up
         self.highest: State | None = None  # the newest version that was ever held
         self.halo: Halo = {}  # strips of other ranks' weights, of that version
         self._peers = peers
@@ -107,7 +108,8 @@ class Proof:
             known = ", ".join(str(standing.held.version if standing.held else None) for standing in standings)
             altered = f"the ranks held different versions: {known}"
         prints = [standing.print for standing in standings] if together else None
-        live = Held(found[0], self._peers.ranks, self._plan, self.halo if self.held is not None else {}, prints)
+        halo = self.halo if self.held is not None else {}
+        live = Held(found[0], self._peers.ranks, self._plan, halo, prints, self.known)
         if together:
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
@@ -123,7 +125,7 @@ class Proof:
             return 0
 
         self._peers.add_up(call, view)
-        return Held(found[0], self._peers.ranks, self._plan, self.halo)
+        return Held(found[0], self._peers.ranks, self._plan, self.halo, known=self.known)
 
     def _require_same_wish(self, call: str, standings: list[_Standing]) -> None:
         wanted = standings[0].version

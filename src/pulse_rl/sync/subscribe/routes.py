@@ -7,10 +7,11 @@ bytes than its anchor, it is restored. Objects that are missing or damaged are a
 from contextlib import ExitStack
 from pathlib import Path
 
-from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError
+from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PulseError, StoreError
 from pulse_rl.history.follow import Effort, find_chain, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.partial import names_beside
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
@@ -40,6 +41,10 @@ def advance(
     Raises BaseMismatchError for weights that hold no version, where the proof says that these are not overwritten.
     """
     if proof.held is None:
+        try:
+            proof.known = live.known = names_beside(history, target, live.agreed.plan.tied, peers)
+        except (FormatError, IntegrityError, StoreError) as error:  # perhaps the weights and the version tie the same
+            faults.note(str(error))
         proof.hold(recognise(history, peers, live, target, faults), target.tied)
     held = proof.held
     # Tied tensors are counted once, so a proof holds only as long as the same names are tied.

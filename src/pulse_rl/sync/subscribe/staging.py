@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.trail import State
-from pulse_rl.sync.reports import Arrival, Route, SyncReport
 from pulse_rl.sync.subscribe.landings import Keeping
+from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:

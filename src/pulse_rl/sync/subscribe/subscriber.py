@@ -12,11 +12,12 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.dtypes import torch_name
+from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, require
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import Heart
 from pulse_rl.history.log import History
@@ -26,13 +27,13 @@ from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.group.peers import WORDING, RankPeers
-from pulse_rl.sync.group.ranks import collective, ranks_of
-from pulse_rl.sync.reports import Arrival, Route, SyncReport
+from pulse_rl.sync.group.ranks import collective, making, ranks_of
 from pulse_rl.sync.subscribe.beating import Beating
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
 from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.subscribe.proof import Proof
+from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
 from pulse_rl.sync.subscribe.routes import advance
 from pulse_rl.sync.subscribe.staging import Made, Staged
 from pulse_rl.sync.subscribe.target import find_target
@@ -41,6 +42,7 @@ from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
     from pulse_rl.history.signing import PublicKey
@@ -84,10 +86,11 @@ class Subscriber:
             lost, an error of the server) is tried again before it is raised. 0: at once. `wait` has its own timeout.
         poll: The first interval of `wait` between two looks, in seconds. It grows to 5 % of the time waited.
         poll_max: The longest such interval, in seconds.
-        group: A torch.distributed process group whose ranks hold shares of one model, or replicas of it:
-            `torch.distributed.group.WORLD` for all. Then making the Subscriber, `sync`, `stage`, `Staged.apply` and
-            `verify` are collective: every rank calls them, with its own weights. Rank 0 finds the version, each rank
-            reads and decodes what its share needs, and either all ranks write or none. By default one process alone.
+        group: A torch.distributed process group whose ranks hold shares of one model, or replicas of it; "world" for
+            all ranks. Then making the Subscriber, `sync`, `stage`, `Staged.apply` and `verify` are collective: every
+            rank calls them, with its own weights. Rank 0 finds the version, each rank reads and decodes what its share
+            needs, and either all ranks write or none. "world" is looked up in the first call, so a Subscriber may be
+            made before `init_process_group`. By default one process alone.
         group_timeout: Seconds that a rank waits for another one before it raises ExchangeError; half an hour by
             default.
 
@@ -110,29 +113,24 @@ class Subscriber:
         patience: float = PATIENCE_S,
         poll: float = POLL_S,
         poll_max: float = LONGEST_POLL_S,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Literal["world"] | None = None,
         group_timeout: float | None = None,
     ) -> None:
         self._ranks = ranks_of(group, WORDING, group_timeout)
-        made: list[tuple[History, Heart | None]] = []
 
-        def make() -> bool:
+        def make() -> tuple[History, Heart | None]:
             if not isinstance(verify_live, int) or verify_live < 0:
                 raise ValueError(f"verify_live: expected True, False or a number of syncs, found {verify_live}")
             check_intervals(poll, poll_max)
             history = History(store, public_key=public_key, patience=patience)
-            leads = self._ranks.rank == 0
-            made.append((history, Heart(history.store, heartbeat) if heartbeat is not None and leads else None))
-            return True
+            return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
-        with self._ranks.collective():
-            self._ranks.share("make a subscriber", make, bool)
-            history, heart = made[0]
+        with making(self._ranks, "make a subscriber", make) as (history, heart):
             self.history = history
             self._poll, self._poll_max = poll, poll_max
             self._peers = RankPeers(self._ranks)
             self._proof = Proof(self._peers, int(verify_live), overwrite)
-            self._beating = Beating(heart, self._proof)
+            self._beating = Beating(heart, self._proof, self._ranks)
             self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
             self._turn = Turn("Subscriber", nested=False)
 
@@ -171,7 +169,7 @@ class Subscriber:
         return head.version if head else None
 
     def tensors(self) -> dict[str, TensorSpec]:
-        """Look up which tensors the newest version has, without downloading it: to allocate weights for it.
+        """Look up which tensors the newest version has, without downloading it. `allocate` makes memory for them.
 
         Reads the headers of an anchor's files, a few KB; of a pruned one, the newest patch.
 
@@ -183,11 +181,39 @@ class Subscriber:
             IntegrityError: It is damaged.
             StoreError: The store failed.
         """
+        return tensors_of(self.history, self._head())
+
+    def allocate(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Make memory for the newest version: `subscriber.sync(weights := subscriber.allocate())` loads it.
+
+        Args:
+            device: Where to make it.
+
+        Returns:
+            Name → a tensor of zeros in the published dtype and shape, sorted by name. Further names of a tied tensor
+            come last, and are the same object.
+
+        Raises:
+            VersionNotFoundError: The history is empty.
+            IntegrityError: It is damaged.
+            StoreError: The store failed.
+            MissingExtraError: torch is not installed.
+        """
+        torch = require("torch", "torch")
+        head = self._head()
+        made = {
+            name: torch.zeros(spec.shape, dtype=getattr(torch, torch_name(spec.dtype)), device=device)
+            for name, spec in tensors_of(self.history, head).items()
+        }
+        return made | {alias: made[name] for alias, name in sorted(head.tied.items())}
+
+    def _head(self) -> Manifest:
+        """The newest version. Raises VersionNotFoundError if there is none."""
         head = self.history.head(polling=True)
         if head is None:
             url = self.history.store.url
             raise VersionNotFoundError(f"{url} holds no version yet", url=url)
-        return tensors_of(self.history, head)
+        return head
 
     @property
     def ended(self) -> bool:

@@ -1,0 +1,209 @@
+"""A CUDA device: kernels and whole versions measured, a run of GRPO on it, and the tests: `make bench-gpu`, or
+
+    PYTHONPATH=src python3 -m bench.gpu --out gpu.json
+
+It needs PyTorch with CUDA, NumPy and Numba-CUDA, and in part what `make gpu-packages` brings. Kernels are compared with
+a plain copy of the same weights on the device, with torch's operations, with what others do, and the coder with one
+core of the CPU; results are checked as they are measured. Every section is a process with a limit of time, and results
+are written as they come: what fails says so in them. With `--emulated --elements 2000` it runs through on
+the CPU: then its times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from bench.gpu.children import Keep, Report, Results
+
+TESTS = ("tests/test_gpu.py", "tests/test_gpu_coding.py", "tests/test_gpu_versions.py")
+RUN_S = 240.0  # that are kept for the run of GRPO and the tests
+
+
+class Options(NamedTuple):
+    """What is measured."""
+
+    elements: int
+    version_elements: int
+    cpu_elements: int
+    rounds: int
+    steps: int
+    seconds: float
+    emulated: bool
+
+
+class Section(NamedTuple):
+    """A part of the benchmark."""
+
+    limit: float  # seconds
+    measure: Callable[[Options, Keep], None]  # in a process for itself
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+# Each imports what it needs: the others run where that is missing or broken.
+
+
+def _machine(options: Options, keep: Keep) -> None:
+    from bench.gpu.machine import measure_machine
+
+    measure_machine(keep)
+
+
+def _find(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_find
+
+    measure_find(options.elements, options.rounds, keep)
+
+
+def _apply(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_apply
+
+    measure_apply(options.elements, options.rounds, keep)
+
+
+def _digest(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_digest
+
+    measure_digest(options.elements, options.rounds, keep)
+
+
+def _cast(options: Options, keep: Keep) -> None:
+    from bench.gpu.bandwidth import measure_cast
+
+    measure_cast(options.elements, options.rounds, keep)
+
+
+def _coder(options: Options, keep: Keep) -> None:
+    from bench.gpu.coder import measure_coder
+
+    measure_coder(options.elements, options.cpu_elements, keep)
+
+
+def _versions(
+    options: Options,
+    keep: Keep,
+    *,
+    kept_on: Literal["host", "pinned", "device"],
+    codec: Literal["context", "gap"],
+    whole: bool = False,
+) -> None:
+    from bench.gpu.library import SHARES, measure_versions
+
+    elements, shares = (options.elements, SHARES[:1]) if whole else (options.version_elements, SHARES)
+    measure_versions(elements, shares, kept_on, codec, keep)
+
+
+def _one_rank(options: Options, keep: Keep) -> None:
+    from bench.gpu.one_rank import measure_collectives
+
+    measure_collectives(keep)
+
+
+def _grpo(options: Options, keep: Keep) -> None:
+    from bench.gpu.grpo_run import measure_run
+
+    measure_run("cpu" if options.emulated else "cuda", options.steps, options.seconds, keep)
+
+
+SECTIONS = {
+    "machine": Section(60, _machine),
+    "find": Section(100, _find),
+    "apply": Section(60, _apply),
+    "digest": Section(45, _digest),
+    "context": Section(90, _coder, (("PULSE_THREADS", "1"),)),  # the CPU's coder is measured on one core
+    "cast": Section(45, _cast),
+    "nccl_one_rank": Section(45, _one_rank),
+    "publish_7b_context": Section(110, partial(_versions, kept_on="device", codec="context", whole=True)),
+    "publish_7b_gap": Section(110, partial(_versions, kept_on="device", codec="gap", whole=True)),
+    "publish_context": Section(70, partial(_versions, kept_on="device", codec="context")),
+    "publish_gap": Section(70, partial(_versions, kept_on="device", codec="gap")),
+    "publish_pinned": Section(70, partial(_versions, kept_on="pinned", codec="gap")),
+    "publish_host": Section(70, partial(_versions, kept_on="host", codec="gap")),
+    "grpo": Section(450, _grpo),
+}
+
+
+def _tests(results: Results) -> None:
+    """The tests marked gpu, on the device."""
+    chosen = ["--noconftest", "--continue-on-collection-errors", "-m", "gpu"]
+    command = [sys.executable, "-m", "pytest", "-W", "default", *chosen, *TESTS]
+    # pytest's own output is no JSON: it goes where errors go, and is kept if it fails.
+    shell = ["sh", "-c", 'exec "$@" >&2', "sh", *command]
+    results.run("tests", shell, 450)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=6_700_000_000, help="BF16 weights; default: 6.7 billion")
+    parser.add_argument("--version-elements", type=int, default=1 << 30, help="weights of versions by each codec")
+    parser.add_argument("--cpu-elements", type=int, default=1 << 26, help="weights that one core of the CPU codes")
+    parser.add_argument("--rounds", type=int, default=7, help="medians of so many")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of the run of GRPO")
+    parser.add_argument("--seconds", type=float, default=560, help="of everything together")
+    parser.add_argument("--emulated", action="store_true", help="on the CPU, without the tests")
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "tests"], help="these sections alone")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the results go, as JSON")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in a process that the parent starts
+    return parser
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    elements = given.elements
+    options = Options(
+        elements,
+        min(given.version_elements, elements),
+        min(given.cpu_elements, elements),
+        given.rounds,
+        given.steps,
+        given.seconds,
+        given.emulated,
+    )
+    if given.section:
+        _measure(SECTIONS[given.section], options)
+        return
+    results = Results(given.out, given.seconds)
+    results.add("options", options._asdict())
+    chosen = [name for name in SECTIONS if not given.only or name in given.only]
+    if not os.environ.get("CUDA_HOME") and (nvcc := shutil.which("nvcc")):
+        os.environ["CUDA_HOME"] = str(Path(nvcc).resolve().parent.parent)  # Numba finds its compiler there
+
+    def run(name: str, reserved: float = 0.0) -> None:
+        section = SECTIONS[name]
+        limit = min(section.limit, results.left_s - reserved)
+        own = ["--section", name, "--seconds", str(0.9 * limit)]  # so that a run ends in time by itself
+        results.run(name, [sys.executable, "-m", "bench.gpu", *sys.argv[1:], *own], limit, dict(section.environment))
+
+    last = [name for name in chosen if name == "grpo"]
+    for name in chosen:
+        if name not in last:
+            run(name, RUN_S if last else 0.0)
+    # No speed is measured any more: these run side by side.
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(run, name) for name in last]
+        if not given.emulated and (not given.only or "tests" in given.only):
+            tasks.append(pool.submit(_tests, results))
+        for task in tasks:
+            task.result()
+
+
+def _measure(section: Section, options: Options) -> None:
+    """In the section's own process."""
+    if options.emulated:
+        from bench.gpu import emulator
+
+        emulator.install()
+    report = Report()
+    section.measure(options, report.keep)
+    sys.exit(report.failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A rollout worker's sampler that is a real vLLM engine with the plug-in "pulse": an `LLM`, and its core's process.
+
+vLLM 0.32 cannot start an engine on a CPU in a process that has imported Numba (it looks at an attribute of everything
+that is imported, and llvmlite's bindings have none of that kind). So the core's process is spawned, not forked.
+
+The engine loads the newest version of the history as files, which are deleted then. From there on the plug-in follows
+in place: a version is staged and written between two calls of `generate`, and the keys and values of older weights are
+dropped. On a CPU the engine uses plain matrix products (`integrations.vllm.plain_gemm`).
+
+The log-probabilities are vLLM's, of the sampled tokens under the temperature. vLLM's kernels round in another order
+than Transformers' do, so they differ a little from the trainer's, as they do wherever vLLM samples for a trainer.
+"""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pulse_rl.dtypes import DTYPES
+from pulse_rl.errors import require
+from pulse_rl.flow import policy
+from pulse_rl.flow.rollout.sampler import Reached, Settings
+from pulse_rl.integrations.vllm import InProcess, plain_gemm
+from pulse_rl.sync.subscribe.subscriber import Subscriber
+
+# Read when vLLM is imported, and by the core's process.
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    plain_gemm.VARIABLE: "1",
+}
+LONGEST = 1024  # tokens of a prompt and its completion, where the model takes as many
+_TORCH = {dtype: getattr(torch, name) for name, (dtype, _) in DTYPES.items() if hasattr(torch, name)}
+
+
+class VllmSampler:
+    """A vLLM engine on a CPU.
+
+    assets: the model's configuration and tokenizer. name: of the worker, for heartbeats. Raises MissingExtraError
+    without vLLM.
+    """
+
+    def __init__(self, name: str, config: Settings, assets: dict[str, bytes]) -> None:
+        for variable, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(config.threads)}).items():
+            os.environ.setdefault(variable, value)
+        # Beside the user's own: by it the core ends with this worker, if that is killed.
+        plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+        os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, "pulse"]))
+        require("vllm", "vllm")
+        self._name, self._config, self._assets = name, config, assets
+        self._engine: Any = None  # until there is a version to load
+        self._held: int | None = None
+        with tempfile.TemporaryDirectory() as scratch:
+            _write(assets, Path(scratch))
+            transformers = require("transformers", "run")
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, padding_side="left")
+        self._how = policy.How(
+            config.group_size, config.max_new_tokens, config.temperature, policy.stop_tokens(self.tokenizer)
+        )
+
+    @property
+    def version(self) -> int | None:
+        return self._held
+
+    def stage(self, version: int) -> None:
+        if self._engine is not None:
+            self._following.stage(version)
+
+    def follow(self, version: int) -> Reached:
+        start, loaded_nbytes = time.perf_counter(), 0
+        if self._engine is None:
+            loaded_nbytes = self._start(version)
+        report = self._following.update(version)
+        seconds = time.perf_counter() - start
+        digest = self._following.verify()
+        self._held = version
+        return Reached(
+            version=version,
+            digest=digest,
+            verified=digest == report.digest,
+            route=report.route,
+            recovered=None,
+            fetched_nbytes=loaded_nbytes + report.fetched_nbytes,
+            seconds=seconds,
+            bandwidth=None,
+        )
+
+    def verify(self) -> str:
+        return self._following.verify()
+
+    def sample(
+        self, ids: torch.Tensor, mask: torch.Tensor, seed: int, how: policy.How | None = None
+    ) -> policy.Completions:
+        import vllm
+
+        how = how or self._how
+        prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+        if isinstance(how.group, torch.Tensor):  # each completion by its own request; vLLM computes a prefix once
+            prompts = [prompt for prompt, n in zip(prompts, how.group.tolist(), strict=True) for _ in range(n)]
+        group = how.group if isinstance(how.group, int) else 1
+        stops = how.stops.expand(len(prompts), -1)
+        settings = [
+            vllm.SamplingParams(
+                n=group,
+                temperature=_of(how.temperature, i),
+                max_tokens=int(_of(how.max_new_tokens, i)),
+                logprobs=0,  # of the sampled token alone
+                stop_token_ids=stops[i].nonzero().flatten().tolist(),
+                seed=(seed * len(prompts) + i) * group,  # vLLM adds the number of the completion
+                detokenize=False,
+            )
+            for i in range(len(prompts))
+        ]
+        outputs = self._engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
+        rows = [completion for output in outputs for completion in output.outputs]
+        longest = max(len(row.token_ids) for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+        sampled = torch.zeros(len(rows), longest, dtype=torch.bool)
+        logprobs = torch.zeros(len(rows), longest)
+        for i, row in enumerate(rows):
+            n = len(row.token_ids)
+            tokens[i, :n], sampled[i, :n] = torch.tensor(row.token_ids), True
+            found = [step[token].logprob for step, token in zip(row.logprobs, row.token_ids, strict=True)]
+            logprobs[i, :n] = torch.tensor(found)
+        return policy.Completions(ids, mask, tokens, sampled, logprobs)
+
+    def _start(self, version: int) -> int:
+        """Load the version as files, and follow from there. Returns the bytes that were read."""
+        import vllm
+
+        with tempfile.TemporaryDirectory() as scratch:
+            nbytes = write_checkpoint(self._config.store_url, version, self._assets, Path(scratch))
+            self._engine = vllm.LLM(
+                model=scratch,
+                skip_tokenizer_init=True,
+                dtype="bfloat16",
+                enforce_eager=True,
+                max_model_len=min(LONGEST, _positions(Path(scratch))),
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": "pulse"},
+                disable_log_stats=True,
+                seed=self._config.seed,
+            )
+            self._following = InProcess(self._engine)
+            self._following.follow(self._config.store_url, heartbeat=self._name)
+            self._following.stage(version)  # the files are read once more, to prove where the weights lie
+        return nbytes
+
+
+def _of(value: float | torch.Tensor, request: int) -> float:
+    """A setting of one request."""
+    return value if isinstance(value, int | float) else value.flatten()[request].item()
+
+
+def write_checkpoint(store_url: str, version: int, assets: dict[str, bytes], directory: Path) -> int:
+    """Write a version of a history as files that engines load. Returns the bytes that were read for it.
+
+    assets: the model's configuration and tokenizer.
+    """
+    save_file = require("safetensors.torch", "run").save_file
+    subscriber = Subscriber(store_url)
+    weights = {name: torch.empty(spec.shape, dtype=_TORCH[spec.dtype]) for name, spec in subscriber.tensors().items()}
+    nbytes = subscriber.sync(weights, version=version).fetched_nbytes
+    _write(assets, directory)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return nbytes
+
+
+def _write(files: dict[str, bytes], directory: Path) -> None:
+    for name, data in files.items():
+        (directory / Path(name).name).write_bytes(data)
+
+
+def _positions(directory: Path) -> int:
+    """How many tokens the model takes."""
+    config = msgspec.json.decode((directory / "config.json").read_bytes())
+    return int(config.get("max_position_embeddings", LONGEST))

@@ -1,0 +1,100 @@
+"""A store in a directory.
+
+obstore reads and lists it. Objects are written here, as obstore does not wait for the disk.
+"""
+
+import builtins
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Any, Literal
+
+import obstore
+from obstore.exceptions import BaseError, InvalidPathError
+from obstore.store import LocalStore
+
+from pulse_rl.disk import linked, make_directory, to_disk
+from pulse_rl.errors import StoreError
+from pulse_rl.store.base import ObjectInfo
+from pulse_rl.store.client import need_threads
+from pulse_rl.store.objects import ObjectStore
+
+_STAGED = re.compile(r"#\d+$")  # how names end of what is written beside its place
+
+
+class DirectoryStore(ObjectStore):
+    """A store in a directory, which is created at the first write and not before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # a later chdir does not move the store
+        super().__init__(None, self.path.as_uri())
+
+    def _open(self) -> Any:
+        need_threads()
+        if self._inner is None and self.path.is_dir():
+            self._inner = LocalStore(self.path)
+        return self._inner
+
+    def put(
+        self, name: str, data: bytes | Iterable[bytes], *, mode: Literal["create", "overwrite"] = "overwrite"
+    ) -> None:
+        """As in `Store`. What is committed must survive a failure of power, for which obstore does not wait.
+
+        Until the disk has it, an object lies beside its place, under a name that no listing shows.
+        """
+        with self._translated("write", name):
+            if not all(part.strip(".") for part in name.split("/")) or _STAGED.search(name):
+                raise InvalidPathError(
+                    f"expected names without . and .., which end in no number after #, found {name!r}"
+                )
+            path = self.path / name
+            make_directory(path.parent)
+            staged = path.with_name(f"{path.name}#{secrets.randbits(63)}")
+            try:
+                with staged.open("xb") as file:
+                    file.writelines([data] if isinstance(data, bytes) else data)
+                to_disk(staged)
+                if mode == "overwrite":
+                    staged.replace(path)
+                elif not linked(staged, path):
+                    raise self._exists(name)
+                to_disk(path.parent)
+            finally:
+                staged.unlink(missing_ok=True)
+
+    def _open_existing(self, name: str) -> Any:
+        """As in `ObjectStore`. Raises StoreError for a pipe, a socket or a device, which obstore would wait for."""
+        try:
+            mode = (self.path / name).stat().st_mode
+        except OSError:
+            return super()._open_existing(name)  # obstore says what is wrong
+        if not (S_ISREG(mode) or S_ISDIR(mode)):
+            raise StoreError(
+                f"cannot read {name} in {self.url}: expected a regular file, found a pipe, a socket or a device",
+                url=self.url,
+                name=name,
+            )
+        return super()._open_existing(name)
+
+    def _read_range(self, inner: Any, name: str, start: int, stop: int) -> memoryview:
+        return memoryview(obstore.get_range(inner, name, start=start, end=stop))  # a file's stream has parts of 8 kB
+
+    def _is_foreign(self, error: BaseError) -> bool:
+        return True  # or a link that leads nowhere, or round in a circle
+
+    def _list_beside(self, inner: Any, prefix: str, after: str) -> builtins.list[ObjectInfo]:
+        found = []
+        for folder, _, files in os.walk(self.path / prefix):
+            for file in files:
+                path = Path(folder, file)
+                name = path.relative_to(self.path).as_posix()
+                with suppress(OSError, UnicodeEncodeError):
+                    name.encode()
+                    info = path.stat()
+                    if name > after and S_ISREG(info.st_mode) and not _STAGED.search(name):
+                        found.append(ObjectInfo(name, info.st_size, info.st_mtime))
+        return sorted(found)

@@ -1,0 +1,145 @@
+"""What a publish reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.sync.group.ranks import Ranks
+from pulse_rl.sync.publish.delivery import Delivered
+from pulse_rl.sync.publish.encoding import Encoded
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What one publish did.
+
+    Attributes:
+        version: The version.
+        base: The version that its patch starts from; None without a patch, as for the first version.
+        digest: The digest of the version, 16 hex digits.
+        codec: The patch's codec; None without a patch.
+        codec_reason: Why this codec, in words: what each candidate took; None without a patch.
+        elements: Elements of the model; tied tensors count once.
+        changes: Elements whose bits differ from the base.
+        density: changes / elements.
+        full_nbytes: Bytes of the whole model's bits.
+        patch_nbytes: Bytes of the patch, which is what an up-to-date subscriber reads; 0 without a patch. While it is
+            pending, the list of the parts that ranks of a group put is not counted.
+        pending: Whether the version is still being put in the background. Then the fields about the store are 0, and
+            `flush` returns the full report.
+        anchor_nbytes: Bytes of the full checkpoint; 0 unless this version has an anchor.
+        skip_nbytes: Bytes of skip patches to this version, for subscribers that are several versions behind.
+        sent_nbytes: Bytes put into the store: patch, anchor, trail and skip patches.
+        group_nbytes: Bytes that this rank sent to the others of its group, to all of them together; 0 without a group.
+            Only an anchor's tensors go over the group. Of the call, so with background=True what the delivery of the
+            version before still sent is part of them.
+        reduction: full_nbytes / patch_nbytes; 1 without a patch.
+        cast_s: Seconds of reading and casting the weights, summed over threads. Of float32 in host memory that becomes
+            bfloat16 they are part of `diff_s`: it is cast as it is compared.
+        diff_s: Seconds of finding the changes, summed over threads.
+        encode_s: Seconds of encoding.
+        prove_s: Seconds of decoding each patch that was tried and proving it against the baseline.
+        put_s: Seconds from the first object until the commit.
+        skip_s: Seconds of making and putting skip patches, after the commit.
+        total_s: Seconds of the call; in the report that `flush` returns, from `publish` until then.
+        warning: What deserves a look although the version is published: that weights are NaN or infinite, and what
+            failed after the commit (skip patches, pruning). None for nothing.
+        metadata: What was noted of the version, as it is stored; None for nothing.
+        nonfinite: Elements that are NaN or infinite.
+    """
+
+    version: int
+    base: int | None
+    digest: str
+    codec: str | None
+    codec_reason: str | None
+    elements: int
+    changes: int
+    density: float
+    full_nbytes: int
+    patch_nbytes: int
+    pending: bool
+    anchor_nbytes: int
+    skip_nbytes: int
+    sent_nbytes: int
+    group_nbytes: int
+    reduction: float
+    cast_s: float
+    diff_s: float
+    encode_s: float
+    prove_s: float
+    put_s: float
+    skip_s: float
+    total_s: float
+    warning: str | None
+    metadata: Mapping[str, Scalar] | None
+    nonfinite: int
+
+
+class Clock:
+    """What a call has taken since this was made: seconds, and bytes that this rank sent over its group."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._start, self._ranks, self._sent_nbytes = time.perf_counter(), ranks, ranks.sent_nbytes
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    @property
+    def group_nbytes(self) -> int:
+        return self._ranks.sent_nbytes - self._sent_nbytes
+
+
+def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
+    """That weights of a version are NaN or infinite; None where all are finite.
+
+    spoilt: a tensor in which some have become so; empty if that is not known.
+    """
+    if not manifest.nonfinite:
+        return None
+    where = f", as in {spoilt!r}" if spoilt else ""
+    return f"{manifest.nonfinite:,} of {manifest.elements:,} weights are NaN or infinite{where}"
+
+
+def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, clock: Clock) -> PublishReport:
+    """The report of a version.
+
+    delivered: None while the version is in flight. clock: made when publish was called.
+    """
+    patch, ref = encoded.patch, manifest.patch
+    patch_nbytes = ref.total_nbytes if ref else encoded.nbytes
+    skip_nbytes = delivered.skip_nbytes if delivered else 0
+    trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
+    warnings = nonfinite_warning(manifest, encoded.spoilt), delivered.warning if delivered else None
+    return PublishReport(
+        version=manifest.version,
+        base=patch.header.base if patch else None,
+        digest=manifest.digest,
+        codec=patch.header.codec if patch else None,
+        codec_reason=encoded.codec_reason,
+        elements=manifest.elements,
+        changes=encoded.changes,
+        density=encoded.changes / manifest.elements if manifest.elements else 0.0,
+        full_nbytes=manifest.full_nbytes,
+        patch_nbytes=patch_nbytes,
+        pending=delivered is None,
+        anchor_nbytes=manifest.anchor_nbytes,
+        skip_nbytes=skip_nbytes,
+        sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
+        group_nbytes=clock.group_nbytes,
+        reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
+        cast_s=encoded.cast_s,
+        diff_s=encoded.diff_s,
+        encode_s=patch.encode_s if patch else 0.0,
+        prove_s=encoded.prove_s,
+        put_s=delivered.put_s if delivered else 0.0,
+        skip_s=delivered.skip_s if delivered else 0.0,
+        total_s=clock.seconds,
+        warning="; ".join(filter(None, warnings)) or None,
+        metadata=manifest.metadata,
+        nonfinite=manifest.nonfinite,
+    )

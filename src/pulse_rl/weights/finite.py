@@ -1,0 +1,49 @@
+"""Weights that are NaN or infinite. They are published like all others, as bits are bits, but not without a word.
+
+All elements are looked at once, where a publisher takes up a version; from then on only those that change.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_rl.dtypes import UIntArray, field_of
+from pulse_rl.parallel import ordered_map
+from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.pieces import pieces_of
+from pulse_rl.weights.segments import segments
+
+# Of each format: which bits tell, and what they are. Most keep their highest exponent for infinities and NaN.
+_COUNTED = {
+    dtype: (high, high)
+    for dtype in ("F16", "BF16", "F32", "F64", "F8_E5M2")
+    for high in [field_of(dtype).mask >> field_of(dtype).shift << field_of(dtype).shift]
+} | {"F8_E4M3": (0x7F, 0x7F), "F8_E4M3FNUZ": (0xFF, 0x80), "F8_E5M2FNUZ": (0xFF, 0x80), "F8_E8M0": (0xFF, 0xFF)}
+
+
+def not_finite(bits: UIntArray, dtype: str) -> NDArray[np.bool_]:
+    """Which elements, (n,), are NaN or infinite; none of a dtype that is not in `_COUNTED`.
+
+    dtype: its safetensors name.
+    """
+    if dtype not in _COUNTED:
+        return np.zeros(len(bits), np.bool_)
+    mask, marked = map(bits.dtype.type, _COUNTED[dtype])
+    marks: NDArray[np.bool_] = (bits & mask) == marked
+    return marks
+
+
+def count(tensors: Mapping[str, Bits]) -> dict[str, int]:
+    """How many elements that this process holds are NaN or infinite, of each tensor that has some."""
+    found = dict[str, int]()
+    for name, tensor in tensors.items():
+        for piece in pieces_of(tensor) if tensor.dtype in _COUNTED else ():
+            counts = ordered_map(partial(_count, piece.bits), segments(piece.bits.size))
+            found[name] = found.get(name, 0) + sum(counts)
+    return {name: number for name, number in found.items() if number}
+
+
+def _count(bits: Bits, run: tuple[int, int]) -> int:
+    return int(np.count_nonzero(not_finite(bits.read(*run), bits.dtype)))

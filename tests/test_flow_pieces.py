@@ -1,0 +1,275 @@
+"""The pieces of a run, some against naive twins."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.cli.summary import reward_change
+from pulse_rl.flow import directory, metrics, model, model_name, policy
+from pulse_rl.flow.engine import ProcessHandle, Remote, least_loaded
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, Settings
+from pulse_rl.flow.tasks import LISTING, Task
+from pulse_rl.store.base import ObjectInfo
+
+# --- policy ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny() -> model.Loaded:
+    return model.load("tiny", seed=3)
+
+
+def _sampled(tiny: model.Loaded, seed: int = 1) -> policy.Completions:
+    ids, mask = policy.encode(tiny.tokenizer, ["1 + 2 =", "33 - 4 + 5 =", "0"])
+    how = policy.How(group=3, max_new_tokens=6, temperature=1.3, stops=policy.stop_tokens(tiny.tokenizer))
+    return policy.sample(tiny.model, ids, mask, how, torch.Generator().manual_seed(seed))
+
+
+def test_score_equals_a_plain_forward_pass(tiny: model.Loaded) -> None:
+    """The shared-prompt scoring against one full, unpadded, uncached pass per completion."""
+    done = _sampled(tiny)
+    fast = policy.score(tiny.model, done, 1.3)
+    assert torch.allclose(fast, done.logprobs * done.mask, atol=1e-4)
+    for row, (tokens, sampled) in enumerate(zip(done.tokens, done.mask, strict=True)):
+        prompt = done.prompt_ids[row // 3][done.prompt_mask[row // 3].bool()]
+        n = int(sampled.sum())
+        logits = tiny.model(input_ids=torch.cat([prompt, tokens[:n]])[None]).logits[0].float()
+        naive = torch.log_softmax(logits[len(prompt) - 1 : -1] / 1.3, -1).gather(1, tokens[:n, None])[:, 0]
+        assert torch.allclose(fast[row, :n], naive, atol=1e-4)
+        assert not fast[row, n:].any()
+
+
+def test_gradient_flows_through_the_shared_prompt(tiny: model.Loaded) -> None:
+    done = _sampled(tiny)
+    parameters = list(tiny.model.parameters())
+    fast = torch.autograd.grad(policy.score(tiny.model, done, 1.0).sum(), parameters)
+    total: Any = 0
+    for row, (tokens, sampled) in enumerate(zip(done.tokens, done.mask, strict=True)):
+        prompt = done.prompt_ids[row // 3][done.prompt_mask[row // 3].bool()]
+        n = int(sampled.sum())
+        logits = tiny.model(input_ids=torch.cat([prompt, tokens[:n]])[None]).logits[0]
+        total += torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(1, tokens[:n, None]).sum()
+    naive = torch.autograd.grad(total, parameters)
+    for a, b in zip(fast, naive, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
+def test_sampling_is_seeded_and_stops(tiny: model.Loaded) -> None:
+    first, again, other = _sampled(tiny), _sampled(tiny), _sampled(tiny, 2)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.logprobs, again.logprobs)
+    assert not torch.equal(first.tokens[:, 0], other.tokens[:, 0])
+    stops = policy.stop_tokens(tiny.tokenizer)
+    assert stops[tiny.tokenizer.eos_token_id]
+    assert stops[tiny.tokenizer("\n")["input_ids"][0]]
+    for tokens, sampled in zip(first.tokens, first.mask, strict=True):
+        n = int(sampled.sum())
+        assert sampled[:n].all()
+        assert not stops[tokens[: n - 1]].any()
+        assert n == len(tokens) or stops[tokens[n - 1]]
+
+
+# --- tasks, models --------------------------------------------------------------------------------------------
+
+
+def test_rewards() -> None:
+    task = Task("chain_sum", seed=0)
+    problem = task.problem(5)
+    answer = problem.entry["answer"]
+    assert problem.prompt.endswith(" =")
+    assert problem.prompt.count("\n") == 2
+    assert task.problem(5) == problem != task.problem(6)
+    assert task.reward(problem, f" {answer}\nand so on") == 1
+    assert task.reward(problem, f" {int(answer) + 1}\n{answer}") == 0.1
+    assert task.reward(problem, "\n" + answer) == 0
+    assert task.reward(problem, " nothing") == 0
+
+
+def test_other_tasks_and_bad_ones() -> None:
+    task = Task("spell_backward:min_word_len=3,max_word_len=3", seed=0)
+    problem = task.problem(0)
+    assert problem.prompt.endswith("Answer:")
+    assert task.reward(problem, " " + problem.entry["answer"]) == 1
+    with pytest.raises(ValueError, match="did you mean chain_sum or"):
+        Task("chainsum", seed=0)
+    listed = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    assert {"chain_sum", "spell_backward"} < set(listed.stdout.split())
+    with pytest.raises(ValueError, match="'colour'; it has min_terms, max_terms, min_digits"):
+        Task("chain_sum:colour=3", seed=0)
+    with pytest.raises(ValueError, match="'chain_sum:min_terms=9': max_terms must be"):
+        Task("chain_sum:min_terms=9", seed=0)
+    with pytest.raises(ValueError, match="expected key=value, found 'x'"):
+        Task("chain_sum:x", seed=0)
+
+
+def test_assets_build_the_same_model_elsewhere(tiny: model.Loaded) -> None:
+    built = model.build(model.assets(tiny))
+    assert built.model.dtype == torch.bfloat16
+    store = pulse.open_store("memory://")
+    report = pulse.Publisher(store, cast="bfloat16").publish(tiny.model, version=0)
+    pulse.Subscriber(store).sync(built.model)
+    assert pulse.digest(built.model) == report.digest
+    ids, mask = policy.encode(tiny.tokenizer, ["1 + 1 ="])
+    assert torch.equal(policy.encode(built.tokenizer, ["1 + 1 ="])[0], ids)
+    # Masters on the BF16 grid: the cast is exact, so both models compute the same in float32.
+    assert torch.equal(
+        built.model.float()(input_ids=ids, attention_mask=mask).logits,
+        tiny.model(input_ids=ids, attention_mask=mask).logits,
+    )
+
+
+def test_dither_spreads_within_half_a_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(0, 16, (4, 64), generator=generator)
+    levels[:, ::32], levels[:, 1::32] = 0, 15
+    weight = levels * 0.01 - 0.07
+    noise = model._spread(weight, False, generator)
+    assert noise.abs().max() <= 0.005
+    assert noise.abs().max() > 0.0045
+    assert abs(float(noise.mean())) < 0.001
+    assert torch.equal(((weight + noise + 0.07) / 0.01).round().long(), levels)
+    with pytest.raises(ValueError, match="dither"):
+        model.load("tiny", seed=0, dither=1)
+
+
+def test_a_bad_model_name_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    for name in ("smollm2", "tiny", "someone/some-model", "gpt2"):
+        model_name.check(name, dither=None)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match="directory with a config.json"):
+        model_name.check(str(tmp_path / "model"), dither=None)
+    (tmp_path / "model" / "config.json").write_text("{")
+    model_name.check(str(tmp_path / "model"), dither=None)
+    with pytest.raises(OSError, match=f"model: Transformers cannot load {tmp_path}"):
+        model.load(str(tmp_path / "model"), seed=0)
+    with pytest.raises(OSError, match=f"model: Transformers cannot load {tmp_path}"):
+        model_name.require_config(str(tmp_path / "model"))
+    for name in ("./missing", str(tmp_path / "missing"), "a/b/c", ""):
+        with pytest.raises(ValueError, match="model: expected .* which does not exist|with a config.json"):
+            model_name.check(name, dither=None)
+
+
+# --- what is kept of a run ------------------------------------------------------------------------------------
+
+
+def test_metrics_are_cut_back_to_a_step_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    assert metrics.read(tmp_path) == []
+    metrics.cut_back(tmp_path, 0)
+    for step in range(1, 6):
+        metrics.append(tmp_path, {"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "rew')
+    assert [record["step"] for record in metrics.read(tmp_path)] == [1, 2, 3, 4, 5]
+    metrics.cut_back(tmp_path, 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        ([0.5], "0.500"),
+        ([0.1, 0.2, 0.3], "0.100 → 0.200 → 0.300 (each step)"),
+        ([0.0, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 1.0], "0.100 (first quarter) → 0.900 (last)"),
+    ],
+)
+def test_rewards_of_few_steps_are_shown_one_by_one(rewards: list[float], text: str) -> None:
+    assert reward_change(rewards) == text
+
+
+# --- the run's directory --------------------------------------------------------------------------------------
+
+
+def test_one_driver_holds_the_lock_of_a_run(tmp_path: Path) -> None:
+    assert not directory.running(tmp_path)
+    with directory.lock(tmp_path):
+        assert directory.running(tmp_path)
+        with pytest.raises(FileExistsError), directory.lock(tmp_path):
+            pass
+    assert not directory.running(tmp_path)
+
+
+def test_a_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where the module fcntl is missing; the package itself imports there."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(OSError, match="Linux or macOS"), directory.lock(tmp_path):
+        pass
+
+
+# --- sampler --------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_lists_the_store_once_a_version(tiny: model.Loaded, tmp_path: Path) -> None:
+    settings = Settings(store_url=tmp_path.as_uri())
+    sampler = BuiltinSampler("worker-0", settings, model.assets(tiny))
+    store, listings = sampler.subscriber.history.store, []
+    listed = store.list
+
+    def counted(prefix: str, after: str = "") -> list[ObjectInfo]:
+        listings.append(prefix)
+        return listed(prefix, after)
+
+    store.list = counted  # type: ignore[method-assign]
+    publisher = pulse.Publisher(settings.store_url, cast="bfloat16")
+    for version in range(3):
+        publisher.publish(tiny.model, version=version)
+        sampler.stage(version)
+        reached = sampler.follow(version)
+        assert listings == ["manifests"] * (version + 1)
+        assert (reached.version, reached.digest, reached.verified) == (version, publisher.digest, True)
+
+
+# --- engine ---------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_goes_to_the_node_with_the_fewest_of_the_run_s_processes_for_its_processors() -> None:
+    """So those that join after a node was added go there; Ray sends them to random nodes."""
+
+    def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        return {"NodeID": name, "Alive": alive, "Resources": resources}
+
+    head, added, large, lost = (
+        node("head", CPU=2),
+        node("added", CPU=2),
+        node("large", CPU=8),
+        node("lost", alive=False),
+    )
+    assert least_loaded([head], {"head": 9}) == "head"
+    assert least_loaded([lost, head, added], {"head": 3}) == "added"
+    assert least_loaded([head, added], {"head": 3, "added": 3, "lost": 1}) == "head"  # the first of equals
+    assert least_loaded([head, large], {"head": 1, "large": 3}) == "large"
+    assert least_loaded([node("head"), added], {"added": 9}) == "added"  # the head offers no processor
+    assert least_loaded([node("head"), node("other")], {"head": 1}) == "other"
+    far = node("far", CPU=2, upstairs=1)
+    assert least_loaded([head, far], {"far": 9}, "upstairs") == "far"
+    assert least_loaded([head, added], {"head": 1}, "upstairs") == "added"  # the region's nodes are gone
+
+
+@pytest.mark.parametrize("kind", ["ActorDiedError", "OutOfMemoryError", "ActorUnschedulableError"])
+def test_a_process_that_died_with_its_node_or_for_memory_has_died_like_any_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a worker is started again, and a run does not end with Ray's page about memory."""
+    import ray
+
+    error = getattr(ray.exceptions, kind)(*(["its page"] if kind != "ActorDiedError" else []))
+
+    def raise_it(future: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", raise_it)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    handle = ProcessHandle("worker-0", MagicMock(), MagicMock(), lambda: None, ())
+    with pytest.raises(pulse.ProcessDiedError, match="worker-0's process died") as found:
+        handle.result()
+    assert found.value.process == "worker-0"
+    monkeypatch.setattr(ray, "get_actor", lambda name: MagicMock())
+    with pytest.raises(pulse.ProcessDiedError) as found:
+        Remote("dataflow").pull(0)
+    assert found.value.process == "dataflow"
