@@ -210,7 +210,10 @@ def taken_by(turns: Turns, seed: str) -> Iterator[None]:
 
     replaced: dict[str, tuple[object, object]] = {
         "time": (time, SimpleNamespace(time=now, monotonic=now, perf_counter=now, sleep=sleep)),
-        "secrets": (secrets, SimpleNamespace(token_hex=lambda nbytes: draw.randbytes(nbytes).hex())),
+        "secrets": (
+            secrets,
+            SimpleNamespace(token_hex=lambda nbytes: draw.randbytes(nbytes).hex(), randbits=draw.getrandbits),
+        ),
         "random": (random, draw),
         "ThreadPoolExecutor": (ThreadPoolExecutor, pool),
     }
