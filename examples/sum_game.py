@@ -1,6 +1,6 @@
 """A workflow of two turns with a tool: say a sum, or ask the calculator first.
 
-pulse-rl train --recipe examples/sum_game.toml
+pulse-rl train examples/sum_game.toml
 """
 
 from collections.abc import Mapping

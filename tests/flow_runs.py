@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from runs import COMMAND, children
+from runs import COMMAND, children, sets
 
 from pulse_rl.flow import metrics
 
@@ -64,12 +64,11 @@ class Nodes:
         return self._process.stdout.readline().strip()
 
 
-def start(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> "subprocess.Popen[str]":
-    """Begin a run of a recipe, or continue one. sets: changes of it."""
-    what = ["--resume", str(out)] if resume else ["--recipe", str(recipe), "--set", f"out={out}"]
-    options = [word for text in sets for word in ("--set", text)]
+def start(out: Path, *changes: str, resume: bool = False, recipe: Path = GAME) -> "subprocess.Popen[str]":
+    """Begin a run of a recipe, or continue one. changes: of the recipe."""
+    what = ["--resume", str(out)] if resume else [str(recipe), "--out", str(out)]
     return subprocess.Popen(
-        [*COMMAND, "train", *what, *options, "--json"],
+        [*COMMAND, "train", *what, *sets(*changes), "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -86,8 +85,8 @@ def finish(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
     return summary, stderr
 
 
-def run(out: Path, *sets: str, resume: bool = False, recipe: Path = GAME) -> dict[str, Any]:
-    return finish(start(out, *sets, resume=resume, recipe=recipe))[0]
+def run(out: Path, *changes: str, resume: bool = False, recipe: Path = GAME) -> dict[str, Any]:
+    return finish(start(out, *changes, resume=resume, recipe=recipe))[0]
 
 
 def files(out: Path, name: str) -> Path:

@@ -15,6 +15,11 @@ COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
 WIDE = os.environ | {"COLUMNS": "1000"}  # so that no message is folded
 
 
+def sets(*changes: str) -> list[str]:
+    """Changes of the recipe as options."""
+    return [word for change in changes for word in ("--set", change)]
+
+
 def start(out: Path, *options: str) -> "subprocess.Popen[str]":
     command = [*COMMAND, "train", "--model", "tiny", "--out", str(out), "--lr", "1e-3", "--json", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -83,7 +83,7 @@ def example(versions: int = 41, layers: int = 30, *, settings: bool = True) -> R
     return Report(
         pulse_rl="0.1.0",
         source="run" if settings else "checkpoints",
-        location="runs/main",
+        location="runs/math",
         versions=tuple(Version(number=n, name=f"version {n}") for n in range(versions)),
         stride=1,
         elements=elements,

@@ -9,8 +9,7 @@ import torch
 from vllm_world import tied_model
 
 import pulse_rl as pulse
-from pulse_rl.cli import recipes
-from pulse_rl.flow import model, policy
+from pulse_rl.flow import model, policy, recipe_file
 from pulse_rl.flow.rollout.sampler import Settings
 
 pytest.importorskip("vllm")
@@ -72,7 +71,7 @@ def _step(module: Any) -> None:
 
 
 def test_settings_that_need_the_builtin_sampler() -> None:
-    with pytest.raises(ValueError, match="--engine: expected builtin with deterministic"):
-        recipes.new(None, [], {"engine": "vllm", "deterministic": True})
-    with pytest.raises(ValueError, match="--sync: expected patch with"):
-        recipes.new(None, [], {"engine": "vllm", "sync": "full"})
+    with pytest.raises(ValueError, match=r"pools\[0\]\.kind: expected builtin with deterministic"):
+        recipe_file.load("math", ["kind=vllm", "deterministic=true"])
+    with pytest.raises(ValueError, match=r"policies\.solver\.sync: expected patch with"):
+        recipe_file.load("math", ["kind=vllm", "sync=full"])

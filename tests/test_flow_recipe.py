@@ -1,6 +1,5 @@
 """Recipes: what is refused, and in which words; `--set`; saving and resuming; plug-ins by name and import path."""
 
-import inspect
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from pulse_rl.cli import recipes
 from pulse_rl.cli.app import app
-from pulse_rl.cli.train import train as cli_train
 from pulse_rl.flow import recipe_file, registry
 from pulse_rl.flow.data import service
+from pulse_rl.flow.driver import run as driver
 from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.recipe import (
     AutoscaleRecipe,
@@ -51,6 +49,9 @@ def test_the_recipes_are_the_four_of_the_documentation() -> None:
     [
         ("policies.verifier.lr=1e-6", lambda r: (r.policies["verifier"].lr, r.policies["solver"].lr) == (1e-6, 3e-6)),
         ("lr=1e-6", lambda r: all(policy.lr == 1e-6 for policy in r.policies.values())),
+        ("loss.clip=0.1", lambda r: [p.loss.settings for p in r.policies.values()] == [{"clip": 0.1}] * 2),
+        ("workers=3", lambda r: [pool.workers for pool in r.pools] == [3]),
+        ("threads=3", lambda r: {each.threads for each in (*r.policies.values(), *r.pools)} == {3}),
         ("steps=3", lambda r: r.steps == 3),
         ("pools.near.workers=5", lambda r: r.pools[0].workers == 5),
         ("pools.0.region=eu", lambda r: r.pools[0].region == "eu"),
@@ -74,6 +75,14 @@ BAD = [
     ("policies.solvr.lr=1", ["policies", "solver", "'solvr'", "did you mean solver?"]),
     ("policies.solver.learning_rate=1", ["policies.solver.learning_rate: ", "found 'learning_rate'; did you mean lr?"]),
     ("learning_rate=1", ["found 'learning_rate'; did you mean policies.NAME.lr?"]),
+    ("lerning_rate=1", ["found 'lerning_rate'; did you mean policies.NAME.lr?"]),
+    ("wrkers=1", ["found 'wrkers'; did you mean pools.NAME.workers?"]),
+    ("steps=0", ["steps: expected a whole number from 1 to 1,000,000,000, found 0"]),
+    ("tasks_per_step=0", ["policies.solver.tasks_per_step: expected a whole number from 1 to 65,536, found 0"]),
+    ("slots=0", ["pools[0].slots: expected a whole number from 1 to 65,536, found 0"]),
+    ("warmup=-1", ["policies.solver.warmup: expected a whole number from 0", "found -1"]),
+    ("weight_decay=-0.1", ["policies.solver.weight_decay: expected a number from 0 to 100, found -0.1"]),
+    ("dither=1", ["policies.solver.dither: expected it only with the model smollm2"]),
     ("policies.solver.group_size=4", ["found 'group_size'; did you mean workflow.group_size?"]),
     ("policies.solver.threads_=4", ["found 'threads_'; did you mean threads?"]),
     ("colour=1", ["found 'colour'; all are name, seed, steps"]),
@@ -366,14 +375,18 @@ def test_every_plugin_of_the_package_is_there(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--recipe", "math", "--lr", "1e-6"], ["--lr is a setting of the recipe", "--set lr=1e-06"]),
-        (["--recipe", "math", "--task", "chain_sum"], ["--task is a setting of the recipe"]),
-        (["--recipe", "mth"], ["did you mean math?"]),
-        (["--recipe", "math", "--steps", "0"], ["steps: expected a whole number from 1", "found 0"]),
-        (["--recipe", "math", "--set", "lr"], ["--set: expected key=value"]),
-        (["--recipe", "math", "--resume", "."], ["--recipe: expected a new run"]),
-        (["--recipe", "solver-verifier", "--workers", "3"], ["--set pools.NAME.workers=3"]),
+        (["mth"], ["did you mean math?"]),
+        (["math", "--steps", "0"], ["steps: expected a whole number from 1", "found 0"]),
+        (["--lr", "nan"], ["policies.solver.lr: expected a number above 0 and at most 10, found 'NaN'"]),
+        (["--engine", "sglang"], ["pools[0].kind: expected builtin or vllm, found 'sglang'"]),
+        (["math", "--set", "lr"], ["--set: expected key=value"]),
         (["--set", "lr"], ["--set: expected key=value"]),
+        (["math", "--resume", "."], ["--resume: expected no recipe beside it", "found 'math'"]),
+        (
+            ["--trainers", "2", "--set", "overlap=8"],
+            ["overlap: expected 0 to 7 steps, fewer than"],
+        ),
+        (["--trainers", "2", "--steps", "10"], ["steps: expected whole rounds", "sync_every (8), found 10"]),
     ],
 )
 def test_the_command_refuses_before_anything_starts(
@@ -386,56 +399,47 @@ def test_the_command_refuses_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-OPTIONS = [
-    ({"steps": 0}, "steps: expected a whole number from 1 to 1,000,000,000, found 0"),
-    ({"group_size": 1}, "--group-size: expected a whole number from 2 "),
-    ({"prompts": 0}, "--prompts: expected a whole number from 1 to 65,536, found 0"),
-    ({"chunk": 0}, "--chunk: expected a whole number from 1 to 65,536, found 0"),
-    ({"lr": 0.0}, "--lr: expected a number above 0 "),
-    ({"lr": float("nan")}, "--lr: expected a number above 0 and at most 10, found 'NaN'"),
-    ({"betas": (0.9, 1.0)}, "--betas: expected 2 numbers from 0 to below 1"),
-    ({"warmup": -1}, "--warmup: expected a whole number from 0 .* found -1"),
-    ({"weight_decay": -0.1}, "--weight-decay: expected a number from 0 to 100, found -0.1"),
-    ({"sync": "carrier pigeon"}, "--sync: expected patch or full"),
-    ({"engine": "sglang"}, "--engine: expected builtin or vllm"),
-    ({"clip": 0.0}, "--clip: expected more than 0, found 0.0"),
-    ({"codec": "zip"}, "--codec: expected one of"),
-    ({"dither": 1}, "--dither: expected it only with the model smollm2"),
-    ({"task": "chain_summ"}, "--task: expected one of reasoning-gym's"),
-    ({"trainers": 0}, "--trainers: expected a whole number from 1 .* found 0"),
-    ({"sync_every": 4}, "--sync-every: expected --trainers of at least 2 with it, found 1"),
-    ({"trainers": 2, "overlap": 8}, "--overlap: expected 0 to 7 steps, fewer than --sync-every, found 8"),
-    ({"trainer_sync": "ddp"}, "--trainer-sync: expected --trainers of at least 2 with it, found 1"),
-    ({"elastic": True}, "--elastic: expected --trainers of at least 2 with it, found 1"),
-    ({"trainers": 2, "steps": 10}, r"steps: expected whole rounds .* --sync-every \(8\), found 10"),
-]
+def _settings(monkeypatch: pytest.MonkeyPatch, *options: str) -> Recipe:
+    """What a command line asks for; nothing is run."""
+    found: list[Recipe] = []
+
+    def prepare(recipe: Recipe) -> Recipe:
+        found.append(recipe)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(driver, "prepare", prepare)
+    done = CliRunner().invoke(app, ["train", *options])
+    assert "seen" in done.output, done.output
+    return found[0]
 
 
-@pytest.mark.parametrize(("given", "message"), OPTIONS, ids=[message for _, message in OPTIONS])
-def test_a_bad_option_is_named_as_it_was_given(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        recipes.new(None, [], {"model": "tiny", **given})
+def test_options_are_settings_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ("--steps", "8", "--seed", "7", "--store", "b", "--out", "a", "--deterministic")
+    policy = ("--model", "tiny", "--trainers", "2", "--lr", "1e-3")
+    found = _settings(monkeypatch, "two-regions", *run, *policy, "--workers", "3", "--engine", "builtin")
+    sets = ["steps=8", "seed=7", "store=b", "out=a", "deterministic=true"]
+    sets += ["model=tiny", "trainers=2", "lr=1e-3", "workers=3", "kind=builtin"]
+    assert found == recipe_file.load("two-regions", sets)
+    assert [pool.workers for pool in found.pools] == [3, 3]
+    assert (found.policies["solver"].trainers, found.seed, found.store, found.out) == (2, 7, "b", "a")
 
 
-def test_options_are_settings_of_the_recipe_and_their_defaults_are_its_own(tmp_path: Path) -> None:
-    shown = {name: each.default for name, each in inspect.signature(cli_train).parameters.items()}
-    given = {name: shown[name] for name in (*recipes.SHARED, *recipes.SETTINGS) if shown[name] is not None}
-    given["out"] = str(tmp_path)
-    default = recipes.new(None, [], {"out": str(tmp_path)})
-    assert recipes.new(None, ["policies.solver.loss=grpo"], given) == default
-    assert default == recipe_file.load("math", [f"out={tmp_path}"])
-    found = recipes.new(None, [], {"threads": 3, "chunk": 2, "clip": 0.1, "out": "a", "store": "b"})
-    assert [found.policies["solver"].threads, found.pools[0].threads, found.pools[0].slots] == [3, 3, 2]
-    assert (found.policies["solver"].loss, found.out, found.store) == (Plugin("grpo", {"clip": 0.1}), "a", "b")
+def test_set_comes_after_the_other_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = _settings(monkeypatch, "--set", "lr=2e-6", "--lr", "1e-6", "--model", "tiny")
+    assert found == recipe_file.load("math", ["model=tiny", "lr=2e-6"])
 
 
 def test_a_run_keeps_its_recipe_and_may_have_other_workers(tmp_path: Path) -> None:
-    recipe = recipes.new(None, [], {"model": "tiny", "out": str(tmp_path / "run"), "lr": 1e-3})
+    recipe = _load("math", f"out={tmp_path / 'run'}", "lr=1e-3")
     recipe_file.save(recipe)
-    sets = recipes.resumed(recipe.directory, [], {"workers": 3, "threads": 2, "steps": 80, "out": "elsewhere"})
-    later = recipe_file.resumed(recipe.directory, sets)
+    later = recipe_file.resumed(recipe.directory, ["workers=3", "threads=2", "steps=80"])
     assert (later.pools[0].workers, later.pools[0].threads, later.policies["solver"].threads) == (3, 2, 2)
     assert (later.steps, later.directory, later.policies["solver"].lr) == (80, recipe.directory, 1e-3)
+    for fixed in ("name=other", "out=elsewhere", "policies.solver.lr=1", "seed=1"):
+        with pytest.raises(ValueError, match=f"found {fixed.partition('=')[0]}$"):
+            recipe_file.resumed(recipe.directory, [fixed])
 
 
 def test_a_run_that_is_continued_from_elsewhere_keeps_its_store(
@@ -457,6 +461,7 @@ def test_a_run_of_an_older_release_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_default_directory_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe_file.save(_load("math", f"out={tmp_path}/run"))
     monkeypatch.chdir(tmp_path)
-    assert recipes.numbered("run") == "run-2"
+    recipe_file.save(_load("math"))
+    assert _settings(monkeypatch, "--model", "tiny").out == "runs/math-2"
+    assert _settings(monkeypatch, "--model", "tiny", "--out", "runs/math").out == "runs/math"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import COMMAND, WIDE, children, exposed, resume, run, start, until, wait_for
+from runs import COMMAND, WIDE, children, exposed, resume, run, sets, start, until, wait_for
 
 import pulse_rl as pulse
 from pulse_rl.cli.main import main
@@ -37,7 +37,7 @@ def _check(summary: dict[str, Any], out: Path) -> None:
         assert len(summary[name]) == summary["steps"]
 
 
-SETTINGS = ("--deterministic", "--betas", "0.5", "0.75", "--warmup", "4")
+SETTINGS = ("--deterministic", *sets("betas=[0.5, 0.75]", "warmup=4"))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_settings_reach_the_trainer(whole: tuple[Path, dict[str, Any]]) -> None:
 def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Bit-identical training: the same digests and rewards, with other weights on the wire and other workers."""
     out, patch = whole
-    full = run(tmp_path / "full", "--steps", "6", "--workers", "1", "--sync", "full", *SETTINGS)
+    full = run(tmp_path / "full", "--steps", "6", "--workers", "1", *sets("sync=full"), *SETTINGS)
     _check(patch, out)
     _check(full, tmp_path / "full")
     assert patch["trainer_digest"] == full["trainer_digest"]
@@ -105,7 +105,7 @@ def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
-    summary = run(tmp_path / "run", "--steps", "3", "--workers", "1", "--codec", "auto")
+    summary = run(tmp_path / "run", "--steps", "3", "--workers", "1", *sets("codec=auto"))
     _check(summary, tmp_path / "run")
     for record in metrics.read(tmp_path / "run"):
         assert record["codec"] in CODECS
@@ -123,7 +123,7 @@ def _alive(pid: int) -> bool:
 
 def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "10")
+    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=10"))
     try:
         until(process, lambda: len(metrics.read(out)) > 12, 240)
         assert exposed(process.pid) == set()
@@ -169,7 +169,7 @@ def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path
 @pytest.mark.slow
 def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(out, "--steps", "100000", "--workers", "1", "--checkpoint-every", "5")
+    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=5"))
     until(process, lambda: len(metrics.read(out)) > 7)
     left = children("ray::TrainerProcess", process.pid)
     process.kill()
@@ -260,16 +260,18 @@ def test_bad_calls_are_answered_with_what_to_do(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "recipe.toml").write_text('[policies.solver]\nmodel = "tiny"\n')
     assert "--resume" in failing("--out", str(tmp_path / "taken"), "--model", "tiny", code=1)
-    only = "only --address, --checkpoint-every, --steps, --threads, --workers may be given with it, found --lr"
+    only = "only steps, checkpoint_every, address, pools, autoscale, threads may be set with it, found lr"
     assert only in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "config.toml").write_text("steps = 3")
     assert "found one of an older release" in failing("--resume", str(tmp_path / "older"))
     assert "holds a run already" in failing("--out", str(tmp_path / "older"), "--model", "tiny", code=1)
     assert "steps: expected a whole number from 1 to" in failing("--out", str(tmp_path / "a"), "--steps", "0")
-    assert "datasets, found 'no_task'" in failing("--out", str(tmp_path / "b"), "--task", "no_task", "--model", "tiny")
+    assert "datasets, found 'no_task'" in failing(
+        "--out", str(tmp_path / "b"), "--set", "workflow.task=no_task", "--model", "tiny"
+    )
     assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")
-    assert "codec" in failing("--out", str(tmp_path / "c"), "--codec", "zip", "--model", "tiny")
+    assert "codec" in failing("--out", str(tmp_path / "c"), "--set", "codec=zip", "--model", "tiny")
     (tmp_path / "file").write_text("")
     inside = str(tmp_path / "file" / "x")
     message = failing("--out", str(tmp_path / "d"), "--model", "tiny", "--store", inside, code=1)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import exposed, run, start, until
+from runs import exposed, run, sets, start, until
 
 import pulse_rl as pulse
-from pulse_rl.cli import recipes
 from pulse_rl.errors import ProcessDiedError
 from pulse_rl.flow import metrics, recipe_file
 from pulse_rl.flow.data import service
@@ -40,10 +39,10 @@ def _check(summary: dict[str, Any], out: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_ddp_is_one_trainer_with_all_their_prompts(tmp_path: Path) -> None:
     """Bit for bit: completions of one token weigh the same in either, and halves of gradients are exact."""
-    common = ("--steps", "3", "--deterministic", "--workers", "1", "--max-new-tokens", "1")
-    one = run(tmp_path / "one", *common, "--prompts", "8")
-    two = ("--trainers", "2", "--trainer-sync", "ddp", "--sync-every", "1")
-    ddp = run(tmp_path / "ddp", *common, "--prompts", "4", *two)
+    common = ("--steps", "3", "--deterministic", "--workers", "1", *sets("workflow.max_new_tokens=1"))
+    one = run(tmp_path / "one", *common, *sets("tasks_per_step=8"))
+    two = ("--trainers", "2", *sets("trainer_sync=ddp", "sync_every=1", "tasks_per_step=4"))
+    ddp = run(tmp_path / "ddp", *common, *two)
     assert one["trainer_sync"] is None
     assert max(one["density"]) > 0
     assert ddp["trainer_digest"] == one["trainer_digest"]
@@ -55,8 +54,8 @@ def test_ddp_is_one_trainer_with_all_their_prompts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupt_ends_after_a_whole_round_of_all_trainers(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    several = ("--trainers", "4", "--trainer-sync", "diloco", "--sync-every", "3")
-    process = start(out, "--steps", "99999", "--workers", "1", "--checkpoint-every", "4", *several)
+    several = ("--trainers", "4", *sets("trainer_sync=diloco", "sync_every=3", "checkpoint_every=4"))
+    process = start(out, "--steps", "99999", "--workers", "1", *several)
     try:
         until(process, lambda: len(metrics.read(out)) >= 2)
         assert exposed(process.pid) == set()  # Gloo and its rendezvous neither
@@ -161,7 +160,7 @@ def test_an_error_of_a_trainer_that_comes_and_goes_ends_the_run(
 
 
 def test_torchft_is_asked_for_before_the_run_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    recipe = recipes.new(None, [], {"model": "tiny", "trainers": 2, "elastic": True, "out": str(tmp_path / "run")})
+    recipe = recipe_file.load("math", ["model=tiny", "trainers=2", "elastic=true", f"out={tmp_path / 'run'}"])
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(pulse.MissingExtraError) as caught:
         run_driver.prepare(recipe)

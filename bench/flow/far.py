@@ -90,7 +90,7 @@ def one(out: Path, model: Path, sync: str, options: argparse.Namespace) -> dict[
             "path": HERE,
         }
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        command = [_beside("pulse-rl"), "train", "--recipe", "math", "--json", *sets]
+        command = [_beside("pulse-rl"), "train", "--json", *sets]
         run = subprocess.Popen(network.inside(HUB, command), env=environment, stdout=subprocess.PIPE, text=True)
         stack.callback(run.kill)
         _wait(lambda: bool(_steps(out)), run)

@@ -129,7 +129,7 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
     (0, 1, 2, …), not with the version; --json lists them. Exit code 1 if a
     manifest of the store cannot be read; the others are described.
 
-    Example: pulse-rl inspect runs/main
+    Example: pulse-rl inspect runs/math
     """
     from pulse_rl.checkpoint.files import open_checkpoint
     from pulse_rl.history.log import History
@@ -174,7 +174,7 @@ def verify(
     64-bit digests that the checkpoint is its base, and that the patch leads from
     it to its target; nothing is written. Exit code 1 if anything is wrong.
 
-    Example: pulse-rl verify runs/main
+    Example: pulse-rl verify runs/math
     """
     from pulse_rl.checkpoint.files import open_checkpoint
     from pulse_rl.history.operate.verify import verify as prove

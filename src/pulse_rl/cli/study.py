@@ -68,7 +68,7 @@ def study(
     learning rate, it compares the counts with theory's predictions of Adam.
     Checkpoints are numbered by the last number in their names (checkpoint-500).
 
-    Example: pulse-rl study runs/main -o runs/main/study
+    Example: pulse-rl study runs/math -o runs/math/study
     """
     from msgspec.structs import replace
 

@@ -3,39 +3,31 @@
 import json
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pulse_rl.cli import output, recipes
+from pulse_rl.cli import output
 from pulse_rl.cli.summary import print_summary
 from pulse_rl.errors import printable
 
-_RUN, _RECIPE, _GRPO, _SYNC, _TRAINERS, _ENGINE = "Run", "Recipe", "GRPO", "Weights", "Several trainers", "Engine"
+if TYPE_CHECKING:
+    from pulse_rl.flow.recipe import Recipe
+
+DEFAULT = "math"  # the recipe of a run that names none
 
 
-def _option(text: str, panel: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+def _setting(text: str) -> Any:
+    return typer.Option(help=text, show_default="the recipe's")
 
 
 def train(
-    context: typer.Context,
-    out: Annotated[
-        str,
-        _option(
-            "Directory of the run and its store. If the default holds a run already, a number is added.",
-            _RUN,
-        ),
-    ] = recipes.OUT,
-    resume: Annotated[
-        Path | None, _option("Continue the run in this directory, with the settings it has.", _RUN)
-    ] = None,
     recipe: Annotated[
         str | None,
-        _option(
-            "Do the run of a recipe, with one policy or several, workflows and pools: math, solver-verifier, tool-use, "
-            "two-regions, or a TOML file. It has all settings, so most other options are refused beside it.",
-            _RECIPE,
+        typer.Argument(
+            metavar="RECIPE",
+            help="What is run: math, solver-verifier, tool-use, two-regions, or a TOML file.",
+            show_default=DEFAULT,
         ),
     ] = None,
     sets: Annotated[
@@ -43,131 +35,48 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a setting of the recipe, as in policies.solver.lr=1e-6, pools.near.workers=4 or model=tiny. "
-            "Without --recipe, of math. May be given several times.",
-            rich_help_panel=_RECIPE,
+            help="Change a setting of the recipe, as in policies.solver.lr=1e-6, pools.near.workers=4 or "
+            "workflow.task=basic_arithmetic. A key of policies or pools without their names is set in all of them, as "
+            "in codec=gap. May be given several times, and comes after all other options.",
         ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        _setting("Optimizer steps of each trainer in the whole run; with --resume, earlier steps count too."),
     ] = None,
     model: Annotated[
-        str, _option("smollm2; tiny (random weights, for trying out); or a directory or hub id for Transformers.", _RUN)
-    ] = "smollm2",
-    dither: Annotated[
-        int | None,
-        _option(
-            "A seed: add noise to smollm2's weights. Its file is quantised, so the weights lie on few levels; noise of "
-            "up to half a level spreads them like a trained model's.",
-            _RUN,
-        ),
+        str | None,
+        _setting("smollm2; tiny (random weights, for trying out); or a directory or hub id for Transformers."),
     ] = None,
-    task: Annotated[
-        str,
-        _option(
-            "The reasoning-gym dataset that gives prompts and rewards. Its settings may follow a colon, as in "
-            "chain_sum:max_terms=3,max_digits=2. After a wrong name or setting the command lists the right ones.",
-            _RUN,
-        ),
-    ] = "chain_sum",
-    steps: Annotated[
-        int,
-        _option(
-            "Optimizer steps of each trainer in the whole run; with --resume, earlier steps count too. With several "
-            "trainers, a multiple of --sync-every.",
-            _RUN,
-        ),
-    ] = 40,
-    seed: Annotated[int, _option("Seed of prompts, sampling and random weights.", _RUN)] = 0,
-    deterministic: Annotated[
-        bool, _option("Run synchronously: the same seed then gives the same bits.", _RUN, "--deterministic")
-    ] = False,
-    checkpoint_every: Annotated[
-        int, _option("Steps between the trainers' checkpoints. The end of the run always writes one.", _RUN)
-    ] = 100,
-    prompts: Annotated[int, _option("Prompts per step and trainer.", _GRPO)] = 8,
-    group_size: Annotated[int, _option("Completions per prompt.", _GRPO)] = 8,
-    chunk: Annotated[
-        int,
-        _option(
-            "Prompts that a worker samples at a time, each with all its completions. A smaller chunk spreads a step "
-            "over more workers. With --deterministic it is 1.",
-            _GRPO,
-        ),
-    ] = 4,
-    max_new_tokens: Annotated[int, _option("Longest completion, in tokens.", _GRPO)] = 8,
-    temperature: Annotated[float, _option("Sampling temperature.", _GRPO)] = 1.0,
-    lr: Annotated[float, _option("AdamW's learning rate.", _GRPO)] = 3e-6,
-    warmup: Annotated[int, _option("Steps in which the learning rate rises linearly to --lr.", _GRPO)] = 0,
-    betas: Annotated[tuple[float, float], _option("AdamW's two betas, as in --betas 0.9 0.95.", _GRPO)] = (0.9, 0.999),
-    weight_decay: Annotated[float, _option("AdamW's weight decay.", _GRPO)] = 0.0,
-    clip: Annotated[float, _option("Clip the probability ratio to 1 − this and 1 + this.", _GRPO)] = 0.2,
-    grad_clip: Annotated[float, _option("Clip the gradient to this norm.", _GRPO)] = 1.0,
-    max_staleness: Annotated[
-        int, _option("Drop completions whose weights are more than this many versions old.", _GRPO)
-    ] = 1,
-    sync: Annotated[str, _option("What workers read: patch, or full (a checkpoint per version).", _SYNC)] = "patch",
-    codec: Annotated[
-        str, _option("Codec of patches: context, gap, or auto, the one that reaches workers first.", _SYNC)
-    ] = "context",
-    store: Annotated[
-        str | None, _option("URL or path of the history. Without it: the directory store in --out.", _SYNC)
-    ] = None,
-    anchor_every: Annotated[int, _option("Versions between full checkpoints.", _SYNC)] = 50,
+    workers: Annotated[int | None, _setting("Rollout workers of each pool, which sample completions.")] = None,
     trainers: Annotated[
-        int,
-        _option(
-            "Trainers, each with its own prompts. After every round of --sync-every steps they exchange; the result is "
-            "published as one version.",
-            _TRAINERS,
-        ),
-    ] = 1,
-    trainer_sync: Annotated[
-        str,
-        _option(
-            "What trainers exchange. pulse: few bits of what the forward pass can see, every round (PULSELoCo). "
-            "published: the same as published, which learns later. diloco: the whole pseudo-gradient, every round. "
-            "ddp: the gradients, every step. fsdp: likewise, and each trainer holds a share of the model.",
-            _TRAINERS,
-        ),
-    ] = "pulse",
-    trainer_store: Annotated[
-        str | None,
-        _option(
-            "URL or path of a store through which trainers exchange, instead of over the network. A trainer that is "
-            "killed is then started again.",
-            _TRAINERS,
-        ),
+        int | None, _setting("Trainers of each policy, which exchange after every round of sync_every steps.")
     ] = None,
-    elastic: Annotated[
-        bool,
-        _option(
-            "A round goes on without a trainer that is killed; started again, it joins the next one (torchft).",
-            _TRAINERS,
-            "--elastic",
-        ),
-    ] = False,
-    sync_every: Annotated[int, _option("Steps per round of several trainers, with ddp and fsdp too.", _TRAINERS)] = 8,
-    overlap: Annotated[
-        int,
-        _option(
-            "Steps that trainers take while a round is exchanged, fewer than --sync-every. Its version is published "
-            "after them. 0: they wait for the exchange.",
-            _TRAINERS,
-        ),
-    ] = 0,
-    workers: Annotated[int, _option("Rollout workers, which sample completions.", _ENGINE)] = 2,
     engine: Annotated[
-        str,
-        _option("What workers sample with: builtin, or vllm (on a CPU; make setup-vllm sets it up).", _ENGINE),
-    ] = "builtin",
-    threads: Annotated[int, _option("Torch threads of each trainer and of each worker.", _ENGINE)] = 1,
-    address: Annotated[
+        str | None, _setting("What workers sample with: builtin, or vllm (on a CPU; make setup-vllm sets it up).")
+    ] = None,
+    lr: Annotated[float | None, _setting("AdamW's learning rate, of each policy.")] = None,
+    store: Annotated[
         str | None,
-        _option(
-            "Run on this Ray cluster: host:port of its head node, or auto for the one of this machine. Every node must "
-            "reach --store, and with several trainers --out too. Without it, Ray is started here for this run alone.",
-            _ENGINE,
+        typer.Option(help="URL or path of the history.", show_default="the directory store in --out"),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of the run.", show_default="runs/NAME of the recipe; if that holds a run, with a number"
         ),
     ] = None,
-    as_json: Annotated[bool, _option("Print the summary as JSON on stdout.", _RUN, "--json")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Continue the run in this directory, with its recipe; --steps, --workers and --engine may change."
+        ),
+    ] = None,
+    seed: Annotated[int | None, _setting("Seed of prompts, sampling and random weights.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Run synchronously: the same seed then gives the same bits.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
 
@@ -177,28 +86,29 @@ def train(
 
     Try it out in half a minute: pulse-rl train --model tiny --steps 5 --out runs/try
 
-    Train with four trainers: pulse-rl train --model tiny --trainers 4 --out runs/four
+    Train on longer sums: pulse-rl train --set workflow.task=chain_sum:max_terms=3 --out runs/sums
 
-    Train on longer sums: pulse-rl train --task chain_sum:max_terms=3 --steps 200 --out runs/sums
+    Continue that run: pulse-rl train --resume runs/sums --steps 80
 
-    Continue that run: pulse-rl train --resume runs/sums --steps 400
-
-    Two policies that learn together: pulse-rl train --recipe solver-verifier
+    Two policies that learn together: pulse-rl train solver-verifier
     """
     given = {
-        name: value
-        for name, value in context.params.items()
-        if name in (*recipes.SHARED, *recipes.SETTINGS) and context.get_parameter_source(name).name != "DEFAULT"  # type: ignore[union-attr]
+        "steps": steps,
+        "model": model,
+        "workers": workers,
+        "trainers": trainers,
+        "kind": engine,
+        "lr": lr,
+        "store": store,
+        "out": out,
+        "seed": seed,
+        "deterministic": deterministic or None,
     }
-    changes: list[str] = []
+    changes = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
+    changes += sets or []
     # What can be said at once is said before seconds of imports.
     with output.checking():
-        if resume is not None:
-            if recipe is not None:
-                raise ValueError("--recipe: expected a new run, found it beside --resume, which keeps the run's recipe")
-            changes = recipes.resumed(resume, sets or [], given)
-        else:
-            settings = recipes.new(recipe, sets or [], given)
+        settings = _new(recipe or DEFAULT, changes) if resume is None else _continued(resume, recipe, changes)
     from pulse_rl.errors import require_installed
 
     for module in ("torch", "ray", "reasoning_gym"):
@@ -218,6 +128,28 @@ def train(
         raise typer.Exit(128 + signal.Signals[stopped["by"]])
 
 
+def _new(recipe: str, changes: list[str]) -> "Recipe":
+    """The settings of a new run. A directory that nobody has chosen gets a number if it holds a run."""
+    import msgspec
+
+    from pulse_rl.flow import recipe_file
+    from pulse_rl.flow.directory import numbered
+
+    settings = recipe_file.load(recipe, changes)
+    if any(change.partition("=")[0].strip() == "out" for change in changes):
+        return settings
+    return msgspec.structs.replace(settings, out=numbered(settings.out))
+
+
+def _continued(directory: Path, recipe: str | None, changes: list[str]) -> "Recipe":
+    """The settings with which a run continues."""
+    from pulse_rl.flow import recipe_file
+
+    if recipe is not None:
+        raise ValueError(f"--resume: expected no recipe beside it, as the run keeps its own, found {recipe!r}")
+    return recipe_file.resumed(directory, changes)
+
+
 def rollout(
     directory: Annotated[
         Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.", show_default=False)
@@ -233,7 +165,7 @@ def rollout(
 ) -> None:
     """Add rollout workers to a run that is going on, or let some leave.
 
-    Example: pulse-rl rollout runs/main --add 2
+    Example: pulse-rl rollout runs/math --add 2
     """
     from pulse_rl.flow.directory import request_workers
 

@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -90,6 +91,12 @@ def begun(directory: Path) -> bool:
 def free(directory: Path) -> bool:
     """Whether a new run may begin there: no run has begun or is starting."""
     return not begun(directory) and not running(directory)
+
+
+def numbered(out: str) -> str:
+    """The first of out, out-2, out-3, … where a new run may begin."""
+    names = (out if number == 1 else f"{out}-{number}" for number in count(1))
+    return next(name for name in names if free(Path(name)))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A document is what a TOML file holds: plain tables. Every key is checked here by
 what the values mean.
 """
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -22,8 +23,6 @@ from pulse_rl.flow.registry import Plugin
 from pulse_rl.history.operate.runs import RECIPE
 
 FILE = RECIPE  # in the run's directory
-# --set of every policy at once
-SHORT = ("model", "dither", "lr", "loss", "advantage", "max_staleness", "sync", "codec")
 # What other libraries call a setting, and what it is called here.
 OTHERS = {
     "learning_rate": "lr",
@@ -40,7 +39,7 @@ OTHERS = {
     "model_name": "model",
     "num_workers": "workers",
 }
-FREE = ("steps", "checkpoint_every", "address")  # may change with --resume
+FREE = ("steps", "checkpoint_every", "address", "pools", "autoscale", "threads")  # may change with --resume
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "workflow": WorkflowRecipe,
     "autoscale": AutoscaleRecipe,
@@ -92,21 +91,33 @@ def read(name: str) -> dict[str, Any]:
 def set_value(document: dict[str, Any], text: str) -> None:
     """Change a document by one `--set key=value`, in place.
 
-    The value is TOML; what is no TOML is a string. A key has dots: "policies.solver.lr", "pools.near.workers"
-    by a pool's name, "pools.0.workers" by its place. A key of `SHORT` alone is set for every policy.
+    The value is TOML; what is no TOML is a string. A key has dots: "policies.solver.lr", "pools.near.workers" by a
+    pool's name, "pools.0.workers" by its place. A key of policies or pools without their names, as "lr", "loss.clip"
+    or "workers", is set in all of them.
     """
     path, equals, value_text = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise ValueError(f"--set: expected key=value, for example policies.solver.lr=1e-6, found {text!r}")
     value = _value(value_text.strip())
-    if len(keys) == 1 and keys[0] in SHORT:
-        policies = document.get("policies")
-        if not isinstance(policies, dict) or not policies:
-            raise ValueError(f"--set {keys[0]}: expected a recipe with policies, found none")
-        for policy in policies.values():
-            policy[keys[0]] = value
-        return
+    for table in _tables_with(document, keys[0]):
+        _set_in(table, keys, value, text)
+
+
+def _tables_with(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The document where it may have a key, else all policies and pools that may."""
+    if key in Recipe.__struct_fields__:
+        return [document]
+    tables: list[Any] = []
+    if key in PolicyRecipe.__struct_fields__ and isinstance(policies := document.get("policies"), dict):
+        tables += policies.values()
+    if key in PoolRecipe.__struct_fields__ and isinstance(pools := document.setdefault("pools", [{}]), list):
+        tables += pools
+    return [table for table in tables if isinstance(table, dict)] or [document]
+
+
+def _set_in(document: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
+    """Set a value at a path of keys. text: what was asked, for errors."""
     place: Any = document
     for depth, key in enumerate(keys[:-1]):
         if isinstance(place, list):
@@ -202,8 +213,14 @@ def _meant(name: str, known: Sequence[str]) -> str:
     tables = {"": Recipe, "policies.NAME.": PolicyRecipe} | {
         f"{section}{'.NAME' * (section == 'pools')}.": kind for section, kind in _SECTIONS.items()
     }
+    fields = {field for kind in tables.values() for field in kind.__struct_fields__}
+    if meant not in fields:
+        if near := registry.near(name, list(known)):
+            return near
+        close = next(iter(difflib.get_close_matches(meant, [*fields, *OTHERS], n=1, cutoff=0.75)), meant)
+        meant = OTHERS.get(close, close)
     elsewhere = [f"{table}{meant}" for table, kind in tables.items() if meant in kind.__struct_fields__]
-    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else registry.near(name, list(known))
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else ""
 
 
 def _table(value: Any, key: str) -> dict[str, Any]:
@@ -288,12 +305,18 @@ def resumed(directory: Path, sets: Iterable[str] = ()) -> Recipe:
     document = to_document(before)
     for text in sets:
         key = text.partition("=")[0].strip()
-        threads = key.startswith("policies.") and key.endswith(".threads")
-        if key not in FREE and not threads and not key.startswith(("pools.", "autoscale")):
+        if not _may_change(key):
             raise ValueError(
-                f"--resume keeps the recipe of the run in {directory}: only {', '.join(FREE)}, pools, autoscale and "
-                f"policies' threads may be set with it, found {key}"
+                f"--resume keeps the recipe of the run in {directory}: only {', '.join(FREE)} may be set with it, "
+                f"found {key}"
             )
         set_value(document, text)
     document["out"] = str(directory)
     return check_recipe(parse(document))
+
+
+def _may_change(key: str) -> bool:
+    """Whether a setting decides only how long a run goes on, where, and with which processes."""
+    first, last = key.split(".")[0], key.split(".")[-1]
+    of_pools = first in PoolRecipe.__struct_fields__ and first not in Recipe.__struct_fields__
+    return first in FREE or of_pools or (first == "policies" and last == "threads")
