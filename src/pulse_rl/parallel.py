@@ -13,6 +13,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -71,6 +74,15 @@ def batched(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterato
             batch, total = [], 0
     if batch:
         yield batch
+
+
+def sliced(sizes: NDArray[np.int64], most: int) -> Iterator[slice]:
+    """Divide items of these sizes into runs whose sizes add up to `most` or less, or that are one item."""
+    ends, at = np.cumsum(sizes), 0
+    while at < len(sizes):
+        end = max(at + 1, int(np.searchsorted(ends, ends[at] - sizes[at] + most, "right")))
+        yield slice(at, end)
+        at = end
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

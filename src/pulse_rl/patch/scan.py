@@ -7,25 +7,26 @@ there, by `on_device`.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map
+from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.patch.on_device import differing
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits
+from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, runs
 from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
 from pulse_rl.weights.pieces import place_view
+from pulse_rl.weights.segments import SEGMENT
 
 HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
 
@@ -39,8 +40,9 @@ class Found(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """What comparing a part of a tensor gave."""
+    """What comparing parts of tensors gave."""
 
+    counts: NDArray[np.int64]  # (parts,) changes of each
     changes: Changes
     replaced: UIntArray
     base: int  # its share of the old digest; 0 where that is not asked for
@@ -91,7 +93,7 @@ class Scan:
         if on_device is not None:
             self.elements += elements
             for edges, changes, replaced, base, delta, seconds in on_device:
-                self._add(_Compared(changes, replaced, base, delta, 0.0, seconds))
+                self._add(_Compared(np.diff(edges), changes, replaced, base, delta, 0.0, seconds))
                 yield Found(edges, changes, replaced)
             return
         expected = elements * self.nbytes // max(1, self.elements)
@@ -127,27 +129,30 @@ class Scan:
     def _in_runs(self, group: Group, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
         shape, boxes = entries[0].shape, entries[0].boxes
+        grids = _grids(group, boxes)
+        if None in grids:
+            return None
         pieces = [
-            [
-                (_seed(entry), place_view(self.old[entry.name], box), place_view(self.new[entry.name], box))
-                for entry in entries
-            ]
+            [(place_view(self.old[entry.name], box), place_view(self.new[entry.name], box)) for entry in entries]
             for box in boxes
         ]
-        grids = _grids(group, boxes)
-        if not all(old.contiguous and new.contiguous for held in pieces for _, old, new in held) or None in grids:
+        if not all(old.contiguous and new.contiguous for held in pieces for old, new in held):
             return None
         cut = [list(runs(box, shape)) for box in boxes]
+        seeds = [_seed(entry) for entry in entries]
 
         def parts() -> Iterator[_Part]:
             for held, spans in zip(pieces, cut, strict=True):
-                for seed, old, new in held:
+                for seed, (old, new) in zip(seeds, held, strict=True):
                     for start, stop, at in spans:
                         yield _Part(seed, at, old, new, start, stop)
 
+        plain = _plain_runs(seeds, pieces, cut)
+        compare: Callable[..., _Compared] = _compare if plain is None else _compare_runs
         found: list[_Compared] = []
         nbytes = 0
-        for compared in ordered_map(partial(_compare, digest_old=self.digest_old), parts()):
+        work: Iterator[Any] = parts() if plain is None else plain
+        for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
             found.append(compared)
             nbytes += compared.nbytes
             if nbytes > HELD_NBYTES:
@@ -158,6 +163,67 @@ class Scan:
         sorted_ = _sorted(found, [grid for grid in grids if grid is not None], cut, len(entries))
         self.diff_s += time.perf_counter() - clock
         return sorted_
+
+
+class _Runs(NamedTuple):
+    """Runs of elements in host memory, that one call compares."""
+
+    old: cpu.Spots
+    new: cpu.Spots
+    sizes: NDArray[np.int64]
+    itemsize: int
+    cast: bool  # whether the new elements are float32, compared as bfloat16
+
+
+def _plain_runs(
+    seeds: Sequence[int],
+    pieces: Sequence[Sequence[tuple[Bits, Bits]]],
+    cut: Sequence[Sequence[tuple[int, int, Positions]]],
+) -> Iterator[_Runs] | None:
+    """All runs of a group, tensor by tensor of each box; None unless they are plain host memory, as rows.
+
+    pieces: of each box, each tensor's memory in both states. cut: the runs of each box.
+    """
+    held = [both for tensors in pieces for both in tensors]
+    stored = {(lying_itemsize(old), lying_itemsize(new), old.itemsize) for old, new in held}
+    rows = [[_row(at) for _, _, at in spans] for spans in cut]
+    if len(stored) != 1 or any(None in each for each in rows):
+        return None
+    ((old_itemsize, new_itemsize, itemsize),) = stored
+    if old_itemsize != itemsize or new_itemsize is None:
+        return None
+    roots = np.array(seeds, np.uint64)
+    columns = []
+    for tensors, spans, places in zip(pieces, cut, rows, strict=True):
+        addresses = np.array([(old.address, new.address) for old, new in tensors], np.int64)  # type: ignore[attr-defined]
+        starts, stops = (np.array([span[i] for span in spans], np.int64) for i in range(2))
+        near, far = addresses.T[:, :, None] + starts * np.array([[[old_itemsize]], [[new_itemsize]]])
+        each = np.broadcast_to(np.array(places, np.int64).T[:, None], (3, len(tensors), len(spans)))
+        sizes = np.broadcast_to(stops - starts, near.shape)
+        own = np.broadcast_to(roots.view(np.int64)[:, None], near.shape)
+        columns.append(np.stack([near, far, *each, sizes, own]).reshape(7, -1))
+    near, far, starts, strides, lengths, sizes, own = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    how = (lengths, starts, strides, lengths, own.view(np.uint64), np.ones_like(sizes))
+    old, new = cpu.Spots(near.view(np.uint64), *how), cpu.Spots(far.view(np.uint64), *how)
+    cast = new_itemsize != itemsize
+    return (_Runs(old.at(some), new.at(some), sizes[some], itemsize, cast) for some in sliced(sizes, SEGMENT))
+
+
+def _row(at: Positions) -> tuple[int, int, int] | None:
+    """The start, the distance and the length of rows of a tensor; None where they are not of one distance."""
+    apart = np.diff(at.starts)
+    if len(apart) and (apart != apart[0]).any():
+        return None
+    return int(at.starts[0]), int(apart[0]) if len(apart) else at.run, at.run
+
+
+def _compare_runs(some: _Runs, *, digest_old: bool) -> _Compared:
+    """Find the changes of many runs and what they do to the digest."""
+    clock = time.perf_counter()
+    found = cpu.find_in_spots(some.old, some.new, some.sizes, some.itemsize, cast=some.cast)
+    base = cpu.digest_spots(some.old, some.sizes, some.itemsize) if digest_old else 0
+    changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
+    return _Compared(np.diff(found.edges), changes, found.replaced, base, found.delta, 0.0, seconds)
 
 
 def _seed(entry: Entry) -> int:
@@ -185,7 +251,8 @@ def _compare(part: _Part, *, digest_old: bool) -> _Compared:
     (cpu.gather if before.ndim == 1 else cpu.gather_rows)(before, changes.indices, replaced)
     delta = digests.delta(seed, at, changes.indices, replaced, changes.values)
     base = digests.part(seed, at, before.reshape(-1)) if digest_old else 0
-    return _Compared(changes, replaced, base, delta, read_s, time.perf_counter() - clock - read_s)
+    counts = np.array([len(replaced)], np.int64)
+    return _Compared(counts, changes, replaced, base, delta, read_s, time.perf_counter() - clock - read_s)
 
 
 def _read(bits: Bits, start: int, stop: int) -> UIntArray:
@@ -265,9 +332,9 @@ def _sorted(
 ) -> Found:
     """The changes of each segment of a group.
 
-    compared: of each box, tensor by tensor, run by run. cut: the runs of each box.
+    compared: of each box, tensor by tensor, run by run, of one or more. cut: the runs of each box.
     """
-    counts = np.array([len(one.replaced) for one in compared], np.int64)
+    counts = np.concatenate([one.counts for one in compared])
     columns = ((one.changes.indices, one.changes.values, one.replaced) for one in compared)
     indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
     cuts, at = [], 0

@@ -28,7 +28,17 @@ from pulse_rl.weights.torch_bits import TorchBits, torch_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ArrayCastBits", "Bits", "HostBits", "TorchBits", "as_bits", "differ", "is_dtensor", "mirrored"]
+__all__ = [
+    "ArrayCastBits",
+    "Bits",
+    "HostBits",
+    "TorchBits",
+    "as_bits",
+    "differ",
+    "is_dtensor",
+    "lying_itemsize",
+    "mirrored",
+]
 
 
 @runtime_checkable
@@ -85,6 +95,16 @@ class Bits(Protocol):
 def differ(one: Bits, other: Bits) -> bool:
     """Whether two tensors of one size and width have different bits."""
     return any((one.read(*at) != other.read(*at)).any() for at in segments(one.size))
+
+
+def lying_itemsize(bits: Bits) -> int | None:
+    """Bytes of an element in host memory, where kernels read all elements one after another; None for other bits.
+
+    Twice the tensor's own where they are float32, read as bfloat16.
+    """
+    if not isinstance(bits, HostBits | ArrayCastBits) or not bits.contiguous:
+        return None
+    return None if isinstance(bits, ArrayCastBits) and not bits.narrows else bits.stored_itemsize
 
 
 def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:

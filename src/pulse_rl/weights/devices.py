@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.errors import MissingExtraError, install_hint
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu import Spots, coding
+from pulse_rl.kernels.cpu import Differences, Spots, coding
 from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
     import torch
 
-    from pulse_rl.kernels.gpu.spots import Differences
 
 log = logger(__name__)
 
@@ -53,7 +52,7 @@ class Coder(Protocol):
 
 
 class Device(Protocol):
-    """What the kernels of a device do. Arguments and results as of those in `kernels.cpu.spots`."""
+    """What the kernels of a device do. Arguments and results as in `kernels.cpu.spots` and `states`."""
 
     def spots_delta(
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
@@ -67,6 +66,8 @@ class Device(Protocol):
         self, spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
     ) -> Callable[[], int | None]:
         """What calls `write_spots`, with all done beforehand that can be."""
+
+    def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int: ...
 
     def coder(self) -> AbstractContextManager[Coder]:
         """The coder of segments whose old bits lie there."""
@@ -90,6 +91,9 @@ class Host:
     ) -> Callable[[], int | None]:
         cpu.write_spots(spots.of([]), counts[:0], indices[:0], values[:0])  # loads the machine code
         return lambda: cpu.write_spots(spots, counts, indices, values)
+
+    def digest(self, spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> int:
+        return cpu.digest_spots(spots, sizes, itemsize)
 
     def coder(self) -> AbstractContextManager[Coder]:
         return nullcontext(coding)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map
-from pulse_rl.weights.bits import Bits, TorchBits
+from pulse_rl.parallel import ordered_map, sliced
+from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Positions, Shape, rows_in, tiles, whole
-from pulse_rl.weights.devices import Cuda
+from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import Piece, Pieces
-from pulse_rl.weights.segments import segments
+from pulse_rl.weights.segments import SEGMENT, segments
 
 MASK = (1 << 64) - 1
 
@@ -96,18 +96,21 @@ def _terms(tensors: Mapping[str, Bits]) -> Iterator[Callable[[], int]]:
 
 
 class _OnDevices:
-    """Pieces whose elements a device's kernels reach: all of one device and width are summed up in a call."""
+    """Pieces whose elements a device's kernels reach: many of one device and width are summed up in a call.
+
+    Of pieces in host memory the small ones: larger ones are divided among threads.
+    """
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[Cuda, int, int], list[tuple[int, ...]]] = {}  # by device, width and times
+        self._pieces: dict[tuple[Device, int, int], list[tuple[int, ...]]] = {}  # by device, width and times
 
     def takes(self, root: int, piece: Piece, shape: Shape) -> bool:
         """Take a piece of a tensor, if it is such a one."""
         box, bits, times = piece
-        if not isinstance(bits, TorchBits) or bits.device is None or bits.stored_itemsize != bits.itemsize:
+        if not isinstance(bits, HostBits | TorchBits) or bits.device is None or bits.stored_itemsize != bits.itemsize:
             return False
         rows = rows_in(box, shape, box)
-        if rows is None or not bits.contiguous or not 0 < bits.size < cpu.WHOLE:
+        if rows is None or not bits.contiguous or not 0 < bits.size < (SEGMENT if bits.device is HOST else cpu.WHOLE):
             return False
         (start, stride, run), (_, apart, _) = rows
         column = bits.address, apart, start, stride, run, root, bits.size
@@ -126,10 +129,12 @@ class _OnDevices:
                 seeds=np.array(roots, np.uint64),
                 times=np.ones(len(columns), np.int64),
             )
-            yield partial(_on_device, device, spots, np.array(sizes, np.int64), itemsize, times)
+            elements = np.array(sizes, np.int64)
+            for some in sliced(elements, SEGMENT) if device is HOST else [slice(None)]:
+                yield partial(_on_device, device, spots.at(some), elements[some], itemsize, times)
 
 
-def _on_device(device: Cuda, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:
+def _on_device(device: Device, spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int, times: int) -> int:
     return times * device.digest(spots, sizes, itemsize)
 
 

@@ -148,9 +148,24 @@ class ArrayCastBits:
         floats = self._source.read(start, stop).view(self._floats)
         return cast_array(floats, self._cast, memory.view(UINTS[self.itemsize]))
 
+    @property
+    def narrows(self) -> bool:
+        """Whether float32 is cast to bfloat16, for which there are kernels."""
+        return bool(self._floats == np.float32) and self._cast == "bfloat16"
+
+    @property
+    def address(self) -> int:
+        """The address of the first element before the cast."""
+        return self._source.address
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Bytes of an element in memory."""
+        return self._source.itemsize
+
     def floats(self, start: int, stop: int) -> NDArray[np.float32] | None:
         """The elements before the cast, if they are float32 one after another, and the cast is to bfloat16."""
-        if self._floats != np.float32 or self._cast != "bfloat16" or self._source.flat is None:
+        if not self.narrows or self._source.flat is None:
             return None
         return self._source.flat[start:stop].view(np.float32)
 

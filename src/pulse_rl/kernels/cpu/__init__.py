@@ -1,9 +1,10 @@
 """The hot loops on the CPU, compiled by Numba at first use; they release the GIL, so that threads run them at once.
 
 `changes` finds, reads, writes and merges changed elements, `casts` finds those of float32 that is read as bfloat16;
-`tiles` sorts them into tiles, and `spots` checks and writes those of many tiles at once; `digests` sums a digest's
-terms; `gaps` codes the words of the `gap` codec; `moves`, `rangecoder` and `context` code the `context` codec, `coding`
-many of its segments at once; `loco` and `study` serve those rooms. `arrays` holds what they share. Kernels allocate no
+`states` finds those of many tensors at once, `tiles` sorts them into tiles, and `spots` checks and writes those of many
+tiles; `digests` sums a digest's terms; `gaps` codes the words of the `gap` codec; `moves`, `rangecoder` and `context`
+code the `context` codec, `coding` many of its segments at once; `loco` and `study` serve those rooms. `arrays` holds
+what they share. Kernels allocate no
 memory. Those that decode untrusted bytes check every position before they use it, and return a status instead of
 raising.
 
@@ -27,6 +28,7 @@ from pulse_rl.kernels.cpu.changes import (
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.spots import WHOLE, Spots, Windows, spots_delta, windowed, write_spots
+from pulse_rl.kernels.cpu.states import Differences, digest_spots, find_in_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, Split, split
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "SLACK",
     "WHOLE",
     "Cut",
+    "Differences",
     "Grid",
     "Split",
     "Spots",
@@ -43,9 +46,11 @@ __all__ = [
     "digest_delta",
     "digest_range",
     "digest_rows",
+    "digest_spots",
     "find_cast_changes",
     "find_changes",
     "find_changes_rows",
+    "find_in_spots",
     "gap_decode",
     "gap_encode",
     "gather",

@@ -19,7 +19,7 @@ from pulse_rl.kernels.cpu.compiled import kernel
 _WIDE, _NARROW = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.IntType(16), LANES)
 
 
-def _round(builder: Any, bits: Any) -> Any:
+def rounding(builder: Any, bits: Any) -> Any:
     """Have an intrinsic round the bits of float32, of one or of a vector of them: 32 bits each, the upper 16 zero."""
     kind = bits.type
 
@@ -41,7 +41,7 @@ def _at(context: Any, builder: Any, kind: Any, array: Any, start: Any, vector: A
 def _rounded_lanes(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> Any:
     wide = builder.load(_at(context, builder, kind, array, start, _WIDE))
     wide.align = 1
-    return builder.trunc(_round(builder, wide), _NARROW)
+    return builder.trunc(rounding(builder, wide), _NARROW)
 
 
 @intrinsic
@@ -49,7 +49,7 @@ def _rounded(typingctx: Any, bits: Any) -> Any:
     """The bfloat16 bits of one float32, given by its bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.trunc(_round(builder, args[0]), ir.IntType(16))
+        return builder.trunc(rounding(builder, args[0]), ir.IntType(16))
 
     return types.uint16(types.uint32), codegen
 

@@ -40,6 +40,10 @@ class Spots(NamedTuple):
         where = np.array(numbers, np.intp)
         return Spots._make(column[where] for column in self)
 
+    def at(self, some: slice) -> "Spots":
+        """Consecutive ones, as views."""
+        return Spots._make(column[some] for column in self)
+
 
 class Windows(NamedTuple):
     """Which elements of segments are of interest, as rows of one length and distance, (segments,) each."""
@@ -55,18 +59,19 @@ class Windows(NamedTuple):
         return Windows._make(column[where] for column in self)
 
 
-def _pointer(context: Any, builder: Any, values: Any, address: Any, index: Any) -> Any:
+def element_pointer(builder: Any, values: Any, address: Any, index: Any) -> Any:
+    """Have an intrinsic point to the element at an index from an address on, of the dtype of `values`."""
     size = ir.Constant(ir.IntType(64), values.dtype.bitwidth // 8)
     place = builder.add(address, builder.mul(index, size))
     return builder.inttoptr(place, ir.IntType(values.dtype.bitwidth).as_pointer())
 
 
 @intrinsic
-def _load(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
+def load(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
     """The element at an index from an address on, of the dtype of `values`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        loaded = builder.load(_pointer(context, builder, signature.args[0], args[1], args[2]))
+        loaded = builder.load(element_pointer(builder, signature.args[0], args[1], args[2]))
         loaded.align = 1
         return loaded
 
@@ -74,7 +79,7 @@ def _load(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
-def _ask(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
+def ask_for(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
     """Ask for the cache line of the element at an index from an address on.
 
     Also where it is written to: asked for to be written, lines of memory that lie apart come more slowly (measured:
@@ -82,7 +87,7 @@ def _ask(typingctx: Any, values: Any, address: Any, index: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        prefetch_line(builder, _pointer(context, builder, signature.args[0], args[1], args[2]), locality=2)
+        prefetch_line(builder, element_pointer(builder, signature.args[0], args[1], args[2]), locality=2)
         return context.get_dummy_value()
 
     return types.void(values, types.uint64, types.int64), codegen
@@ -93,7 +98,7 @@ def _store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) ->
     """Set the element at an index from an address on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stored = builder.store(args[3], _pointer(context, builder, signature.args[0], args[1], args[2]))
+        stored = builder.store(args[3], element_pointer(builder, signature.args[0], args[1], args[2]))
         stored.align = 1
         return context.get_dummy_value()
 
@@ -113,12 +118,12 @@ def _spots_delta(spots, counts, indices, values, before, places, wheres):
                 row = np.uint32(indices[j] // run)  # a division of 32 bits takes a third of the time of one of 64
                 column = np.int64(np.uint32(indices[j] - row * run))
                 wheres[j] = address + np.uint64(np.int64(row) * apart + column) * itemsize
-                _ask(values, wheres[j], 0)
+                ask_for(values, wheres[j], 0)
                 places[j] = position + np.uint64(np.int64(row) * stride + column) * C1
             k += counts[s]
             s += 1
         for j in range(begun, k):
-            before[j] = _load(values, wheres[j], 0)
+            before[j] = load(values, wheres[j], 0)
     total, k = np.uint64(0), np.int64(0)
     for s in range(counts.shape[0]):  # apart from the loop that waits for memory
         gained = np.uint64(0)
@@ -155,10 +160,10 @@ def _write_spots(spots, counts, indices, values):
                         row = np.uint32(indices[j] // run)
                         at += np.int64(row) * (apart - np.int64(run))
                     if turn == 0:
-                        _ask(values, address, at)
+                        ask_for(values, address, at)
                     elif turn == 1:
                         _store(values, address, at, values[j])
-                    elif _load(values, address, at) != values[j]:
+                    elif load(values, address, at) != values[j]:
                         wrong = np.int64(s)
                 k += counts[s]
                 s += 1

@@ -4,8 +4,10 @@ Each kernel is called once on a few elements, through the function that everybod
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, field_of
 from pulse_rl.kernels.cpu import classes, coding, compiled, context, loco, moves, rangecoder, sends, study
@@ -25,6 +27,7 @@ from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.kernels.cpu.spots import Spots, Windows, spots_delta, windowed, write_spots
+from pulse_rl.kernels.cpu.states import digest_spots, find_in_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, split
 
 N = 192  # elements; kernels look at 64 at a time
@@ -76,9 +79,11 @@ def _warm_changes(itemsize: int) -> None:
     one = np.zeros(1, np.int64)
     cut = Cut(Grid(N, np.array([0, N]), one, one, one + 1), one, one, one + count)
     split(indices, values, values, [cut], 1)
-    spots = Spots(np.array([old.ctypes.data], np.uint64), one, one, one, one + N, one.astype(np.uint64), one)
+    spots = _spot(old)
     spots_delta(spots, one + count, indices, values)
     write_spots(spots, one + count, indices, values)
+    find_in_spots(spots, spots, one + N, itemsize, cast=False)
+    digest_spots(spots, one + N, itemsize)
     windowed(Windows(one, one + N, one + N, one), one + count, indices, values)
     address = spots.addresses.view(np.int64)
     in_order(spots, Stretches(one, np.array([0, 1]), address, one + N), one + count, indices, values)
@@ -86,9 +91,17 @@ def _warm_changes(itemsize: int) -> None:
     study.recurring(old, old, indices, values)
 
 
+def _spot(elements: NDArray[Any]) -> Spots:
+    """N elements as one segment."""
+    one = np.zeros(1, np.int64)
+    address = np.array([elements.ctypes.data], np.uint64)
+    return Spots(address, one + N, one, one + N, one + N, one.astype(np.uint64), one)
+
+
 def _warm_casts() -> None:
     values, bits = np.zeros(N, np.float32), np.zeros(N + SLACK, np.uint16)
     cast_bfloat16(values, bits[:N])
+    find_in_spots(_spot(bits), _spot(values), np.array([N]), 2, cast=True)
     find_cast_changes(bits[:N].copy(), values, np.empty(N + SLACK, np.uint32), bits)
 
 

@@ -4,8 +4,6 @@ Segments are described in host memory, as `Spots`, and copied to the device for 
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import cuda
 from numpy.typing import NDArray
@@ -14,6 +12,7 @@ from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.kernels.cpu.digests import C2, mixed
 from pulse_rl.kernels.cpu.spots import Spots
+from pulse_rl.kernels.cpu.states import Differences
 from pulse_rl.kernels.gpu import digests
 from pulse_rl.kernels.gpu.changes import find, find_wrong, scatter_all
 from pulse_rl.kernels.gpu.device import (
@@ -35,16 +34,6 @@ _mixed = twin(mixed)
 
 
 # Two states
-
-
-class Differences(NamedTuple):
-    """What differs between segments of two states, in host memory."""
-
-    edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
-    indices: NDArray[np.uint32]  # (k,), ascending in each segment
-    values: UIntArray  # (k,) the new bits
-    replaced: UIntArray  # (k,) the old bits
-    delta: int  # what the digest gains, mod 2^64; each element counts once
 
 
 def _regions(spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> Regions:
