@@ -244,17 +244,30 @@ def test_files_that_contributing_names_exist() -> None:
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "pulse_rl")), name
 
 
+NOUN = "form.noun"  # in the code: what a kind of sealed object is called
+
+
 def _messages() -> list[str]:
-    """Every text in the code, with "…" where something is filled in, and neighbouring pieces joined."""
-    found = []
+    """Every text in the code, with "…" where something is filled in, and neighbouring pieces joined.
+
+    What a sealed object is called is filled in: its text is there once for each kind.
+    """
+    found, nouns = list[str](), list[str]()
     for file in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-                found.append("".join(map(str, parts)))
+                found.append("".join(map(_part, node.values)))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Format":
+                nouns.append(str(ast.literal_eval(node.args[3])))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    return found
+    return [text.replace(NOUN, noun) for text in found for noun in (nouns if NOUN in text else [NOUN])]
+
+
+def _part(part: ast.expr) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    return NOUN if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) == NOUN else "…"
 
 
 def test_messages_that_the_docs_explain_are_in_the_code() -> None:
