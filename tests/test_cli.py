@@ -20,7 +20,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.cli.main import main
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.operate.targets import kind_of
+from pulse_rl.flow.directory import store_of
 from pulse_rl.weights.layout import layout
 
 COMMAND = [sys.executable, "-c", "from pulse_rl.cli.main import main; main()"]
@@ -365,16 +365,29 @@ def test_missing_files(run: Run, files: Files, tmp_path: Path) -> None:
 def test_a_run_whose_store_is_elsewhere_and_one_of_several_policies(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('store = "s3://bucket/a"\n[policies.solver]\n')
-    assert kind_of(str(tmp_path)) == ("store", "s3://bucket/a")
+    assert store_of(str(tmp_path)) == "s3://bucket/a"
     recipe.write_text("[policies.solver]\n")
-    assert kind_of(str(tmp_path)) == ("store", str(tmp_path / "store"))
+    assert store_of(str(tmp_path)) == str(tmp_path / "store")
     recipe.write_text("[policies.solver]\n[policies.critic]\n")
     stores = f"{tmp_path}/store/solver, {tmp_path}/store/critic"
     with pytest.raises(ValueError, match=re.escape(f"a store for each of its policies: expected one of {stores}")):
-        kind_of(str(tmp_path))
+        store_of(str(tmp_path))
     recipe.write_text("[policies")
     with pytest.raises(ValueError, match="expected TOML"):
-        kind_of(str(tmp_path))
+        store_of(str(tmp_path))
+
+
+def test_commands_take_the_directory_of_a_run_whose_store_is_elsewhere(run: Run, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "recipe.toml").write_text(f'store = "{store / "store"}"\n[policies.solver]\n')
+    for command in ("inspect", "verify", "status"):
+        assert run(command, tmp_path / "out", "--json").json() == run(command, store / "store", "--json").json()
+    assert run("copy", tmp_path / "out", tmp_path / "copied").code == 0
+    (tmp_path / "out" / "recipe.toml").write_text("[policies.solver]\n[policies.critic]\n")
+    for command in ("inspect", "verify", "status"):
+        refused = run(command, tmp_path / "out")
+        assert (refused.code, refused.out) == (2, "")
+        assert "each of its policies" in refused.err
 
 
 def test_no_store_there(run: Run, tmp_path: Path) -> None:

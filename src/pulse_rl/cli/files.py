@@ -22,6 +22,7 @@ Target = Annotated[
         metavar="FILE|STORE",
         help="A patch, a safetensors file, a directory of shards, a store (directory or URL), or a run directory.",
         show_default=False,
+        callback=output.resolved,
     ),
 ]
 

@@ -60,6 +60,14 @@ def checking() -> Iterator[None]:
         raise typer.BadParameter(one_line(error)) from None
 
 
+def resolved(target: str) -> str:
+    """The store of a run, if an argument is the directory of one; any other argument as it is."""
+    from pulse_rl.flow.directory import store_of
+
+    with checking():
+        return store_of(target)
+
+
 def write(text: str | bytes) -> None:
     """Write text or UTF-8 to stdout. If its reader has closed it (`| head`), exit silently, as other tools do."""
     try:

@@ -24,7 +24,12 @@ CLEAR = "\x1b[H\x1b[2J"
 
 StoreTarget = Annotated[
     str,
-    typer.Argument(metavar="STORE", help="A store (directory or URL), or the directory of a run.", show_default=False),
+    typer.Argument(
+        metavar="STORE",
+        help="A store (directory or URL), or the directory of a run.",
+        show_default=False,
+        callback=output.resolved,
+    ),
 ]
 
 
@@ -148,7 +153,10 @@ def prune(
 
 def copy(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A store (directory or URL), or the directory of a run.")
+        str,
+        typer.Argument(
+            metavar="SRC", help="A store (directory or URL), or the directory of a run.", callback=output.resolved
+        ),
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Another store: empty, or with an earlier copy.")],
     public_key: Annotated[

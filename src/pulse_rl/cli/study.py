@@ -105,7 +105,7 @@ def study(
 
 
 def _is_run(target: str) -> bool:
-    from pulse_rl.history.operate.runs import RECIPE
+    from pulse_rl.flow.directory import RECIPE
 
     return "://" not in target and (Path(target) / RECIPE).is_file()
 
@@ -156,13 +156,14 @@ def _run_notes(target: str) -> list[str]:
 
 def _open(targets: list[str], stack: ExitStack) -> Source:
     """The source that the targets name. Its files are deleted when the stack closes."""
+    from pulse_rl.flow.directory import store_of
     from pulse_rl.history.log import History
     from pulse_rl.history.operate.targets import kind_of
     from pulse_rl.history.restore import scratch
     from pulse_rl.study.sources.checkpoints import Checkpoints
     from pulse_rl.study.sources.history import Stored
 
-    kinds = [kind_of(target) for target in targets]
+    kinds = [kind_of(store_of(target)) for target in targets]
     if len(targets) == 1 and kinds[0][0] == "store":
         directory = stack.enter_context(scratch())
         with output.progress("fetch") as update:

@@ -15,8 +15,10 @@ running             locked by the driver while the run goes on
 Where several policies learn, each has its history in store/NAME/, and the files of its trainers in policies/NAME/.
 """
 
+import os.path
 import secrets
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -26,9 +28,9 @@ from typing import IO
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
 from pulse_rl.flow.metrics import METRICS
-from pulse_rl.history.operate.runs import RECIPE
 from pulse_rl.store.opening import open_store
 
+RECIPE = "recipe.toml"
 FORMER = "config.toml"  # the settings of a run of an older release
 POLICIES = "policies"
 RUNNING = "running"
@@ -91,6 +93,25 @@ def begun(directory: Path) -> bool:
 def free(directory: Path) -> bool:
     """Whether a new run may begin there: no run has begun or is starting."""
     return not begun(directory) and not running(directory)
+
+
+def store_of(target: str) -> str:
+    """The path or URL of the store of a run, if its directory is given; whatever else is given, as it is.
+
+    Raises ValueError for a run of several policies, which has a store for each, and for a recipe that is broken.
+    """
+    directory = Path(os.path.expanduser(target))
+    if "://" in target or not os.path.isfile(directory / RECIPE) or (directory / "manifests").is_dir():
+        return target
+    try:
+        recipe = tomllib.loads((directory / RECIPE).read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{directory / RECIPE}: expected TOML: {error}") from None
+    store = str(recipe.get("store", directory / "store"))
+    if len(names := list(recipe.get("policies", {}))) > 1:
+        stores = ", ".join(f"{store.rstrip('/')}/{name}" for name in names)
+        raise ValueError(f"{directory}: the run has a store for each of its policies: expected one of {stores}")
+    return store
 
 
 def numbered(out: str) -> str:

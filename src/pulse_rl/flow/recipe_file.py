@@ -16,13 +16,11 @@ import msgspec
 from pulse_rl.disk import read_file
 from pulse_rl.errors import require
 from pulse_rl.flow import registry, values
-from pulse_rl.flow.directory import FORMER, POLICIES
+from pulse_rl.flow.directory import FORMER, POLICIES, RECIPE
 from pulse_rl.flow.recipe import AutoscaleRecipe, EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.recipe import check as check_recipe
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.history.operate.runs import RECIPE
 
-FILE = RECIPE  # in the run's directory
 # What other libraries call a setting, and what it is called here.
 OTHERS = {
     "learning_rate": "lr",
@@ -277,7 +275,7 @@ def save(recipe: Recipe) -> None:
     tomli_w = require("tomli_w", "run")
     recipe.directory.mkdir(parents=True, exist_ok=True)
     document = to_document(recipe.with_absolute_paths()) | {"out": recipe.out}
-    write_stream(recipe.directory / FILE, [tomli_w.dumps(document).encode()])
+    write_stream(recipe.directory / RECIPE, [tomli_w.dumps(document).encode()])
 
 
 def saved(directory: Path) -> Recipe:
@@ -285,9 +283,9 @@ def saved(directory: Path) -> Recipe:
 
     Raises FileNotFoundError if there is none, ValueError if it is broken, or of an older release.
     """
-    if not (directory / FILE).is_file() and not (directory / FORMER).is_file():
-        raise FileNotFoundError(f"no run in {directory}: expected a {FILE} there")
-    recipe = parse(read(str(directory / FILE))) if (directory / FILE).is_file() else None
+    if not (directory / RECIPE).is_file() and not (directory / FORMER).is_file():
+        raise FileNotFoundError(f"no run in {directory}: expected a {RECIPE} there")
+    recipe = parse(read(str(directory / RECIPE))) if (directory / RECIPE).is_file() else None
     if recipe is None or (recipe.only and (directory / POLICIES).is_dir()):
         raise ValueError(
             f"expected a run of this release of pulse-rl in {directory}, found one of an older release, which kept "

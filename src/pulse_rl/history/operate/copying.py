@@ -82,7 +82,7 @@ def copy_history(
     reads the target meanwhile finds whole versions. Do not publish to the target before the copy is complete.
 
     Args:
-        source: A Store, or the URL or path of one, or the directory of a run. A web server will do.
+        source: A Store, or the URL or path of one, or a directory with one named `store`. A web server will do.
         target: A Store, or the URL or path of one: empty, or with an earlier copy of this history.
         public_key: The Ed25519 public key that every manifest must be signed by. By default signatures are not checked.
         patience: Seconds for which a failure of either store that may pass is tried again.

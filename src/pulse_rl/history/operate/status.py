@@ -161,7 +161,7 @@ def status(
     Takes a listing and a few requests, however long the history is, and one request for each heartbeat.
 
     Args:
-        target: A Store, or the URL or path of one, or the directory of a run with one.
+        target: A Store, or the URL or path of one, or a directory with one named `store`.
         public_key: The Ed25519 public key that the manifests that are read must be signed by: a PEM file or the key
             itself. By default signatures are not checked.
         max_lag: How many versions a subscriber may be behind the newest one. By default any number.

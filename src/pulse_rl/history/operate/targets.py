@@ -9,7 +9,6 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import map_file
 from pulse_rl.history.log import History
-from pulse_rl.history.operate.runs import RECIPE, store_of_run
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
@@ -24,11 +23,10 @@ MEETING = Path("trainers", "run.json")  # of a StoreGroup, which `loco.meeting.n
 
 
 def kind_of(target: str) -> tuple[Kind, str]:
-    """Tell what a path or URL names; the directory of a run stands for the store in it.
+    """Tell what a path or URL names; a directory with one named `store`, as of a run, stands for that store.
 
     Returns the kind, and the path or URL of the patch, checkpoint or store. Raises FileNotFoundError if nothing is
-    there, or a directory without any of these, ValueError for a run of several policies, which has a store for each,
-    and CheckpointFormatError for a file that is neither patch nor checkpoint.
+    there, or a directory without any of these, CheckpointFormatError for a file that is neither patch nor checkpoint.
     """
     if "://" in target or (is_url(target) and not Path(target).exists()):
         return "store", target
@@ -37,8 +35,6 @@ def kind_of(target: str) -> tuple[Kind, str]:
     if path.is_dir():
         if (path / "manifests").is_dir():
             return "store", target
-        if (path / RECIPE).is_file():
-            return "store", store_of_run(path)
         if (path / "store").is_dir():
             return "store", str(path / "store")
         if (path / MEETING).is_file():
