@@ -22,8 +22,6 @@ from loco_ranks import bits, forking
 from store_trainers import Trainer
 
 import pulse_rl as pulse
-from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import Commit, decode
 
 CALLS = ("put", "get", "stream", "list", "delete")
 ROUNDS = 6
@@ -118,11 +116,10 @@ def check(folder: Path, size: int, seed: int) -> None:
     newcomer.loco.__exit__(None, None, None)
     assert newcomer.loco.round == max(found) >= ROUNDS, seed
     assert newcomer.theta == found[max(found)], seed
-    for info in store.list(names.ROUNDS):
-        if info.name.endswith("commit.json"):
-            data = bytes(store.get(info.name))
-            commit = decode(data, Commit, newcomer.group._members._meeting.board._keys, info.name, info.name)
-            assert not commit.refused, (seed, commit.refused)
+    board = newcomer.group._members._meeting.board
+    for round in board.committed():
+        commit = board.commit(round)
+        assert not commit.refused, (seed, commit.refused)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from patch_tools import changed, random_tensor, snapshot
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.beginning import encode_first
+from pulse_rl.log.beginning import encode_first
 from pulse_rl.store.base import Store
 
 VERSIONS = 10  # of the history: a skip patch leads from 0 to 4, and from 4 to 8

@@ -8,18 +8,10 @@ from msgspec.structs import replace
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.manifest import (
-    FORMAT,
-    Manifest,
-    ObjectRef,
-    PatchRef,
-    new_token,
-    part_name,
-    parts_name,
-    trail_name,
-)
+from pulse_rl.history.manifest import FORMAT, Manifest, PatchRef, part_name, parts_name, trail_name
 from pulse_rl.history.patches import describe, list_parts
 from pulse_rl.history.trail import Trail, link_of
+from pulse_rl.log.objects import ObjectRef, new_token
 from pulse_rl.patch.encode import find
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests

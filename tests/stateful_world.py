@@ -20,7 +20,7 @@ from stateful_weights import Bits, Model
 import pulse_rl as pulse
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import CannotListError
-from pulse_rl.history.beginning import read_first
+from pulse_rl.log.beginning import read_first
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.store.objects import ObjectStore
 

@@ -20,6 +20,7 @@ ROOMS = [
     {"checkpoint", "codecs"},
     {"patch"},
     {"store"},
+    {"log"},
     {"history"},
     {"sync", "loco"},
     {"channel"},

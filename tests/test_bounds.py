@@ -13,10 +13,10 @@ import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import manifest as manifests
 from pulse_rl.history import newest
-from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.objects import limit_of
+from pulse_rl.log.sealed import seal
 from pulse_rl.store.base import Store
 
 

@@ -12,8 +12,7 @@ from blake3 import blake3
 from cache_world import BOUND, World, data_of, name_of
 
 import pulse_rl as pulse
-from pulse_rl.history.fetch import fetch
-from pulse_rl.history.manifest import ObjectRef
+from pulse_rl.log.objects import ObjectRef, fetch
 from pulse_rl.store import folder
 from pulse_rl.store.base import Store
 from pulse_rl.store.cache import cached

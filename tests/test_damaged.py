@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 import pulse_rl as pulse
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, VersionNotFoundError
-from pulse_rl.history.beginning import FIRST
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.restore import scratch
+from pulse_rl.log.beginning import FIRST
 from pulse_rl.store.base import Store
 
 Published: TypeAlias = tuple[Store, list[NDArray[np.uint16]]]

@@ -26,9 +26,9 @@ import pulse_rl as pulse
 from pulse_rl.codecs.base import SegmentSpec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.manifest import parse
-from pulse_rl.history.sealed import seal
 from pulse_rl.history.trail import decode_trail
 from pulse_rl.kernels import cpu
+from pulse_rl.log.sealed import seal
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests
 

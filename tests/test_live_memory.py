@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, parse
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.sealed import seal
 from pulse_rl.store.base import Store
 from pulse_rl.weights.bits import TorchBits
 from pulse_rl.weights.memory import Memory, live_tensors

@@ -366,17 +366,11 @@ def test_old_rounds_are_pruned_and_nobody_can_end_them_again(store: Store, caplo
     # Of a trainer that had looked before the pruning the commit is taken back.
     meeting = again.group._members._meeting
     commit = meeting.board.commit(7)
-    store.put(names.FIRST, meeting.board._keys.seal(_beginning(meeting, 9)))
+    meeting.board.begin_at(9)
     with pytest.raises(pulse.ExchangeError, match="went on without"):
         meeting._commit(_of_round(commit, 8))
     assert names.commit_name(8) not in [info.name for info in store.list(names.ROUNDS)]
     leave(first, again)
-
-
-def _beginning(meeting: Any, first: int) -> Any:
-    from pulse_rl.loco.meeting.documents import Beginning
-
-    return Beginning(run=meeting.board.run_id, first=first)
 
 
 def _of_round(commit: Any, round: int) -> Any:

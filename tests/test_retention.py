@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
-from pulse_rl.history.beginning import FIRST, encode_first
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.trail import SPANS
+from pulse_rl.log.beginning import FIRST, encode_first
 from pulse_rl.store.base import ObjectInfo, Store
 
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import pulse_rl as pulse
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import ObjectNotFoundError
-from pulse_rl.history.fetch import fetch
-from pulse_rl.history.manifest import PatchObject, manifest_name, new_token, patch_name
+from pulse_rl.history.manifest import PatchObject, manifest_name, patch_name
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.history.trail import PatchLink, State, Trail, cheapest, cost, decode_trail, state_of
+from pulse_rl.log.objects import fetch, new_token
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.weights import boxes

@@ -15,10 +15,10 @@ from loco_ranks import Ranks, good
 from shares import model, shares
 
 import pulse_rl as pulse
-from pulse_rl.history.fetch import fetch
 from pulse_rl.history.manifest import manifest_name, parse
 from pulse_rl.history.operate.verify import verify
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.objects import fetch
+from pulse_rl.log.sealed import seal
 from pulse_rl.store.base import Store
 
 KEY, OTHER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()

@@ -21,7 +21,6 @@ import pulse_rl as pulse
 from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
-from pulse_rl.history.beginning import FIRST
 from pulse_rl.history.heartbeat import Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
@@ -29,6 +28,7 @@ from pulse_rl.history.operate.describe import store_info
 from pulse_rl.history.operate.prune import GRACE_S, Retention, delete_planned
 from pulse_rl.history.operate.status import Objects, status
 from pulse_rl.history.operate.verify import verify
+from pulse_rl.log.beginning import FIRST
 from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.version import SOFTWARE
 

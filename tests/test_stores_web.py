@@ -17,9 +17,9 @@ from proxy import Proxy
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import newest
-from pulse_rl.history.beginning import FIRST, encode_first
 from pulse_rl.history.log import History
 from pulse_rl.history.operate.verify import verify
+from pulse_rl.log.beginning import FIRST, encode_first
 
 
 @pytest.fixture(params=["nginx", "python"])

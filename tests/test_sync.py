@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import pulse_rl as pulse
 from pulse_rl.history.manifest import manifest_name, parse
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.sealed import seal
 from pulse_rl.patch.apply import Application
 from pulse_rl.store.base import Store
 

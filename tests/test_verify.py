@@ -15,7 +15,7 @@ from pulse_rl.codecs.choose import CODECS
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, manifest_name
 from pulse_rl.history.operate.verify import VerifyReport, verify
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.sealed import seal
 from pulse_rl.store.opening import open_store
 
 VERSIONS = (0, 5, 10, 15, 20, 25, 30)  # anchors at 0, 15 and 30

@@ -14,8 +14,9 @@ from blake3 import blake3
 from pulse_rl.checkpoint.shards import INDEX, Shard, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
-from pulse_rl.history.manifest import ObjectRef, is_file_name
+from pulse_rl.history.manifest import is_file_name
 from pulse_rl.kernels import cpu
+from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -68,7 +69,7 @@ def put_assets(store: Store, directory: str, index: bytes | None, assets: Mappin
     files = dict(assets) | ({INDEX: index} if index else {})
     for name, data in sorted(files.items()):
         store.put(f"{directory}/{name}", [data])
-        refs.append(ObjectRef(f"{directory}/{name}", len(data), blake3(data).hexdigest()))
+        refs.append(ObjectRef.of(f"{directory}/{name}", data))
     return tuple(refs)
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import write_stream
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, StoreError, VersionNotFoundError
-from pulse_rl.history.fetch import fetch
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, ObjectRef
+from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, find_anchors
+from pulse_rl.log.objects import ObjectRef, fetch
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 MAX_ASSETS_NBYTES = 1 << 30  # of all files together, which are held in memory until all are proved
 

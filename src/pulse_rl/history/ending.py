@@ -11,9 +11,9 @@ import msgspec
 from pulse_rl.documents import Count, Digest, Token
 from pulse_rl.errors import FormatError, IntegrityError, ObjectNotFoundError
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.sealed import Format, open_sealed
-from pulse_rl.history.signing import Keys
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.log.sealed import Format, read_sealed
+from pulse_rl.log.signing import Keys
+from pulse_rl.store.base import Store
 
 END = "end.json"
 FORMAT = Format("pulse-rl/end", 1, "the end of the history", "mark of an end", 4096)  # a signed manifest is none
@@ -49,7 +49,6 @@ def mark(store: Store, keys: Keys, manifest: Manifest) -> None:
 def read(store: Store, keys: Keys) -> Mark | None:
     """Read the mark. None without one, and for one that is damaged or not signed by the key. Raises StoreError."""
     try:
-        data = read_up_to(store, END, FORMAT.max_nbytes)
-        return open_sealed(data, Mark, FORMAT, key=keys.public, name=END, where=END)
+        return read_sealed(store, END, Mark, FORMAT, keys.public)
     except (ObjectNotFoundError, IntegrityError, FormatError):
         return None

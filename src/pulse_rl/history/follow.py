@@ -18,12 +18,12 @@ import msgspec
 
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
-from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
 from pulse_rl.history.search import FaultLog, Faults, find_links
 from pulse_rl.history.trail import PatchLink, State, cheapest, cost
+from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
 from pulse_rl.weights import digests

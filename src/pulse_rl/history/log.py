@@ -12,8 +12,8 @@ carry a random token, so those of a failed attempt are never mistaken for commit
 The newest version is found by listing; there is no pointer that could be stale. Where a store cannot list (a web
 server), it is found by probing sequence numbers from the first one on, in steps that double.
 
-Here versions are found, read and committed. `search` finds the patches and anchors that lead to one, `fetch` reads
-them, `restore` rebuilds weights from them.
+Here versions are found, read and committed. `search` finds the patches and anchors that lead to one, `restore`
+rebuilds weights from them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from typing import TYPE_CHECKING, TypeVar
 from pulse_rl.errors import (
     CannotListError,
     IntegrityError,
-    ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
     VersionNotFoundError,
 )
 from pulse_rl.history import ending
 from pulse_rl.history import manifest as manifests
-from pulse_rl.history.beginning import read_first
-from pulse_rl.history.fetch import fetch
 from pulse_rl.history.find import find_version
 from pulse_rl.history.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -42,15 +39,17 @@ from pulse_rl.history.manifest import (
     manifest_sequence,
 )
 from pulse_rl.history.newest import Finder
-from pulse_rl.history.sealed import is_signed
-from pulse_rl.history.signing import Keys
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
-from pulse_rl.store.base import Store, has_bytes, read_up_to
+from pulse_rl.log.beginning import read_first
+from pulse_rl.log.objects import create, fetch, numbered
+from pulse_rl.log.sealed import is_signed
+from pulse_rl.log.signing import Keys
+from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PrivateKey, PublicKey
+    from pulse_rl.log.signing import PrivateKey, PublicKey
 
 KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History keeps in memory
 
@@ -149,8 +148,7 @@ class History:
             The numbers, ascending; there may be gaps before `first`, and none after it.
         """
         try:
-            found = (manifest_sequence(info.name) for info in self.store.list("manifests"))
-            return [sequence for sequence in found if sequence is not None]
+            return list(numbered(self.store, "manifests", manifest_sequence))
         except CannotListError:
             return list(self._finder.probed())
 
@@ -273,18 +271,20 @@ class History:
             IntegrityError: If no reader could read the manifest.
         """
         name = manifest_name(manifest.sequence)
-        data = self.seal(manifest)
         try:
-            self.store.put(name, data, mode="create")
-        except ObjectExistsError:
-            self._require_own(name, data, manifest)
+            mine = create(self.store, name, self.seal(manifest))
         except StoreError as error:
-            # The commit may have succeeded and only its response be lost.
-            held = self._holds(name, data)
-            if held is None:
-                error.add_note("the version may be committed all the same: `resume()` returns the newest one")
-            if not held:
-                raise
+            error.add_note("`resume()` returns the newest version, which is this one if it was committed all the same")
+            raise
+        if not mine:
+            other = self.read(manifest.sequence)
+            raise StoreError(
+                f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}: a "
+                "history has one publisher at a time; open a new Publisher to go on from its newest version, or use "
+                "another store",
+                url=self.store.url,
+                name=name,
+            )
         pruned = False
         with suppress(Exception):  # the commit has succeeded; that it was pruned already is rare
             pruned = self.first() > manifest.sequence
@@ -339,36 +339,6 @@ class History:
         self._signed.clear()
         self._trails.clear()
         self._finder.forget()
-
-    def _require_own(self, name: str, data: bytes, manifest: Manifest) -> None:
-        """Raise StoreError unless the manifest that exists is the one to commit: a retry can meet its first attempt."""
-        try:
-            is_own = has_bytes(self.store, name, data)
-        except ObjectNotFoundError:
-            raise StoreError(
-                f"cannot write {name} in {self.store.url}: its service refuses it as one that exists already, and "
-                "does not have it; publish again",
-                url=self.store.url,
-                name=name,
-            ) from None
-        if not is_own:
-            other = self.read(manifest.sequence)
-            raise StoreError(
-                f"another publisher ({other.publisher}) has committed version {other.version} to {self.store.url}: a "
-                "history has one publisher at a time; open a new Publisher to go on from its newest version, or use "
-                "another store",
-                url=self.store.url,
-                name=name,
-            )
-
-    def _holds(self, name: str, data: bytes) -> bool | None:
-        """Whether the store has an object of these bytes; None where it does not answer."""
-        try:
-            return has_bytes(self.store, name, data)
-        except ObjectNotFoundError:
-            return False
-        except StoreError:
-            return None
 
     def _get_manifest(self, sequence: int) -> bytes:
         name = manifest_name(sequence)

@@ -5,14 +5,14 @@ a new version of the format.
 """
 
 import re
-import secrets
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 
-from pulse_rl.documents import Count, Digest, Hash, HeadHash, Token
+from pulse_rl.documents import Count, Digest, HeadHash, Token
 from pulse_rl.errors import IntegrityError
-from pulse_rl.history.sealed import Format, open_sealed
+from pulse_rl.log.objects import ObjectRef, number_in
+from pulse_rl.log.sealed import Format, open_sealed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -21,9 +21,11 @@ MAX_MANIFEST_NBYTES = 16 << 20
 FORMAT = Format("pulse-rl/history", 1, "the history", "manifest", MAX_MANIFEST_NBYTES)
 MAX_SEQUENCE = 10**12 - 1  # the greatest number of 12 digits
 
-_MANIFEST = re.compile(r"manifests/(\d{12})\.json")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_OBJECT = re.compile(
+
+# The sequence number in the name of a manifest; in that of a patch, a trail or an anchor's file.
+manifest_sequence = number_in(r"manifests/(\d{12})\.json")
+object_sequence = number_in(
     rf"(?:patches|trails|anchors)/(\d{{12}})-[0-9a-f]{{16}}(?:\.safetensors|\.json\.zst|/{_FILE.pattern})"
 )
 
@@ -31,20 +33,6 @@ PARTS = "parts.json"
 
 Scalar: TypeAlias = str | int | float | bool | None
 Software = Annotated[str, msgspec.Meta(max_length=255)]
-
-
-class ObjectRef(msgspec.Struct, frozen=True):
-    """One immutable object of a history, bound by its hash.
-
-    Attributes:
-        name: Its name in the store.
-        nbytes: Its size in bytes.
-        blake3: Its BLAKE3 hash, 64 hex digits.
-    """
-
-    name: str
-    nbytes: Count
-    blake3: Hash
 
 
 class PatchObject(ObjectRef, frozen=True, omit_defaults=True):
@@ -175,23 +163,6 @@ def anchor_name(sequence: int, token: str) -> str:
 def is_file_name(name: str) -> bool:
     """Whether an anchor's file can have this name."""
     return _FILE.fullmatch(name) is not None
-
-
-def manifest_sequence(name: str) -> int | None:
-    """The sequence number in a manifest's name; None for any other name."""
-    match = _MANIFEST.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def object_sequence(name: str) -> int | None:
-    """The sequence number in the name of a patch, a trail or an anchor's file; None for any other name."""
-    match = _OBJECT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def new_token() -> str:
-    """16 random hex digits, which make the names of one attempt's objects unique."""
-    return secrets.token_hex(8)
 
 
 def parse(data: bytes | memoryview, sequence: int, key: "Ed25519PublicKey | None", where: str) -> Manifest:

@@ -17,11 +17,11 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
-from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.follow import Peers
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, ObjectRef
+from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
+from pulse_rl.log.objects import ObjectRef, limit_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
 from pulse_rl.weights.bits import Bits, HostBits

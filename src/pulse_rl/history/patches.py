@@ -21,9 +21,9 @@ from pulse_rl.errors import (
     PatchFormatError,
     translate,
 )
-from pulse_rl.history.fetch import check_size, fetch
 from pulse_rl.history.manifest import PatchObject, part_name
 from pulse_rl.history.trail import PatchLink, State
+from pulse_rl.log.objects import check_size, fetch
 from pulse_rl.parallel import submit
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import EncodedPatch

@@ -29,13 +29,13 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
-from pulse_rl.history.fetch import check_size, fetch_parts, limit_of
 from pulse_rl.history.follow import ALONE, Effort, Landing, Peers, Written, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import cut, read_headers, read_share
 from pulse_rl.history.search import FaultLog, Faults, find_anchors, find_links
 from pulse_rl.history.trail import cheapest, state_of
+from pulse_rl.log.objects import check_size, fetch_parts, limit_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
 

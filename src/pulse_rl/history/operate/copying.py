@@ -25,20 +25,21 @@ from pulse_rl.errors import (
     StoreError,
     VersionNotFoundError,
 )
-from pulse_rl.history import beginning, ending
-from pulse_rl.history.fetch import fetch_parts, limit_of
+from pulse_rl.history import ending
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, ObjectRef, PatchObject, manifest_name
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
+from pulse_rl.log import beginning
+from pulse_rl.log.objects import ObjectRef, fetch_parts, limit_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.objects import PART_NBYTES
 from pulse_rl.store.patient import PATIENCE_S, unwrapped
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 SPOOL_NBYTES = 64 << 20  # smaller objects are kept in memory
 FOLDERS = ("patches", "trails", "anchors", "manifests")

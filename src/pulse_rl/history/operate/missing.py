@@ -8,9 +8,10 @@ from itertools import islice
 
 from pulse_rl.errors import shown
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest, ObjectRef, part_name
+from pulse_rl.history.manifest import Manifest, part_name
 from pulse_rl.history.search import FaultLog, find_anchors, find_links
 from pulse_rl.history.trail import PatchLink, cheapest
+from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import ObjectInfo
 
 MOST_ANCHORS = 16  # from which a route is looked for, the newest ones

@@ -22,11 +22,12 @@ import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
-from pulse_rl.history.beginning import FIRST, encode_first
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.partial import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
+from pulse_rl.log.beginning import FIRST, encode_first
+from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo
 
 UPLOADING_S = 60.0  # an upload that is under way writes more often than this
@@ -85,9 +86,7 @@ class Retention:
         VersionSkewError where a newer release has published: it may keep what this one knows nothing of.
         """
         store = history.store
-        manifests = {
-            sequence: info for info in store.list("manifests") if (sequence := manifest_sequence(info.name)) is not None
-        }
+        manifests = numbered(store, "manifests", manifest_sequence)
         sequences = sorted(manifests)
         _refuse_newer(history, sequences)
         before = history.first()
@@ -273,10 +272,10 @@ def _correct_beginning(history: History, pruning: Pruning) -> None:
     """
     expected = {sequence for sequence in pruning.kept if sequence >= pruning.first}
     while True:
-        listed = {manifest_sequence(info.name) for info in history.store.list("manifests")}
+        listed = numbered(history.store, "manifests", manifest_sequence).keys()
         # What went meanwhile was deleted by a pruning that has come further.
         gone = max(expected - listed, default=pruning.first - 1)
-        begin = min((sequence for sequence in listed if sequence is not None and sequence > gone), default=0)
+        begin = min((sequence for sequence in listed if sequence > gone), default=0)
         if history.first() >= begin:
             return
         history.store.put(FIRST, encode_first(begin))

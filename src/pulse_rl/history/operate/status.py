@@ -36,7 +36,7 @@ from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 FOLDERS = ("manifests", "patches", "anchors", "trails", heartbeat.PREFIX)
 INTERVALS = 64  # between the newest versions, of which the median is reported

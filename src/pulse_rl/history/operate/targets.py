@@ -15,7 +15,7 @@ from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.store.urls import as_path, is_url
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 Kind: TypeAlias = Literal["patch", "checkpoint", "store"]
 

@@ -27,7 +27,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, layout
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 
 class VerifyReport(msgspec.Struct, frozen=True):

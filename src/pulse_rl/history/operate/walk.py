@@ -22,8 +22,6 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     one_line,
 )
-from pulse_rl.history.beginning import FIRST
-from pulse_rl.history.fetch import limit_of
 from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
@@ -31,6 +29,8 @@ from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
 from pulse_rl.history.restore import load_anchor, restore
 from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import PatchLink, costs, link_of, state_of
+from pulse_rl.log.beginning import FIRST
+from pulse_rl.log.objects import limit_of
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import format as patch_format
 from pulse_rl.weights import digests

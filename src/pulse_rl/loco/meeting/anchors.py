@@ -13,11 +13,11 @@ from blake3 import blake3
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError, IntegrityError, StoreError, translate
-from pulse_rl.history.fetch import fetch
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.documents import Anchor, Part
+from pulse_rl.log.objects import fetch
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 

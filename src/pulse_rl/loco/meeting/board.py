@@ -5,22 +5,14 @@ A round is committed by one put-if-absent. All that is known of who has arrived 
 
 from typing import NamedTuple, TypeVar
 
-from pulse_rl.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError
-from pulse_rl.history.signing import Keys
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError
 from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import (
-    MAX_NBYTES,
-    Anchor,
-    Beginning,
-    Commit,
-    Document,
-    Lack,
-    Offer,
-    Run,
-    Stop,
-    decode,
-)
-from pulse_rl.store.base import Store, has_bytes, read_up_to
+from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, Run
+from pulse_rl.log.beginning import encode_first, read_first
+from pulse_rl.log.objects import create, numbered
+from pulse_rl.log.sealed import read_sealed
+from pulse_rl.log.signing import Keys
+from pulse_rl.store.base import Store
 
 D = TypeVar("D", bound=Document)
 
@@ -41,21 +33,16 @@ class Board:
     def __init__(self, store: Store, keys: Keys) -> None:
         self.store = store
         self._keys = keys
-        self.run_id: str | None = None  # of the run that this trainer takes part in
+        self.run_id = ""  # of the run that this trainer takes part in, once `joining` knows it
 
     def post(self, name: str, document: Document) -> bool:
         """Put a document, if absent; returns whether it is the one that is there now."""
-        data = self._keys.seal(document)
-        try:
-            self.store.put(name, data, mode="create")
-        except ObjectExistsError:  # a retry can meet its first attempt
-            return has_bytes(self.store, name, data)
-        return True
+        return create(self.store, name, self._keys.seal(document))
 
     def run(self) -> Run | None:
         """The run that is in the store; None in one without."""
         try:
-            return self._read(names.RUN, Run)
+            return self.read(names.RUN, Run)
         except ObjectNotFoundError:
             return None
 
@@ -79,74 +66,48 @@ class Board:
     def committed(self, first: int = 0) -> list[int]:
         """The rounds from `first` on whose commits are in the store, ascending."""
         after = names.round_folder(first) if first else ""
-        found = [(names.round_of(info.name), info.name) for info in self.store.list(names.ROUNDS, after=after)]
-        return [round for round, name in found if round is not None and name == names.commit_name(round)]
+        return list(numbered(self.store, names.ROUNDS, names.committed_round, after))
 
     def anchors(self) -> list[int]:
         """The rounds after which there is an anchor, ascending. That of the run's beginning is in `run.json`."""
-        found = [(names.round_of(info.name), info.name) for info in self.store.list(names.ANCHORS)]
-        return [round for round, name in found if round is not None and name == names.anchor_name(round)]
+        return list(numbered(self.store, names.ANCHORS, names.anchored_round))
 
     def first(self) -> int:
         """The round from which on everything stays; 0 where nothing was pruned."""
-        try:
-            return self._read(names.FIRST, Beginning).first
-        except ObjectNotFoundError:
-            return 0
+        return read_first(self.store, names.FIRST, self._keys)
 
     def begin_at(self, first: int) -> None:
         """Say from which round on everything stays."""
-        self.store.put(names.FIRST, self._keys.seal(Beginning(run=self._run, first=first)))
+        self.store.put(names.FIRST, encode_first(first, self._keys))
 
     def commit(self, round: int) -> Commit:
         """The commit of a round."""
         name = names.commit_name(round)
-        found = self._read(name, Commit)
+        found = self.read(name, Commit, round=round)
         ranks = [offer.rank for offer in found.offers]
         of_round = all((offer.run, offer.round) == (found.run, round) for offer in found.offers)
-        if found.round != round or not ranks or ranks != sorted(set(ranks)) or not of_round:
-            raise self._wrong(name, f"a commit of round {round}, by offers of it in the order of ranks")
+        if not ranks or ranks != sorted(set(ranks)) or not of_round:
+            raise IntegrityError(f"{name} in {self.store.url}: expected offers of its round by rising ranks", name=name)
         return found
 
     def offer(self, round: int, rank: int) -> Offer:
         """The offer of a rank in a round."""
-        name = names.offer_name(round, rank)
-        found = self._read(name, Offer)
-        if (found.round, found.rank) != (round, rank):
-            raise self._wrong(name, f"the offer of rank {rank} in round {round}")
-        return found
-
-    def stop(self, name: str) -> Stop:
-        """Why a trainer cannot take part."""
-        return self._read(name, Stop)
-
-    def lack(self, name: str) -> Lack:
-        """Which round a trainer cannot end."""
-        return self._read(name, Lack)
+        return self.read(names.offer_name(round, rank), Offer, round=round, rank=rank)
 
     def anchor(self, round: int) -> Anchor:
         """The anchor of a round."""
-        name = names.anchor_name(round)
-        found = self._read(name, Anchor)
-        if found.round != round:
-            raise self._wrong(name, f"the anchor of round {round}")
-        return found
+        return self.read(names.anchor_name(round), Anchor, round=round)
 
-    @property
-    def _run(self) -> str:
-        assert self.run_id is not None  # set by `joining`
-        return self.run_id
-
-    def _read(self, name: str, kind: type[D]) -> D:
-        where = f"{name} in {self.store.url}"
-        document = decode(read_up_to(self.store, name, MAX_NBYTES), kind, self._keys, name, where)
-        if self.run_id is not None and document.run != self.run_id:
+    def read(self, name: str, kind: type[D], **expected: int) -> D:
+        """Read a document of this run, and compare members of it."""
+        document = read_sealed(self.store, name, kind, FORMAT, self._keys.public)
+        if self.run_id and document.run != self.run_id:
             raise IntegrityError(
-                f"{where}: expected the run {self.run_id}, found {document.run}: the store was emptied, or another "
-                "run was copied into it",
+                f"{name} in {self.store.url}: expected the run {self.run_id}, found {document.run}: the store was "
+                "emptied, or another run was copied into it",
                 name=name,
             )
+        found = {member: getattr(document, member) for member in expected}
+        if found != expected:
+            raise IntegrityError(f"{name} in {self.store.url}: expected {expected}, found {found}", name=name)
         return document
-
-    def _wrong(self, name: str, expected: str) -> IntegrityError:
-        return IntegrityError(f"{name} in {self.store.url}: expected {expected}, found another", name=name)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from pulse_rl.errors import ExchangeError, IntegrityError, one_line
 from pulse_rl.group.collectives import name_ranks
-from pulse_rl.history.manifest import new_token
 from pulse_rl.loco.exchange import FAILURE_CHARACTERS, Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.meeting import names, parcels
@@ -28,6 +27,7 @@ from pulse_rl.loco.meeting.repair import Repairs
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.loco.sums import Mean
+from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -103,7 +103,11 @@ class Meeting:
                 pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
     def left_behind(self, round: int) -> ExchangeError:
-        """The error of a trainer whose round is gone before it ended it: pruned, or its commit was deleted."""
+        """The error of a trainer whose round is gone before it ended it: pruned, or its commit was deleted.
+
+        Raises IntegrityError if another run is in the store by now.
+        """
+        self.board.run()
         if self.board.first() > round:
             return ExchangeError(
                 f"the other trainers went on without rank {self.rank}, and pruned round {round}: start it again, and "
@@ -118,7 +122,6 @@ class Meeting:
 
     def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
         """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
-        assert self.board.run_id is not None
         document = Stop(
             run=self.board.run_id,
             round=round,
@@ -218,7 +221,7 @@ class Meeting:
         """Report trainers that cannot take part; raise if one is refused before the run's first round."""
         for name in sorted(look.stops - self._read):
             self._read.add(name)
-            stop = self.board.stop(name)
+            stop = self.board.read(name, Stop)
             if stop.refused and round == self.began + 1:
                 self.stop(round, stop.reason, refused=True, rank=stop.rank)  # those who join later hear of it too
                 raise IntegrityError(stop.reason, ranks=(stop.rank,))

@@ -3,17 +3,14 @@
 Each says what it is (`kind`), of which run and round, so none can stand in for another.
 """
 
-from typing import TypeVar
-
 import msgspec
 
 from pulse_rl.documents import Count, Digest, Hash, Token
-from pulse_rl.history.manifest import ObjectRef
-from pulse_rl.history.sealed import Format, open_sealed
-from pulse_rl.history.signing import Keys
+from pulse_rl.log.objects import ObjectRef
+from pulse_rl.log.sealed import Format
 
-MAX_NBYTES = 16 << 20  # a commit of 10,000 trainers with 10 fragments each
-FORMAT = Format("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", MAX_NBYTES)
+# The limit holds a commit of 10,000 trainers with 10 fragments each.
+FORMAT = Format("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", 16 << 20)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -117,17 +114,3 @@ class Lack(Document, frozen=True, kw_only=True, tag="lack"):
     rank: Count
     lacks: Count  # the round
     reason: str
-
-
-class Beginning(Document, frozen=True, kw_only=True, tag="beginning"):
-    """Where the rounds begin that are kept."""
-
-    first: Count
-
-
-D = TypeVar("D", bound=Document)
-
-
-def decode(data: bytes, kind: type[D], keys: Keys, name: str, where: str) -> D:
-    """Check and decode a document. where: what messages call it. Raises as `open_sealed`."""
-    return open_sealed(data, kind, FORMAT, key=keys.public, name=name, where=where)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pulse_rl.group.collectives import Place
-from pulse_rl.history.signing import Keys
 from pulse_rl.loco.meeting.members import StoreMembers
+from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
-    from pulse_rl.history.signing import PrivateKey, PublicKey
+    from pulse_rl.log.signing import PrivateKey, PublicKey
 
 TIMEOUT_S = 1800.0  # torch's own default for a group
 

@@ -17,13 +17,13 @@ empty residual.
 import time
 
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
-from pulse_rl.history.manifest import new_token
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.meeting import anchors, names, parcels
 from pulse_rl.loco.meeting.commits import Ended, Meeting
 from pulse_rl.loco.meeting.documents import Anchor, Run
 from pulse_rl.loco.members import Trainer, readable
 from pulse_rl.loco.outcome import Outcome, StateAfter
+from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 from pulse_rl.weights import digests
 

@@ -6,7 +6,6 @@ import numpy as np
 
 from pulse_rl.errors import ExchangeError, StoreError
 from pulse_rl.group.collectives import Group, Place
-from pulse_rl.history.signing import Keys
 from pulse_rl.loco.contributions import NonFinite
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
@@ -18,6 +17,7 @@ from pulse_rl.loco.meeting.joining import join
 from pulse_rl.loco.meeting.pruning import prune
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import Outcome
+from pulse_rl.log.signing import Keys
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
@@ -111,7 +111,6 @@ class StoreMembers:
     def _offer(self, trainer: Trainer, sends: list[Sends], round: int, timings: Timings) -> None:
         """Put this trainer's payloads and its offer."""
         meeting = self._meeting
-        assert meeting.board.run_id is not None
         parts = parcels.send(meeting.board.store, trainer, sends, meeting.rank, meeting.life, timings)
         offer = Offer(
             run=meeting.board.run_id,
@@ -137,7 +136,6 @@ class StoreMembers:
 
     def _put_anchor(self, trainer: Trainer, round: int) -> None:
         board = self._meeting.board
-        assert board.run_id is not None
         anchor = anchors.write(board.store, trainer.masters, board.run_id, round, self._meeting.life)
         board.post(names.anchor_name(round), anchor)
         prune(board, round, self._retain)

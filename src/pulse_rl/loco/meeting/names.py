@@ -16,16 +16,20 @@
 A life is a process: 16 random hex digits. So a trainer that is started again overwrites nothing of its former life's.
 """
 
-import re
+from pulse_rl.log.objects import number_in
 
 FOLDER = "trainers"
 RUN, FIRST = f"{FOLDER}/run.json", f"{FOLDER}/first.json"
 ROUNDS, PAYLOADS, ANCHORS = f"{FOLDER}/rounds", f"{FOLDER}/payloads", f"{FOLDER}/anchors"
 
-_NUMBERED = re.compile(rf"{FOLDER}/(?:rounds|payloads|anchors)/(\d{{12}})[./-].+")
-_OFFER = re.compile(rf"{ROUNDS}/\d{{12}}/(\d{{5}})\.json")
-_STOP = re.compile(rf"{ROUNDS}/\d{{12}}/stop-(\d{{5}})-[0-9a-f]{{16}}\.json")
-_LACK = re.compile(rf"{ROUNDS}/\d{{12}}/lack-(\d{{5}})-[0-9a-f]{{16}}\.json")
+_LIFE = "[0-9a-f]{16}"
+
+round_of = number_in(rf"{FOLDER}/(?:rounds|payloads|anchors)/(\d{{12}})[./-].+")  # of any object that is of a round
+committed_round = number_in(rf"{ROUNDS}/(\d{{12}})/commit\.json")
+anchored_round = number_in(rf"{ANCHORS}/(\d{{12}})\.json")
+offering_rank = number_in(rf"{ROUNDS}/\d{{12}}/(\d{{5}})\.json")
+stopped_rank = number_in(rf"{ROUNDS}/\d{{12}}/stop-(\d{{5}})-{_LIFE}\.json")
+lacking_rank = number_in(rf"{ROUNDS}/\d{{12}}/lack-(\d{{5}})-{_LIFE}\.json")
 
 
 def round_folder(round: int) -> str:
@@ -59,27 +63,3 @@ def anchor_name(round: int) -> str:
 
 def anchor_part_name(round: int, life: str, fragment: int) -> str:
     return f"{ANCHORS}/{round:012d}-{life}/{fragment:05d}"
-
-
-def round_of(name: str) -> int | None:
-    """The round in the name of an object; None for any other name."""
-    match = _NUMBERED.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def offering_rank(name: str) -> int | None:
-    """The rank in the name of an offer; None for any other name."""
-    match = _OFFER.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def stopped_rank(name: str) -> int | None:
-    """The rank in the name of a stop; None for any other name."""
-    match = _STOP.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def lacking_rank(name: str) -> int | None:
-    """The rank in the name of a lack; None for any other name."""
-    match = _LACK.fullmatch(name)
-    return int(match[1]) if match else None

@@ -12,7 +12,6 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
-from pulse_rl.history.fetch import fetch
 from pulse_rl.loco.contributions import Contribution
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
@@ -21,6 +20,7 @@ from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.documents import Offer, Part
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.sums import Mean
+from pulse_rl.log.objects import fetch
 from pulse_rl.parallel import submit
 from pulse_rl.store.base import Store
 

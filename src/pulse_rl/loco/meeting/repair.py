@@ -74,7 +74,6 @@ class Repairs:
         return StateAfter(anchor.round, *values, anchor.nbytes)
 
     def _ask(self, current: int, round: int, error: ExchangeError) -> None:
-        assert self._board.run_id is not None
         reason = one_line(error, FAILURE_CHARACTERS)
         lack = Lack(run=self._board.run_id, round=current, rank=self._rank, lacks=round, reason=reason)
         self._board.post(names.lack_name(current, self._rank, self._life), lack)
@@ -90,7 +89,7 @@ class Repairs:
         if look.lacks <= self._met or now - first < before * TURN_S:
             return
         done = trainer.counters.round
-        lacks = {name: self._board.lack(name) for name in sorted(look.lacks - self._met)}
+        lacks = {name: self._board.read(name, Lack) for name in sorted(look.lacks - self._met)}
         newest = max(self._board.anchors(), default=0)
         wanted = [lack for lack in lacks.values() if newest < lack.lacks <= done]
         for lack in wanted:
@@ -99,7 +98,6 @@ class Repairs:
                 *(lack.rank, lack.lacks, lack.reason, done),
             )
         if wanted:
-            assert self._board.run_id is not None
             anchor = anchors.write(self._board.store, trainer.masters, self._board.run_id, done, self._life)
             if not self._board.post(names.anchor_name(done), anchor):  # another one was faster
                 anchors.delete(self._board.store, anchor)

@@ -21,7 +21,6 @@ from pulse_rl.codecs.base import Unit
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
-from pulse_rl.history.fetch import fetch, limit_of
 from pulse_rl.history.follow import Effort, prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, PatchObject
@@ -29,6 +28,7 @@ from pulse_rl.history.patches import Fetched, check_promised, part_refs
 from pulse_rl.history.restore import load_anchor
 from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels import cpu
+from pulse_rl.log.objects import fetch, limit_of
 from pulse_rl.patch.format import unpack
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version

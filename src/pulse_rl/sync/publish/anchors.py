@@ -17,8 +17,8 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import SHARD_NBYTES, Shard, in_file_order, plan_shards, shard_header
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.history.anchor import check_digest, put_assets, put_shards
-from pulse_rl.history.manifest import ObjectRef
 from pulse_rl.history.restore import scratch
+from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import SharePlan

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
-from blake3 import blake3
 
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
@@ -24,11 +23,9 @@ from pulse_rl.history.ending import END
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import (
     Manifest,
-    ObjectRef,
     PatchObject,
     PatchRef,
     anchor_name,
-    new_token,
     part_name,
     parts_name,
     patch_name,
@@ -37,6 +34,7 @@ from pulse_rl.history.manifest import (
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.patches import describe, list_parts
 from pulse_rl.history.trail import SPANS, PatchLink, State, Trail, decode_trail, state_of
+from pulse_rl.log.objects import ObjectRef, new_token
 from pulse_rl.logs import logger
 from pulse_rl.parallel import submit
 from pulse_rl.patch.encode import Coded, EncodedPatch
@@ -220,7 +218,7 @@ class Delivery:
             link = PatchLink(manifest.patch, upcoming.move.base.sequence, state_of(manifest))
             trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
             encoded = trail.encode()
-            trail_ref = _ref(trail_name(manifest.sequence, upcoming.token), encoded)
+            trail_ref = ObjectRef.of(trail_name(manifest.sequence, upcoming.token), encoded)
             data, name = self._first_object(upcoming.patch, manifest.patch), manifest.patch.name
             manifest = msgspec.structs.replace(manifest, trail=trail_ref)
             decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
@@ -375,7 +373,3 @@ def _noting(warnings: list[str], what: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001
         warnings.append(f"{what}: {one_line(error)}")
-
-
-def _ref(name: str, data: bytes) -> ObjectRef:
-    return ObjectRef(name, len(data), blake3(data).hexdigest())

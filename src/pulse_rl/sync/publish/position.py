@@ -12,10 +12,11 @@ from pathlib import Path
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
-from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name, new_token
+from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
 from pulse_rl.history.partial import names_beside
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
+from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay

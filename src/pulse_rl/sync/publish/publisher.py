@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from pulse_rl.history.signing import PrivateKey
+    from pulse_rl.log.signing import PrivateKey
 
 log = logger(__name__)
 

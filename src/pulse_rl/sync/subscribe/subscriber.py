@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from pulse_rl.history.signing import PublicKey
+    from pulse_rl.log.signing import PublicKey
 
 
 class _Found(msgspec.Struct):

@@ -13,7 +13,7 @@ import msgspec
 
 from pulse_rl.disk import read_file
 from pulse_rl.errors import require
-from pulse_rl.history.sealed import seal
+from pulse_rl.log.sealed import seal
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

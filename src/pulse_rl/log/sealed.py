@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from pulse_rl.documents import decode_json
 from pulse_rl.errors import FormatError, IntegrityError, skew, translate
+from pulse_rl.store.base import Store, read_up_to
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -88,6 +89,12 @@ def open_sealed(
                 f": expected {form.name} version {form.version}, found {head.format} version {head.format_version}"
             )
         return decode_json(data, kind, f"{where} is not a {form.noun}")
+
+
+def read_sealed(store: Store, name: str, kind: type[D], form: Format, key: "Ed25519PublicKey | None") -> D:
+    """Read a sealed object. Raises ObjectNotFoundError, StoreError, and as `open_sealed`."""
+    data = read_up_to(store, name, form.max_nbytes)
+    return open_sealed(data, kind, form, key=key, name=name, where=f"{name} in {store.url}")
 
 
 def is_signed(data: bytes) -> bool:
