@@ -267,7 +267,7 @@ def _messages() -> list[str]:
 def _part(part: ast.expr) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
-    return NOUN if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) == NOUN else "…"
+    return NOUN if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) in (NOUN, "noun") else "…"
 
 
 def test_messages_that_the_docs_explain_are_in_the_code() -> None:
