@@ -35,6 +35,32 @@ ROOMS = [
 ]
 ORDER = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
+# The channel, and what uses it as a user would: by the names of `pulse_rl.__all__`.
+CHANNEL = {"checkpoint", "codecs", "patch", "store", "history", "sync", "loco", "channel"}
+AROUND = {"integrations", "study", "flow", "cli"}
+# What they use from inside all the same, and why.
+INSIDE = {
+    "integrations": {"patch": "master weights are written with the proof and the undo of an apply"},
+    "study": {
+        "checkpoint": "it compares checkpoints tensor by tensor, without loading them",
+        "codecs": "it compares all codecs on the same changes, and reads changes out of a patch without weights",
+        "history": "it goes through the patches of a history one by one",
+        "patch": "likewise, within a patch",
+    },
+    "flow": {
+        "codecs.choose": "the name of a codec is checked before any process starts",
+        "loco": "DDP adds gradients in the order, and with the errors, of PULSELoCo",
+        "sync.freed": "a trainer keeps memory that it has freed, as each step takes as much again",
+    },
+    "cli": {
+        "checkpoint": "files are mapped and not loaded",
+        "codecs.choose": "a bad name of a codec is a bad command line",
+        "patch": "patches are written to files, and applied to copies, that need not fit into memory",
+        "history.operate": "a target may be a patch, a checkpoint or a store; prune and inspect are no functions",
+        "history.restore": "a study's temporary files",
+    },
+}
+
 
 def _modules() -> dict[str, Path]:
     """Every module by its name in the package: "sync.publisher", and "sync" for a room itself."""
@@ -56,7 +82,8 @@ def _imports(name: str) -> set[str]:
             module = node.module.removeprefix("pulse_rl").removeprefix(".")
             for alias in node.names:
                 full = f"{module}.{alias.name}" if module else alias.name
-                found |= {full} if full in MODULES else {module or "pulse_rl"} & MODULES.keys()
+                home = module or pulse_rl._HOME.get(alias.name, "pulse_rl")  # a public name stands for its module
+                found |= {full} if full in MODULES else {home} & MODULES.keys()
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.split(".")[0] == "pulse_rl"]
             found |= {name.removeprefix("pulse_rl.") for name in names} & MODULES.keys()
@@ -79,6 +106,21 @@ def test_a_module_imports_only_lower_rooms(name: str) -> None:
     for imported in _imports(name):
         other = imported.split(".")[0]
         assert other == room or ORDER[other] < ORDER[room], f"{name} imports {imported}"
+
+
+def _from_inside(name: str) -> set[str]:
+    """The modules of the channel that a module imports from, past the public names."""
+    nodes = [node for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, ast.ImportFrom)]
+    modules = {(node.module or "").removeprefix("pulse_rl.") for node in nodes}
+    return {module for module in modules if module.split(".")[0] in CHANNEL}
+
+
+@pytest.mark.parametrize("room", sorted(AROUND))
+def test_what_is_around_the_channel_uses_its_public_names(room: str) -> None:
+    found = {module for name in MODULES if name.split(".")[0] == room for module in _from_inside(name)}
+    allowed = {part: {module for module in found if f"{module}.".startswith(f"{part}.")} for part in INSIDE[room]}
+    assert found == set().union(*allowed.values())
+    assert all(allowed.values()), "an exception that nobody needs any more"
 
 
 def test_a_history_is_published_and_read_without_what_operates_it() -> None:

@@ -13,8 +13,8 @@ from pulse_rl.errors import printable
 from pulse_rl.units import count, nbytes
 
 if TYPE_CHECKING:
+    from pulse_rl import PatchInfo
     from pulse_rl.history.operate.describe import CheckpointInfo, StoreInfo
-    from pulse_rl.patch.verbs import PatchInfo
 
 Target = Annotated[
     str,
@@ -132,8 +132,8 @@ def inspect(target: Target, as_json: AsJson = False) -> None:
 
     Example: pulse-rl inspect runs/math
     """
+    from pulse_rl import History
     from pulse_rl.checkpoint.files import open_checkpoint
-    from pulse_rl.history.log import History
     from pulse_rl.history.operate.describe import checkpoint_info, store_info
     from pulse_rl.history.operate.targets import kind_of
     from pulse_rl.patch.files import read_patch
@@ -177,8 +177,8 @@ def verify(
 
     Example: pulse-rl verify runs/math
     """
+    from pulse_rl import verify as prove
     from pulse_rl.checkpoint.files import open_checkpoint
-    from pulse_rl.history.operate.verify import verify as prove
 
     with output.checking():
         weights = open_checkpoint(deep) if deep is not None else None

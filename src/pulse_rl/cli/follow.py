@@ -17,9 +17,9 @@ from pulse_rl.errors import printable
 from pulse_rl.units import nbytes, seconds
 
 if TYPE_CHECKING:
+    from pulse_rl import History
     from pulse_rl.engines.client import EngineClient
     from pulse_rl.engines.follow import Driver, Followed
-    from pulse_rl.history.log import History
 
 _SGLANG = "sglang+"  # before the address of an SGLang server
 _BLINK_S = 0.5  # between two looks whether Ctrl-C was pressed
@@ -149,7 +149,7 @@ def _client(url: str, api_key: str | None, pause: Pause) -> EngineClient:
 
 def _open(store: str, public_key: str | None) -> tuple[History, str]:
     """The history, which may not have begun yet, and its store."""
-    from pulse_rl.history.log import History
+    from pulse_rl import History
     from pulse_rl.history.operate.targets import kind_of
 
     try:

@@ -11,7 +11,7 @@ from pulse_rl.cli import output
 from pulse_rl.cli.output import AsJson
 
 if TYPE_CHECKING:
-    from pulse_rl.planner import Plan
+    from pulse_rl import Plan
 
 
 def plan(
@@ -39,7 +39,7 @@ def plan(
 
     Example: pulse-rl plan --params 7B --bandwidth 200Mbit --compute 50s --workers 32
     """
-    from pulse_rl.planner import plan as calculate
+    from pulse_rl import plan as calculate
 
     with output.checking():
         result = calculate(

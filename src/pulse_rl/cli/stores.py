@@ -14,9 +14,9 @@ from pulse_rl.errors import printable
 from pulse_rl.units import count, nbytes
 
 if TYPE_CHECKING:
-    from pulse_rl.history.log import History
+    from pulse_rl import History, Status
     from pulse_rl.history.operate.prune import Pruning
-    from pulse_rl.history.operate.status import Objects, Status
+    from pulse_rl.history.operate.status import Objects
     from pulse_rl.history.operate.subscribers import SubscriberInfo
 
 OK, PROBLEM, UNREADABLE = 0, 1, 2  # exit codes of `status`, for monitors
@@ -68,8 +68,8 @@ def status(
 
     Example: pulse-rl status s3://bucket/run-a
     """
+    from pulse_rl import status as look
     from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
-    from pulse_rl.history.operate.status import status as look
 
     code = OK
     try:
@@ -175,7 +175,7 @@ def copy(
 
     Example: pulse-rl copy s3://bucket/run-a /archive/run-a
     """
-    from pulse_rl.history.operate.copying import copy_history
+    from pulse_rl import copy_history
 
     with output.progress("copy") as update:
         report = copy_history(

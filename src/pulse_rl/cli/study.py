@@ -156,8 +156,8 @@ def _run_notes(target: str) -> list[str]:
 
 def _open(targets: list[str], stack: ExitStack) -> Source:
     """The source that the targets name. Its files are deleted when the stack closes."""
+    from pulse_rl import History
     from pulse_rl.flow.directory import store_of
-    from pulse_rl.history.log import History
     from pulse_rl.history.operate.targets import kind_of
     from pulse_rl.history.restore import scratch
     from pulse_rl.study.sources.checkpoints import Checkpoints

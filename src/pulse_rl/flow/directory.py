@@ -25,10 +25,10 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from pulse_rl import open_store
 from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import StoreError
 from pulse_rl.flow.metrics import METRICS
-from pulse_rl.store.opening import open_store
 
 RECIPE = "recipe.toml"
 FORMER = "config.toml"  # the settings of a run of an older release

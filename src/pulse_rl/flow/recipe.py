@@ -378,7 +378,7 @@ def _check_plugins(recipe: Recipe) -> None:
 
     It comes last: importing codecs, losses and data sets takes seconds.
     """
-    from pulse_rl.codecs import choose
+    from pulse_rl.codecs.choose import check as check_codec
 
     built = workflow.build(recipe.workflow.plugin, seed=recipe.seed, policies=list(recipe.policies))
     if set(built.roles) != recipe.policies.keys():
@@ -391,7 +391,7 @@ def _check_plugins(recipe: Recipe) -> None:
     for name, policy in recipe.policies.items():
         key = f"policies.{name}"
         with _under(key):
-            choose.check(policy.codec)
+            check_codec(policy.codec)
         registry.build("loss", policy.loss, key=f"{key}.loss")
         for kind in ("advantage", "filter", "replay"):
             plugin = getattr(policy, kind)

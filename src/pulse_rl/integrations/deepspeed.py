@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from pulse_rl import Shard
 from pulse_rl.weights.names import named_state, unwrap
-from pulse_rl.weights.pieces import Shard
 
 
 def shards(model: Any) -> dict[str, Any]:

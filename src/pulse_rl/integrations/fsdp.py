@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from pulse_rl import Shard
 from pulse_rl.errors import require
 from pulse_rl.weights.boxes import Run, Shape
 from pulse_rl.weights.names import own_names
-from pulse_rl.weights.pieces import Shard
 
 _WRAPPED = "_fsdp_wrapped_module"
 _LISTS = ("_fqns", "_shapes", "_strides", "_contiguities", "_shard_param_infos", "_param_infos", "_param_extensions")

@@ -24,10 +24,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from pulse_rl import Shard
 from pulse_rl.errors import require
 from pulse_rl.weights.box_sets import MAX_BOXES
 from pulse_rl.weights.boxes import Box, Shape
-from pulse_rl.weights.pieces import Shard
 
 Converter = Callable[[Any], Mapping[str, Any]]
 

@@ -19,14 +19,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from pulse_rl import Publisher, Staged, Subscriber, SyncReport
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line, require
 from pulse_rl.kernels.cpu.beside import start_compiling
 from pulse_rl.logs import logger
 from pulse_rl.study.monitor import SparsityMonitor
-from pulse_rl.sync.publish.publisher import Publisher
-from pulse_rl.sync.subscribe.report import SyncReport
-from pulse_rl.sync.subscribe.staging import Staged
-from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 log = logger(__name__)
 

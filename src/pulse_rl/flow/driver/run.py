@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pulse_rl import History
 from pulse_rl.disk import write_stream
 from pulse_rl.errors import ProcessDiedError, PulseError, require, require_installed
 from pulse_rl.flow import directory as run_directory
@@ -30,7 +31,6 @@ from pulse_rl.flow.driver.windows import Evaluations
 from pulse_rl.flow.engine import engine, service, wait
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.flow.training.checkpoints import saved_step
-from pulse_rl.history.log import History
 
 POLL_S = 0.25  # between the driver's polls of the board
 FINISH_S = 300  # for workers to catch up with the last versions

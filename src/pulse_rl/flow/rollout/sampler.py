@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pulse_rl import Staged, Subscriber
 from pulse_rl.flow import model, policy
-from pulse_rl.sync.subscribe.staging import Staged
-from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 
 class Settings(NamedTuple):

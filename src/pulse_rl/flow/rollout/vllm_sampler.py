@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import torch
 
+from pulse_rl import Subscriber
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import require
 from pulse_rl.flow import policy
 from pulse_rl.flow.rollout.sampler import Reached, Settings
 from pulse_rl.integrations.vllm import InProcess, plain_gemm
-from pulse_rl.sync.subscribe.subscriber import Subscriber
 
 # Read when vLLM is imported, and by the core's process.
 ENVIRONMENT = {

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pulse_rl import load_assets
 from pulse_rl.errors import one_line
 from pulse_rl.flow import model
 from pulse_rl.flow.data.evaluation import window_of
@@ -36,7 +37,6 @@ from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, Settings
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
 from pulse_rl.flow.samples import Episode, Group, Orders, Task
-from pulse_rl.history.assets import load_assets
 from pulse_rl.logs import logger
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest

@@ -9,11 +9,11 @@ The driver tells the Dataflow when a trainer has died: then no other waits for w
 import time
 from typing import Any, Self
 
+from pulse_rl import Membership
 from pulse_rl.errors import require
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S, own_address
 from pulse_rl.flow.training.meeting import RestartableTrainers
-from pulse_rl.loco.membership import Membership
 
 LIGHTHOUSE = "lighthouse"  # what rank 0 shares: the lighthouse's URL
 

@@ -12,10 +12,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from pulse_rl import DiLoCo, Membership, PulseLoCo, StoreGroup
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.membership import Membership
-from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
 from pulse_rl.weights.names import named_parameters, named_state
 
 Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]

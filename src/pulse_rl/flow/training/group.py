@@ -20,13 +20,13 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
+from pulse_rl import digest
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.wording import TRAINERS
-from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
 
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round

@@ -6,12 +6,12 @@ A round's line of metrics is written before the checkpoint that includes its ste
 import time
 from typing import Any
 
+from pulse_rl import PublishReport
 from pulse_rl.flow import metrics
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.versions import Versions
-from pulse_rl.sync.publish.report import PublishReport
 
 
 class Lead:

@@ -14,13 +14,12 @@ from typing import Any, Self
 
 import torch
 
+from pulse_rl import Membership, StoreGroup
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Rounds, Weights
 from pulse_rl.flow.training.group import merge_exchanges
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
-from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.membership import Membership
 
 
 class RestartableTrainers:

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pulse_rl import Publisher, PublishReport, digest
 from pulse_rl.errors import PulseError
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.sharded import shared_digest
 from pulse_rl.group.collectives import Group
-from pulse_rl.sync.publish.publisher import Publisher
-from pulse_rl.sync.publish.report import PublishReport
-from pulse_rl.weights.digests import digest
 from pulse_rl.weights.layout import layout
 
 CAST = "bfloat16"  # the dtype that rollout workers hold

@@ -20,13 +20,13 @@ from typing import Any, cast
 
 import torch
 
+from pulse_rl import TensorSpec
 from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.service import serve
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import PulseError, UnmappedError, one_line
 from pulse_rl.integrations.sglang.orders import Answer, Order, read, reply
 from pulse_rl.logs import logger
-from pulse_rl.weights.layout import TensorSpec
 
 log = logger(__name__)
 

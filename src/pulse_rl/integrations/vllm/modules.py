@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from pulse_rl import TensorSpec
 from pulse_rl.engines.derived import Derived
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import UnmappedError
 from pulse_rl.integrations.vllm import plain_gemm
-from pulse_rl.weights.layout import TensorSpec
 
 _LINEAR = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS = ("TRITON", "BATCHED_TRITON")  # backends that read the weights where the loader puts them

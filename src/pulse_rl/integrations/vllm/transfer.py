@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.worker.worker_base import WorkerBase
 
+from pulse_rl import TensorSpec
 from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.ranks import Outside, RankState, merge
 from pulse_rl.engines.receiver import Receiver
@@ -33,7 +34,6 @@ from pulse_rl.engines.views import LiveViews
 from pulse_rl.integrations.vllm.modules import live_views
 from pulse_rl.integrations.vllm.names import METHOD
 from pulse_rl.logs import logger
-from pulse_rl.weights.layout import TensorSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pulse_rl import History
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.base import Unit
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
 from pulse_rl.history.follow import Effort, prove
-from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, PatchObject
 from pulse_rl.history.patches import Fetched, check_promised, part_refs
 from pulse_rl.history.restore import load_anchor
