@@ -2,9 +2,9 @@
 
     names, documents    the objects, and the sealed JSON of the small ones
     board               reading and writing them; the put-if-absent that decides
-    parcels, anchors    payloads, and the state that newcomers start from
-    commits             the end of a round: who is waited for, and what counts
-    joining, pruning    how a trainer takes part, and what is deleted
+    parcels, anchors    payloads, the state that newcomers start from, and what is deleted before it
+    commits, repair     the end of a round: who is waited for, what counts, and what then cannot be read
+    joining             how a trainer takes part
     members, group      what a round needs of all this, and the public side
 
 What a payload holds is not known here (`contributions`), nor what an outer step is (`masters`).

@@ -1,51 +1,50 @@
-"""Anchors: θ and momentum after a round, as newcomers start from them.
+"""Anchors: θ and momentum after a round, as newcomers start from them; and the pruning of what lies before one.
 
 Of each fragment one object: a zstd frame of its θ and then its momentum, float32 and little-endian. Where trainers send
 sparsely the momentum is mostly zeros. An anchor counts from when its document is put, after all its objects.
 """
 
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 import zstandard
-from blake3 import blake3
 
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError, IntegrityError, StoreError, translate
-from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
+from pulse_rl.loco.meeting.board import Board
 from pulse_rl.loco.meeting.documents import Anchor, Part
+from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.log.objects import fetch
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 
 
-class Values(NamedTuple):
-    """What an anchor holds."""
-
-    theta: list[F32]  # of each segment
-    momentum: list[F32]
-
-
-def write(store: Store, masters: Masters, run: str, round: int, life: str) -> Anchor:
+def write(board: Board, masters: Masters, run: str, round: int) -> Anchor:
     """Put the objects of an anchor; returns its document, which is not put yet."""
     parts = []
     for number, fragment in enumerate(masters.fragments):
         segments = [masters.segments[each] for each in fragment]
         raw = np.concatenate([*(one.shared for one in segments), *(one.momentum for one in segments)]).tobytes()
         data = zstandard.ZstdCompressor(1).compress(raw)
-        store.put(names.anchor_part_name(round, life, number), data)
-        parts.append(Part(len(data), blake3(data).hexdigest()))
+        board.store.put(names.anchor_part_name(round, board.life, number), data)
+        parts.append(Part.of(data))
     return Anchor(
         run=run,
         round=round,
         theta=digests.to_hex(masters.digest()),
         momentum=digests.to_hex(masters.digest_of([segment.momentum for segment in masters.segments])),
-        life=life,
+        life=board.life,
         parts=tuple(parts),
     )
+
+
+def put(board: Board, masters: Masters, round: int) -> None:
+    """Put an anchor of the run, unless another trainer has put one of this round."""
+    anchor = write(board, masters, board.run_id, round)
+    if not board.post(names.anchor_name(round), anchor):
+        delete(board.store, anchor)
 
 
 def delete(store: Store, anchor: Anchor) -> None:
@@ -55,39 +54,58 @@ def delete(store: Store, anchor: Anchor) -> None:
             store.delete(names.anchor_part_name(anchor.round, anchor.life, number))
 
 
-def read(store: Store, masters: Masters, anchor: Anchor) -> Values:
+def read(store: Store, masters: Masters, anchor: Anchor) -> StateAfter:
     """Read and check all of an anchor; changes nothing. Raises IntegrityError and StoreError."""
-    where = f"{names.anchor_name(anchor.round)} in {store.url}"
+    name = names.anchor_name(anchor.round)
     if len(anchor.parts) != len(masters.fragments):
         raise IntegrityError(
-            f"{where}: expected {len(masters.fragments)} fragments, as this model has, found {len(anchor.parts)}",
-            name=names.anchor_name(anchor.round),
+            f"{name} in {store.url}: expected {len(masters.fragments)} fragments, as this model has, found "
+            f"{len(anchor.parts)}",
+            name=name,
         )
-    values = Values([], [])
+    state = StateAfter(anchor.round, [], [], sum(part.nbytes for part in anchor.parts))
     for number, (fragment, part) in enumerate(zip(masters.fragments, anchor.parts, strict=True)):
         sizes = [masters.segments[each].size for each in fragment]
-        name = names.anchor_part_name(anchor.round, anchor.life, number)
-        nbytes = 8 * sum(sizes)
-        data = fetch(store, part.ref(name), nbytes + (nbytes >> 8) + 1024)
-        raw = _decompressed(data, nbytes, name)
+        raw = _read_part(store, part, names.anchor_part_name(anchor.round, anchor.life, number), 8 * sum(sizes))
         found = np.split(np.frombuffer(raw, "<f4").astype(np.float32, copy=False), np.cumsum(sizes * 2)[:-1])
-        values.theta.extend(found[: len(sizes)])
-        values.momentum.extend(found[len(sizes) :])
-    digest, momentum = (digests.to_hex(masters.digest_of(each)) for each in values)
+        state.theta.extend(found[: len(sizes)])
+        state.momentum.extend(found[len(sizes) :])
+    digest, momentum = (digests.to_hex(masters.digest_of(each)) for each in (state.theta, state.momentum))
     if (digest, momentum) != (anchor.theta, anchor.momentum):
         raise IntegrityError(
-            f"{where}: expected θ and momentum of the digests {anchor.theta} and {anchor.momentum}, found {digest} and "
-            f"{momentum}",
-            name=names.anchor_name(anchor.round),
+            f"{name} in {store.url}: expected θ and momentum of the digests {anchor.theta} and {anchor.momentum}, "
+            f"found {digest} and {momentum}",
+            name=name,
             expected=anchor.theta,
             found=digest,
         )
-    return values
+    return state
 
 
-def _decompressed(data: bytearray, nbytes: int, name: str) -> bytes:
+def _read_part(store: Store, part: Part, name: str, nbytes: int) -> bytes:
+    data = fetch(store, part.ref(name), nbytes + (nbytes >> 8) + 1024)
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
         raw = decompress(memoryview(data), nbytes, name)
     if len(raw) != nbytes:
         raise IntegrityError(f"{name}: expected {nbytes} bytes, found {len(raw)}", name=name)
     return raw
+
+
+def prune(board: Board, newest: int, retain: int) -> None:
+    """Delete what is older than the newest anchor that has `retain` rounds after it.
+
+    newest: the last committed round. A trainer that is started again takes the rounds since its checkpoint, so as many
+    are kept as a checkpoint may be old. First the store says where the rounds begin from then on, so that a trainer
+    that slept for long does not commit one of the deleted rounds again. Raises StoreError; the next pruning deletes
+    what is left then.
+    """
+    last = max((round for round in board.anchors() if round <= newest - retain), default=0)
+    if not last:
+        return
+    if board.first() <= last:
+        board.begin_at(last + 1)
+    for folder, before in ((names.ROUNDS, last + 1), (names.PAYLOADS, last + 1), (names.ANCHORS, last)):
+        for info in board.store.list(folder):
+            round = names.round_of(info.name)
+            if round is not None and round < before:
+                board.store.delete(info.name)

@@ -6,10 +6,11 @@ A round is committed by one put-if-absent. All that is known of who has arrived 
 from typing import NamedTuple, TypeVar
 
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError
+from pulse_rl.group.collectives import Place
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, Run
 from pulse_rl.log.beginning import encode_first, read_first
-from pulse_rl.log.objects import create, numbered
+from pulse_rl.log.objects import create, new_token, numbered
 from pulse_rl.log.sealed import read_sealed
 from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
@@ -28,11 +29,16 @@ class Look(NamedTuple):
 
 
 class Board:
-    """The small objects of one run in a store. Methods raise StoreError, and IntegrityError for what is damaged."""
+    """The small objects of one run in a store, as one life of a trainer reads and writes them.
 
-    def __init__(self, store: Store, keys: Keys) -> None:
+    place: the trainer's rank, of how many. Methods raise StoreError, and IntegrityError for what is damaged.
+    """
+
+    def __init__(self, store: Store, keys: Keys, place: Place) -> None:
         self.store = store
         self._keys = keys
+        self.rank, self.size = place
+        self.life = new_token()
         self.run_id = ""  # of the run that this trainer takes part in, once `joining` knows it
 
     def post(self, name: str, document: Document) -> bool:

@@ -27,7 +27,6 @@ from pulse_rl.loco.meeting.repair import Repairs
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.loco.sums import Mean
-from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -50,17 +49,15 @@ class Meeting:
     seconds after which this trainer gives up.
     """
 
-    def __init__(self, board: Board, rank: int, size: int, *, late_after: float | None, timeout: float) -> None:
+    def __init__(self, board: Board, *, late_after: float | None, timeout: float) -> None:
         self.board = board
-        self.rank = rank
-        self.size = size
-        self.life = new_token()
+        self.rank = board.rank
         self.base = ""  # θ's digest
         self.began = 0  # the round after which the run began
         self._late_after = late_after
         self.timeout = timeout
         self._read: set[str] = set()  # names of stops that are dealt with
-        self.repairs = Repairs(board, rank, self.life, timeout)
+        self.repairs = Repairs(board, timeout)
 
     def end_round(self, trainer: Trainer, sends: list[Sends], timings: Timings) -> Ended:
         """Wait until the trainer's next round is committed, or commit it.
@@ -85,14 +82,14 @@ class Meeting:
             if look.later:
                 raise self.left_behind(round)
             for rank in sorted(look.offering - offers.keys()):
-                if rank < self.size:
+                if rank < self.board.size:
                     offers[rank] = self.board.offer(round, rank)
             self._heed_stops(look, round)
             if self.rank in offers:
                 self.repairs.give(trainer, look)
             waited = time.monotonic() - began
             late = self._late_after is not None and waited >= self._late_after and self.rank in offers
-            if late or len(offers) == self.size:
+            if late or len(offers) == self.board.size:
                 ready = self._add_up(trainer, [offers[rank] for rank in sorted(offers)], sends, timings)
                 if self._commit(ready.commit):
                     return ready
@@ -122,14 +119,9 @@ class Meeting:
 
     def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
         """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
-        document = Stop(
-            run=self.board.run_id,
-            round=round,
-            rank=self.rank if rank is None else rank,
-            refused=refused,
-            reason=reason[:FAILURE_CHARACTERS],
-        )
-        self.board.post(names.stop_name(round, self.rank, self.life), document)
+        board, fault = self.board, self.rank if rank is None else rank
+        stop = Stop(run=board.run_id, round=round, rank=fault, refused=refused, reason=reason[:FAILURE_CHARACTERS])
+        board.post(names.stop_name(round, board.rank, board.life), stop)
 
     def ignore_stops(self, look: Look) -> None:
         """Take stops that were there before this trainer for old ones."""
@@ -184,8 +176,9 @@ class Meeting:
         return True
 
     def _receive(self, trainer: Trainer, offers: Sequence[Offer], sends: list[Sends], timings: Timings) -> list[Mean]:
-        own = any((offer.rank, offer.life) == (self.rank, self.life) for offer in offers)
-        return parcels.receive(self.board.store, trainer, offers, sends, self.rank if own else None, timings)
+        board = self.board
+        own = any((offer.rank, offer.life) == (board.rank, board.life) for offer in offers)
+        return parcels.receive(board.store, trainer, offers, sends, board.rank if own else None, timings)
 
     def _ended(self, trainer: Trainer, commit: Commit, sends: list[Sends], timings: Timings) -> Ended:
         """A round that another trainer has committed. What it has read is what counts, so that is read or repaired."""
@@ -199,7 +192,7 @@ class Meeting:
 
     def _check(self, commit: Commit) -> None:
         """Raise if this trainer cannot go on from a commit."""
-        refusal = commit.refusal(self.rank, self.life)
+        refusal = commit.refusal(self.rank, self.board.life)
         if refusal is not None and refusal.found is None:
             raise ExchangeError(
                 f"round {commit.round} was committed without rank {self.rank}: {refusal.reason}; start it again",
@@ -225,17 +218,15 @@ class Meeting:
             if stop.refused and round == self.began + 1:
                 self.stop(round, stop.reason, refused=True, rank=stop.rank)  # those who join later hear of it too
                 raise IntegrityError(stop.reason, ranks=(stop.rank,))
-            log.warning("rank %d stopped in round %d: %s; waiting for it to be started again", *self._told(stop))
-
-    def _told(self, stop: Stop) -> tuple[int, int, str]:
-        return stop.rank, stop.round, stop.reason
+            told = stop.rank, stop.round, stop.reason
+            log.warning("rank %d stopped in round %d: %s; waiting for it to be started again", *told)
 
     def _silent(self, round: int, offers: dict[int, Offer]) -> ExchangeError:
-        lacking = [rank for rank in range(self.size) if rank not in offers]
+        lacking = [rank for rank in range(self.board.size) if rank not in offers]
         return ExchangeError(
-            f"round {round}: {name_ranks(lacking, self.size)} did not make an offer in {self.board.store.url} within "
-            f"{self.timeout:g} s: start the trainers again, and each goes on from the last committed round; if the "
-            "others have left because they were done, let all end at the same round (while loco.round < …), not after "
-            "as many steps",
+            f"round {round}: {name_ranks(lacking, self.board.size)} did not make an offer in {self.board.store.url} "
+            f"within {self.timeout:g} s: start the trainers again, and each goes on from the last committed round; if "
+            "the others have left because they were done, let all end at the same round (while loco.round < …), not "
+            "after as many steps",
             ranks=lacking,
         )

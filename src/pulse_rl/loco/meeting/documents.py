@@ -3,7 +3,10 @@
 Each says what it is (`kind`), of which run and round, so none can stand in for another.
 """
 
+from typing import Self
+
 import msgspec
+from blake3 import blake3
 
 from pulse_rl.documents import Count, Digest, Hash, Token
 from pulse_rl.log.objects import ObjectRef
@@ -18,6 +21,11 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
     nbytes: Count
     blake3: Hash
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """The object of these bytes."""
+        return cls(len(data), blake3(data).hexdigest())
 
     def ref(self, name: str) -> ObjectRef:
         """A reference to it under its name."""
@@ -41,11 +49,6 @@ class Anchor(Document, frozen=True, kw_only=True, tag="anchor"):
     life: Token  # of the trainer that wrote it
     parts: tuple[Part, ...]  # by fragment
 
-    @property
-    def nbytes(self) -> int:
-        """Of all parts."""
-        return sum(part.nbytes for part in self.parts)
-
 
 class Run(Document, frozen=True, kw_only=True, tag="run"):
     """Who may take part, and the state that the run began with."""
@@ -64,11 +67,6 @@ class Offer(Document, frozen=True, kw_only=True, tag="offer"):
     base: Digest  # of its θ before the round
     sent: Count  # elements
     parts: tuple[Part, ...]  # by fragment
-
-    @property
-    def nbytes(self) -> int:
-        """Of all parts."""
-        return sum(part.nbytes for part in self.parts)
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pulse_rl.group.collectives import Place
+from pulse_rl.loco.meeting.board import Board
+from pulse_rl.loco.meeting.commits import Meeting
 from pulse_rl.loco.meeting.members import StoreMembers
 from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
@@ -76,12 +78,6 @@ class StoreGroup:
         opened = open_store(store) if isinstance(store, str | Path | None) else store
         self.store = patient(opened, patience)
         self.late_after = late_after
-        self._members = StoreMembers(
-            self.store,
-            Place(rank, world_size),
-            Keys(sign_with, public_key),
-            late_after=late_after,
-            timeout=timeout,
-            anchor_every=anchor_every,
-            retain=retain,
-        )
+        board = Board(self.store, Keys(sign_with, public_key), Place(rank, world_size))
+        meeting = Meeting(board, late_after=late_after, timeout=timeout)
+        self._members = StoreMembers(meeting, anchor_every=anchor_every, retain=retain)

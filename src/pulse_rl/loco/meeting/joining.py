@@ -63,7 +63,7 @@ def _run(meeting: Meeting, trainer: Trainer) -> Run:
             return _begin(meeting, trainer)
         if time.monotonic() - began > meeting.timeout:
             raise ExchangeError(
-                f"rank 0 of {meeting.size} did not begin a run in {meeting.board.store.url} within "
+                f"rank 0 of {meeting.board.size} did not begin a run in {meeting.board.store.url} within "
                 f"{meeting.timeout:g} s: start it, and then this trainer again",
                 ranks=(0,),
             )
@@ -75,8 +75,8 @@ def _begin(meeting: Meeting, trainer: Trainer) -> Run:
     """Begin a run from this trainer's state. Of two processes of rank 0, both use the run of the first."""
     board = meeting.board
     run = new_token()
-    anchor = anchors.write(board.store, trainer.masters, run, trainer.counters.round, meeting.life)
-    mine = Run(run=run, world_size=meeting.size, options=dict(trainer.options), anchor=anchor)
+    anchor = anchors.write(board, trainer.masters, run, trainer.counters.round)
+    mine = Run(run=run, world_size=board.size, options=dict(trainer.options), anchor=anchor)
     if not board.post(names.RUN, mine):
         anchors.delete(board.store, anchor)
     found = board.run()
@@ -86,7 +86,7 @@ def _begin(meeting: Meeting, trainer: Trainer) -> Run:
 
 def _check_options(meeting: Meeting, trainer: Trainer, run: Run) -> None:
     expected = {"world_size": str(run.world_size)} | run.options
-    found = {"world_size": str(meeting.size)} | dict(trainer.options)
+    found = {"world_size": str(meeting.board.size)} | dict(trainer.options)
     differing = [name for name in expected | found if expected.get(name) != found.get(name)]
     if not differing:
         return
@@ -125,8 +125,7 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
         anchor = _newest_anchor(meeting, run)
         if round:
             log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, anchor.round)
-        values = anchors.read(board.store, masters, anchor)
-        _take_over(meeting, trainer, StateAfter(anchor.round, *values, anchor.nbytes))
+        _take_over(meeting, trainer, anchors.read(board.store, masters, anchor))
     elif counters.round < newest or meeting.rank in board.look(round + 1).offering:
         masters.fold()
         counters.inner_steps = 0

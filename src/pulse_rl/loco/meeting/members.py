@@ -10,39 +10,25 @@ from pulse_rl.loco.contributions import NonFinite
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.meeting import anchors, names, parcels
-from pulse_rl.loco.meeting.board import Board
 from pulse_rl.loco.meeting.commits import Meeting
 from pulse_rl.loco.meeting.documents import Commit, Offer
 from pulse_rl.loco.meeting.joining import join
-from pulse_rl.loco.meeting.pruning import prune
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.outcome import Outcome
-from pulse_rl.log.signing import Keys
 from pulse_rl.logs import logger
-from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 
 log = logger(__name__)
 
 
 class StoreMembers:
-    """One trainer's view of those that it meets in a store. Arguments as of StoreGroup."""
+    """One trainer's view of those that it meets in a store. anchor_every, retain: as of StoreGroup."""
 
     elastic = True
 
-    def __init__(
-        self,
-        store: Store,
-        place: Place,
-        keys: Keys,
-        *,
-        late_after: float | None,
-        timeout: float,
-        anchor_every: int,
-        retain: int,
-    ) -> None:
-        self.place = place
-        self._meeting = Meeting(Board(store, keys), *place, late_after=late_after, timeout=timeout)
+    def __init__(self, meeting: Meeting, *, anchor_every: int, retain: int) -> None:
+        self.place = Place(meeting.rank, meeting.board.size)
+        self._meeting = meeting
         self._anchor_every = anchor_every
         self._retain = retain
         self._trainer: Trainer | None = None  # that has joined
@@ -72,7 +58,7 @@ class StoreMembers:
         ended = meeting.end_round(trainer, sends, timings)
         self._last = ended.commit
         mine = ended.commit.offer(meeting.rank)
-        counted = mine is not None and mine.life == meeting.life
+        counted = mine is not None and mine.life == meeting.board.life
         sent = mine.sent if mine is not None else 0
         if not counted:  # all of it stays in the residual
             nothing = Sends(np.empty(0, np.uint32), np.empty(0, np.float32))
@@ -82,14 +68,14 @@ class StoreMembers:
 
     def settle(self, prove: Callable[[Group], None], digest: int) -> None:
         """Remember θ's digest, for the next offer; put an anchor and prune where it is this trainer's turn."""
-        meeting = self._meeting
-        meeting.base = digests.to_hex(digest)
+        self._meeting.base = digests.to_hex(digest)
         assert self._trainer is not None
         assert self._last is not None
-        round = self._trainer.counters.round
-        if round % self._anchor_every == 0 and round == self._last.round and self._last.offers[0].life == meeting.life:
+        board, round = self._meeting.board, self._trainer.counters.round
+        if round % self._anchor_every == 0 and round == self._last.round and self._last.offers[0].life == board.life:
             try:
-                self._put_anchor(self._trainer, round)
+                anchors.put(board, self._trainer.masters, round)
+                anchors.prune(board, round, self._retain)
             except StoreError as error:  # the round is done; the next anchor serves as well
                 log.warning("no anchor after round %d: %s", round, error)
 
@@ -110,22 +96,22 @@ class StoreMembers:
 
     def _offer(self, trainer: Trainer, sends: list[Sends], round: int, timings: Timings) -> None:
         """Put this trainer's payloads and its offer."""
-        meeting = self._meeting
-        parts = parcels.send(meeting.board.store, trainer, sends, meeting.rank, meeting.life, timings)
+        board = self._meeting.board
+        parts = parcels.send(board, trainer, sends, timings)
         offer = Offer(
-            run=meeting.board.run_id,
+            run=board.run_id,
             round=round,
-            rank=meeting.rank,
-            life=meeting.life,
-            base=meeting.base,
+            rank=board.rank,
+            life=board.life,
+            base=self._meeting.base,
             sent=sum(trainer.contribution.counts(sends)),
             parts=parts,
         )
-        if not meeting.board.post(names.offer_name(round, meeting.rank), offer):
+        if not board.post(names.offer_name(round, board.rank), offer):
             raise ExchangeError(
-                f"another process has made an offer as rank {meeting.rank} in round {round}: end one of the two, or "
+                f"another process has made an offer as rank {board.rank} in round {round}: end one of the two, or "
                 "start this one again",
-                ranks=(meeting.rank,),
+                ranks=(board.rank,),
             )
 
     def _tell(self, round: int, error: Exception) -> None:
@@ -133,9 +119,3 @@ class StoreMembers:
             self._meeting.stop(round, f"{type(error).__name__}: {error}")
         except StoreError as failed:
             error.add_note(f"the other trainers could not be told: {failed}")
-
-    def _put_anchor(self, trainer: Trainer, round: int) -> None:
-        board = self._meeting.board
-        anchor = anchors.write(board.store, trainer.masters, board.run_id, round, self._meeting.life)
-        board.post(names.anchor_name(round), anchor)
-        prune(board, round, self._retain)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
@@ -17,6 +16,7 @@ from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
+from pulse_rl.loco.meeting.board import Board
 from pulse_rl.loco.meeting.documents import Offer, Part
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.sums import Mean
@@ -27,18 +27,16 @@ from pulse_rl.store.base import Store
 REQUESTS_AT_ONCE = 8
 
 
-def send(
-    store: Store, trainer: Trainer, sends: list[Sends], rank: int, life: str, timings: Timings
-) -> tuple[Part, ...]:
+def send(board: Board, trainer: Trainer, sends: list[Sends], timings: Timings) -> tuple[Part, ...]:
     """Put this trainer's payloads of its next round; returns what they are, by fragment."""
     parts = []
     for number, fragment in enumerate(trainer.masters.fragments):
         data = trainer.contribution.encode(fragment, sends)
         timings.spent("encode")
-        store.put(names.payload_name(trainer.counters.round + 1, rank, life, number), data)
+        board.store.put(names.payload_name(trainer.counters.round + 1, board.rank, board.life, number), data)
         timings.spent("exchange")
         timings.sent_nbytes += len(data)
-        parts.append(Part(len(data), blake3(data).hexdigest()))
+        parts.append(Part.of(data))
     return tuple(parts)
 
 

@@ -32,10 +32,8 @@ log = logger(__name__)
 class Repairs:
     """How one trainer asks for a state, and gives the one it has. timeout: seconds for which it asks."""
 
-    def __init__(self, board: Board, rank: int, life: str, timeout: float) -> None:
+    def __init__(self, board: Board, timeout: float) -> None:
         self._board = board
-        self._rank = rank
-        self._life = life
         self._timeout = timeout
         self._seen: dict[str, float] = {}  # name of a lack → when it was first seen
         self._met: set[str] = set()  # lacks for which there is an anchor
@@ -67,16 +65,14 @@ class Repairs:
         if not rounds:
             return None
         try:
-            anchor = self._board.anchor(rounds[-1])
-            values = anchors.read(self._board.store, trainer.masters, anchor)
+            return anchors.read(self._board.store, trainer.masters, self._board.anchor(rounds[-1]))
         except ObjectNotFoundError:  # pruned meanwhile: there is a newer one
             return None
-        return StateAfter(anchor.round, *values, anchor.nbytes)
 
     def _ask(self, current: int, round: int, error: ExchangeError) -> None:
-        reason = one_line(error, FAILURE_CHARACTERS)
-        lack = Lack(run=self._board.run_id, round=current, rank=self._rank, lacks=round, reason=reason)
-        self._board.post(names.lack_name(current, self._rank, self._life), lack)
+        board, reason = self._board, one_line(error, FAILURE_CHARACTERS)
+        lack = Lack(run=board.run_id, round=current, rank=board.rank, lacks=round, reason=reason)
+        board.post(names.lack_name(current, board.rank, board.life), lack)
 
     def give(self, trainer: Trainer, look: Look) -> None:
         """Put an anchor where others lack a round that this trainer has ended, and it is its turn to help.
@@ -85,7 +81,7 @@ class Repairs:
         """
         now = time.monotonic()
         first = min((self._seen.setdefault(name, now) for name in look.lacks - self._met), default=now)
-        before = sum(rank < self._rank for rank in look.offering)
+        before = sum(rank < self._board.rank for rank in look.offering)
         if look.lacks <= self._met or now - first < before * TURN_S:
             return
         done = trainer.counters.round
@@ -98,7 +94,5 @@ class Repairs:
                 *(lack.rank, lack.lacks, lack.reason, done),
             )
         if wanted:
-            anchor = anchors.write(self._board.store, trainer.masters, self._board.run_id, done, self._life)
-            if not self._board.post(names.anchor_name(done), anchor):  # another one was faster
-                anchors.delete(self._board.store, anchor)
+            anchors.put(self._board, trainer.masters, done)
         self._met |= lacks.keys()
