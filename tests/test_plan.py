@@ -1,4 +1,4 @@
-"""`pulse-rl plan`: the paper's two points, docs/measurements.md, and what grows with workers and trainers."""
+"""`pulse-rl plan`: the paper's two points, bench/measured.md, and what grows with workers and trainers."""
 
 import ast
 import itertools
@@ -19,7 +19,7 @@ from pulse_rl.loco import exchange
 from pulse_rl.planner import MEANS_RATES, RATES, SENT_RATES, Channel, Plan, bandwidth_needed, bits, plan, utilization
 
 ROOT = Path(__file__).parent.parent
-MEASUREMENTS = ROOT / "docs/measurements.md"
+MEASUREMENTS = ROOT / "bench/measured.md"
 
 
 def of(found: Plan, name: str) -> Channel:
@@ -65,7 +65,7 @@ def test_workers_multiply_what_is_sent_directly_and_nothing_else() -> None:
 
 
 def measured() -> list[tuple[str, float, float, float]]:
-    """Setting, density, bits a change by `context` and by `gap`, of docs/measurements.md's table of sizes."""
+    """Setting, density, bits a change by `context` and by `gap`, of bench/measured.md's table of sizes."""
     number = r"\*{0,2}[\d.,]+ \(([\d.]+)\)\*{0,2}"
     rows = re.findall(
         rf"^\| ([^|]*→[^|]*) \| ([\d.]+) % \| {number} \| {number} \|",

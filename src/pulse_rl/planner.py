@@ -4,7 +4,7 @@
 
 A trainer computes for Tc seconds, then everybody waits while S bits are sent over a link of B bit/s (arXiv 2602.03839;
 `docs/plan.md` and the tests compare with its two points). Sizes are bits per change: the entropy of where changes are,
-plus a constant, fitted to measurements (`docs/measurements.md`, "Codecs" and "Trainers"). `docs/plan.md` compares the
+plus a constant, fitted to measurements (`bench/measured.md`, "Codecs" and "Trainers"). `docs/plan.md` compares the
 formulas with them and lists what they leave out.
 """
 
@@ -38,7 +38,7 @@ RATES = {
     "context": Rates(4.2, 1.6, 6.3e-10, 8.9e-8),
 }
 # PULSELoCo. What a trainer sends by default (`value_dtype="log8"`): 4.4 to 5.3 bits at densities of 18 to 5 %, from 5 %
-# below to 13 % above this ("The default's payloads" in docs/measurements.md). A value is its sign and a little more;
+# below to 13 % above this ("The default's payloads" in bench/measured.md). A value is its sign and a little more;
 # positions are coded given θ's exponents and the momentum, and take less than their entropy.
 SENT_RATES = Rates(math.inf, 1.05, entropy=0.82)
 # The means that trainers gather in a split, float32 values with similar exponents: measured 27.4 to 30 bits.
