@@ -16,7 +16,7 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import is_file_name
 from pulse_rl.kernels import cpu
-from pulse_rl.log.objects import ObjectRef
+from pulse_rl.log.objects import ObjectRef, refer
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -69,7 +69,7 @@ def put_assets(store: Store, directory: str, index: bytes | None, assets: Mappin
     files = dict(assets) | ({INDEX: index} if index else {})
     for name, data in sorted(files.items()):
         store.put(f"{directory}/{name}", [data])
-        refs.append(ObjectRef.of(f"{directory}/{name}", data))
+        refs.append(refer(f"{directory}/{name}", data))
     return tuple(refs)
 
 

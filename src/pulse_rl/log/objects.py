@@ -4,7 +4,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Self
 
 import msgspec
 from blake3 import blake3
@@ -34,10 +33,10 @@ class ObjectRef(msgspec.Struct, frozen=True):
     nbytes: Count
     blake3: Hash
 
-    @classmethod
-    def of(cls, name: str, data: bytes) -> Self:
-        """The reference of an object of these bytes."""
-        return cls(name, len(data), blake3(data).hexdigest())
+
+def refer(name: str, data: bytes) -> ObjectRef:
+    """The reference of an object of these bytes."""
+    return ObjectRef(name, len(data), blake3(data).hexdigest())
 
 
 def new_token() -> str:

@@ -34,7 +34,7 @@ from pulse_rl.history.manifest import (
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.patches import describe, list_parts
 from pulse_rl.history.trail import SPANS, PatchLink, State, Trail, decode_trail, state_of
-from pulse_rl.log.objects import ObjectRef, new_token
+from pulse_rl.log.objects import new_token, refer
 from pulse_rl.logs import logger
 from pulse_rl.parallel import submit
 from pulse_rl.patch.encode import Coded, EncodedPatch
@@ -218,7 +218,7 @@ class Delivery:
             link = PatchLink(manifest.patch, upcoming.move.base.sequence, state_of(manifest))
             trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
             encoded = trail.encode()
-            trail_ref = ObjectRef.of(trail_name(manifest.sequence, upcoming.token), encoded)
+            trail_ref = refer(trail_name(manifest.sequence, upcoming.token), encoded)
             data, name = self._first_object(upcoming.patch, manifest.patch), manifest.patch.name
             manifest = msgspec.structs.replace(manifest, trail=trail_ref)
             decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
