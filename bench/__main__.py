@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from bench.report import show
+from bench.report import show, show_run
 from pulse_rl.cli import output
 from pulse_rl.cli.app import run_app
 from pulse_rl.cli.output import AsJson
@@ -30,9 +31,7 @@ def kernels(
     """Time find_changes, digest and apply, against a copy of the same bytes and against NumPy."""
     from bench.kernels import run
 
-    with output.progress("kernels") as update:
-        report = run(elements=elements, rounds=rounds, progress=update)
-    show(report, as_json)
+    show_run("kernels", partial(run, elements=elements, rounds=rounds), as_json)
 
 
 @app.command()
@@ -86,9 +85,7 @@ def sync(
     with output.checking():
         check(codec)
 
-    with output.progress("sync") as update:
-        report = run(versions=versions, layers=layers, codec=codec, progress=update)
-    show(report, as_json)
+    show_run("sync", partial(run, versions=versions, layers=layers, codec=codec), as_json)
 
 
 @app.command()
@@ -119,17 +116,11 @@ def shards(
         for name in codecs:
             check(name)
 
-    with output.progress("shards") as update:
-        report = run(
-            layers=layers,
-            width=width,
-            vocab=vocab,
-            ranks=ranks or [2, 4],
-            versions=versions,
-            codecs=codecs,
-            progress=update,
-        )
-    show(report, as_json)
+    show_run(
+        "shards",
+        partial(run, layers=layers, width=width, vocab=vocab, ranks=ranks or [2, 4], versions=versions, codecs=codecs),
+        as_json,
+    )
 
 
 @app.command()
@@ -153,18 +144,13 @@ def engine(
     """
     from bench.engine.run import run
 
-    with output.progress("engine") as update:
-        report = run(
-            model=model,
-            store=store,
-            lr=lr,
-            versions=versions,
-            every=every,
-            seconds=seconds,
-            stretches=stretches,
-            progress=update,
-        )
-    show(report, as_json)
+    show_run(
+        "engine",
+        partial(
+            run, model=model, store=store, lr=lr, versions=versions, every=every, seconds=seconds, stretches=stretches
+        ),
+        as_json,
+    )
 
 
 @app.command()
@@ -180,9 +166,7 @@ def fanout(
     """
     from bench.fanout import run
 
-    with output.progress("fanout") as update:
-        report = run(subscribers=subscribers, versions=versions, elements=elements, progress=update)
-    show(report, as_json)
+    show_run("fanout", partial(run, subscribers=subscribers, versions=versions, elements=elements), as_json)
 
 
 @app.command()
@@ -205,11 +189,11 @@ def flow(
     """
     from bench.flow.size import run
 
-    with output.progress("flow") as update:
-        report = run(
-            workers=workers or [10, 100, 1000], policies=policies or [1, 2, 4], hours=hours, seed=seed, progress=update
-        )
-    show(report, as_json)
+    show_run(
+        "flow",
+        partial(run, workers=workers or [10, 100, 1000], policies=policies or [1, 2, 4], hours=hours, seed=seed),
+        as_json,
+    )
 
 
 @app.command()
@@ -257,8 +241,10 @@ def loco(
     with output.checking():
         check(steps, every, overlaps, names, tasks)
 
-    with output.progress("loco") as update:
-        report = run(
+    show_run(
+        "loco",
+        partial(
+            run,
             seeds=seeds,
             steps=steps,
             lr=lr,
@@ -266,9 +252,9 @@ def loco(
             tasks=tasks,
             model=model,
             rounds=rounds,
-            progress=update,
-        )
-    show(report, as_json)
+        ),
+        as_json,
+    )
 
 
 @app.command()
@@ -327,9 +313,7 @@ def link(
     """
     from bench.link.measure import run
 
-    with output.progress("link") as update:
-        report = run(rates=rates or [100.0, 10.0], versions=versions, layers=layers, progress=update)
-    show(report, as_json)
+    show_run("link", partial(run, rates=rates or [100.0, 10.0], versions=versions, layers=layers), as_json)
 
 
 @app.command()
@@ -350,9 +334,7 @@ def channel(
     """
     from bench.channel.compare import run
 
-    with output.progress("channel") as update:
-        report = run(rates=rates or [0.0, 1000.0, 100.0], versions=versions, layers=layers, progress=update)
-    show(report, as_json)
+    show_run("channel", partial(run, rates=rates or [0.0, 1000.0, 100.0], versions=versions, layers=layers), as_json)
 
 
 @app.command()
@@ -373,9 +355,7 @@ def trainers(
     """
     from bench.trainers.rounds import run
 
-    with output.progress("trainers") as update:
-        report = run(rates=rates or [100.0, 10.0], rounds=rounds, layers=layers, progress=update)
-    show(report, as_json)
+    show_run("trainers", partial(run, rates=rates or [100.0, 10.0], rounds=rounds, layers=layers), as_json)
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -53,3 +53,10 @@ def show(found: Report, as_json: bool) -> None:
     for columns, rows in found.tables():
         output.write("\n")
         output.table(columns, rows)
+
+
+def show_run(name: str, run: Callable[..., Report], as_json: bool) -> None:
+    """Run a benchmark, with its progress on stderr, and print its report. run: takes `progress`."""
+    with output.progress(name) as update:
+        report = run(progress=update)
+    show(report, as_json)

@@ -36,7 +36,7 @@ ROOMS = [
 ORDER = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
 # The channel, and what uses it as a user would: by the names of `pulse_rl.__all__`.
-CHANNEL = {"checkpoint", "codecs", "patch", "store", "history", "sync", "loco", "channel"}
+CHANNEL = {"checkpoint", "codecs", "patch", "store", "log", "history", "sync", "loco", "channel"}
 AROUND = {"integrations", "study", "flow", "cli"}
 # What they use from inside all the same, and why.
 INSIDE = {
@@ -45,6 +45,7 @@ INSIDE = {
         "checkpoint": "it compares checkpoints tensor by tensor, without loading them",
         "codecs": "it compares all codecs on the same changes, and reads changes out of a patch without weights",
         "history": "it goes through the patches of a history one by one",
+        "log": "likewise, and fetches them",
         "patch": "likewise, within a patch",
     },
     "flow": {
