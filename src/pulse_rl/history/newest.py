@@ -20,6 +20,7 @@ from pulse_rl.errors import (
 )
 from pulse_rl.history.base import Manifests
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
+from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo, read_up_to
 from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.objects import ObjectStore
@@ -121,26 +122,25 @@ class Finder:
         return same
 
     def _newest_listed(self) -> int | None:
-        listed = []
+        store, found = self._history.store, dict[int, ObjectInfo]()
         if self._listed is not None:
-            listed = self._history.store.list("manifests", after=self._listed.name.removesuffix(".json"))
-            if listed[:1] != [self._listed]:
+            found = numbered(store, "manifests", manifest_sequence, self._listed.name.removesuffix(".json"))
+            if next(iter(found.values()), None) != self._listed:
                 # It was deleted, or replaced: the history was begun anew, or pruned.
                 self._history.forget()
         if self._listed is None:
-            listed = self._history.store.list("manifests")
-        found = [info for info in listed if manifest_sequence(info.name) is not None]
-        before, newest = None, manifest_sequence(found[-1].name) if found else None
-        for info in found:
+            found = numbered(store, "manifests", manifest_sequence)
+        before, newest = None, next(reversed(found), None)
+        for sequence, info in found.items():
             # What was read or committed before it was listed may not be what is listed: it is read anew.
-            if info != self._listed and (sequence := manifest_sequence(info.name)) is not None:
+            if info != self._listed:
                 before = self._known.pop(sequence, None)
         if newest is not None and before is not None:
             try:
                 self._history.read(newest)
             except IntegrityError:
                 self._known[newest] = before  # it is damaged since, and what it said is known
-        self._listed = found[-1] if found else None
+        self._listed = found[newest] if newest is not None else None
         self._listed_at = time.monotonic()
         return newest
 

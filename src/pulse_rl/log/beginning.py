@@ -28,6 +28,12 @@ def encode_first(number: int, keys: Keys = UNSIGNED) -> bytes:
     return keys.seal(_Beginning(FORMAT.name, FORMAT.version, number))
 
 
+def begin_at(store: Store, number: int, name: str = FIRST, keys: Keys = UNSIGNED) -> None:
+    """Say where a log begins from now on, unless another pruning has moved that further. Raises as `read_first`."""
+    if read_first(store, name, keys) < number:
+        store.put(name, encode_first(number, keys))
+
+
 def read_first(store: Store, name: str = FIRST, keys: Keys = UNSIGNED) -> int:
     """The number from which on there is no gap; 0 if the log was never pruned.
 

@@ -20,7 +20,6 @@ import msgspec
 
 from pulse_rl.errors import (
     CannotListError,
-    ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
     VersionNotFoundError,
@@ -32,8 +31,8 @@ from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs
 from pulse_rl.history.trail import link_of
 from pulse_rl.log import beginning
-from pulse_rl.log.objects import ObjectRef, fetch_parts, limit_of
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.log.objects import ObjectRef, create, fetch_parts, limit_of
+from pulse_rl.store.base import Store, has_bytes, read_up_to
 from pulse_rl.store.directory import DirectoryStore
 from pulse_rl.store.objects import PART_NBYTES
 from pulse_rl.store.patient import PATIENCE_S, unwrapped
@@ -184,20 +183,18 @@ class _Copy:
     def manifest(self, sequence: int) -> None:
         """Commit a version in the target, byte for byte."""
         name = manifest_name(sequence)
-        data = read_up_to(self._source, name, MAX_MANIFEST_NBYTES)
-        with suppress(ObjectExistsError):
-            if name not in self._there:
-                self._target.put(name, data, mode="create")
-                self._count(name, len(data))
-                return
-        if read_up_to(self._target, name, MAX_MANIFEST_NBYTES) != data:
+        data, present = read_up_to(self._source, name, MAX_MANIFEST_NBYTES), name in self._there
+        if not (has_bytes if present else create)(self._target, name, data):
             raise StoreError(
                 f"{self._target.url} holds another history than {self._source.url}: its {name} differs; copy to an "
                 "empty store",
                 url=self._target.url,
                 name=name,
             )
-        self._count_present(name)
+        if present:
+            self._count_present(name)
+        else:
+            self._count(name, len(data))
 
     def small(self, name: str, limit: int) -> None:
         """Copy one of the small objects that may change; delete it where the source has none."""

@@ -26,7 +26,7 @@ from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.partial import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
-from pulse_rl.log.beginning import FIRST, encode_first
+from pulse_rl.log.beginning import FIRST, begin_at, encode_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.store.base import ObjectInfo
 
@@ -248,9 +248,8 @@ def delete_planned(history: History, pruning: Pruning, progress: Callable[[int, 
     First writes where the history begins from now on, for readers that cannot list. Then deletes manifests, the
     newest first, so that every version that is still listed can be reached from its anchor; then the objects.
     """
-    # Another pruning may have moved it further in the meantime.
-    if pruning.first > pruning.first_before and history.first() < pruning.first:
-        history.store.put(FIRST, encode_first(pruning.first))
+    if pruning.first > pruning.first_before:
+        begin_at(history.store, pruning.first)
     names = [*map(manifest_name, pruning.manifests), *pruning.objects, *pruning.heartbeats, *pruning.partial]
     for done, name in enumerate(names):
         if progress is not None:

@@ -102,8 +102,7 @@ def prune(board: Board, newest: int, retain: int) -> None:
     last = max((round for round in board.anchors() if round <= newest - retain), default=0)
     if not last:
         return
-    if board.first() <= last:
-        board.begin_at(last + 1)
+    board.begin_at(last + 1)
     for folder, before in ((names.ROUNDS, last + 1), (names.PAYLOADS, last + 1), (names.ANCHORS, last)):
         for info in board.store.list(folder):
             round = names.round_of(info.name)

@@ -9,7 +9,7 @@ from pulse_rl.errors import IntegrityError, ObjectNotFoundError
 from pulse_rl.group.collectives import Place
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, Run
-from pulse_rl.log.beginning import encode_first, read_first
+from pulse_rl.log.beginning import begin_at, read_first
 from pulse_rl.log.objects import create, new_token, numbered
 from pulse_rl.log.sealed import read_sealed
 from pulse_rl.log.signing import Keys
@@ -83,8 +83,8 @@ class Board:
         return read_first(self.store, names.FIRST, self._keys)
 
     def begin_at(self, first: int) -> None:
-        """Say from which round on everything stays."""
-        self.store.put(names.FIRST, encode_first(first, self._keys))
+        """Say from which round on everything stays, unless it was said of a later one."""
+        begin_at(self.store, first, names.FIRST, self._keys)
 
     def commit(self, round: int) -> Commit:
         """The commit of a round."""
