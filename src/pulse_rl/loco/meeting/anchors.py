@@ -82,6 +82,12 @@ def read(store: Store, masters: Masters, anchor: Anchor) -> StateAfter:
     return state
 
 
+def newest(board: Board, masters: Masters, since: int = 0) -> StateAfter | None:
+    """Read the newest anchor, if there is one of a round from `since` on. Raises as `read`."""
+    rounds = [round for round in board.anchors() if round >= since]
+    return read(board.store, masters, board.anchor(rounds[-1])) if rounds else None
+
+
 def _read_part(store: Store, part: Part, name: str, nbytes: int) -> bytes:
     data = fetch(store, part.ref(name), nbytes + (nbytes >> 8) + 1024)
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):

@@ -20,7 +20,7 @@ from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.meeting import anchors, names, parcels
 from pulse_rl.loco.meeting.commits import Ended, Meeting
-from pulse_rl.loco.meeting.documents import Anchor, Run
+from pulse_rl.loco.meeting.documents import Run
 from pulse_rl.loco.members import Trainer, readable
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.log.objects import new_token
@@ -122,10 +122,10 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
             ranks=(meeting.rank,),
         )
     if not _leads_on(meeting, trainer, run, newest):
-        anchor = _newest_anchor(meeting, run)
+        state = anchors.newest(board, masters) or anchors.read(board.store, masters, run.anchor)
         if round:
-            log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, anchor.round)
-        _take_over(meeting, trainer, anchors.read(board.store, masters, anchor))
+            log.warning("rank %d: rounds since %d were pruned: starts from round %d", meeting.rank, round, state.round)
+        _take_over(meeting, trainer, state)
     elif counters.round < newest or meeting.rank in board.look(round + 1).offering:
         masters.fold()
         counters.inner_steps = 0
@@ -169,11 +169,6 @@ def _leads_on(meeting: Meeting, trainer: Trainer, run: Run, newest: int) -> bool
         found=meeting.base,
         ranks=(meeting.rank,),
     )
-
-
-def _newest_anchor(meeting: Meeting, run: Run) -> Anchor:
-    rounds = meeting.board.anchors()
-    return meeting.board.anchor(rounds[-1]) if rounds else run.anchor
 
 
 def _take_over(meeting: Meeting, trainer: Trainer, after: StateAfter) -> None:

@@ -13,6 +13,7 @@ so nothing of it is lost, and all hold the same bits.
 """
 
 import time
+from contextlib import suppress
 
 from pulse_rl.errors import ExchangeError, ObjectNotFoundError, one_line
 from pulse_rl.loco.exchange import FAILURE_CHARACTERS
@@ -47,9 +48,10 @@ class Repairs:
         log.warning("round %d: %s; asks the other trainers for the state after it", round, error)
         began, asked = time.monotonic(), 0
         while True:
-            if (found := self._newest(trainer, round)) is not None:
-                log.warning("round %d: took over the state after round %d", round, found.round)
-                return found
+            with suppress(ObjectNotFoundError):  # an anchor that is pruned meanwhile: there is a newer one
+                if (found := anchors.newest(self._board, trainer.masters, round)) is not None:
+                    log.warning("round %d: took over the state after round %d", round, found.round)
+                    return found
             current = max(self._board.committed(round), default=round) + 1
             if current > asked:
                 self._ask(current, round, error)
@@ -58,16 +60,6 @@ class Repairs:
                 error.add_note(f"no other trainer gave the state after round {round} within {self._timeout:g} s")
                 raise error
             time.sleep(PAUSE_S)
-
-    def _newest(self, trainer: Trainer, round: int) -> StateAfter | None:
-        """The newest anchor of this round or a later one, if there is one."""
-        rounds = [each for each in self._board.anchors() if each >= round]
-        if not rounds:
-            return None
-        try:
-            return anchors.read(self._board.store, trainer.masters, self._board.anchor(rounds[-1]))
-        except ObjectNotFoundError:  # pruned meanwhile: there is a newer one
-            return None
 
     def _ask(self, current: int, round: int, error: ExchangeError) -> None:
         board, reason = self._board, one_line(error, FAILURE_CHARACTERS)
