@@ -12,7 +12,7 @@ from test_status import Run
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import manifest as manifests
-from pulse_rl.history import newest
+from pulse_rl.history import versions
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.log.objects import limit_of
@@ -111,7 +111,7 @@ def test_a_server_that_answers_to_every_name(sound: bool, monkeypatch: pytest.Mo
     store = pulse.open_store("memory://")
     Run(store).publish()
     (first,) = History(store).manifests()
-    monkeypatch.setattr(newest, "MAX_PROBED", 5000)
+    monkeypatch.setattr(versions, "MAX_PROBED", 5000)
 
     class Everything:
         url = "https://host/a"

@@ -16,7 +16,7 @@ from proxy import Proxy
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
-from pulse_rl.history import newest
+from pulse_rl.history import versions
 from pulse_rl.history.log import History
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.log.beginning import FIRST, encode_first
@@ -162,7 +162,7 @@ def test_a_look_at_rest_is_few_small_requests(
             for version in range(2):
                 publisher.publish(trainee.step(), version=version)
             subscriber = pulse.Subscriber(url if url != "http" else f"http://127.0.0.1:{proxy.port}/run")
-            monkeypatch.setattr(newest, "TAG_AFTER_S", 0.0)
+            monkeypatch.setattr(versions, "TAG_AFTER_S", 0.0)
             for _ in range(3):
                 assert subscriber.latest() == 1
             requests, draw = list[str](), proxy.draw

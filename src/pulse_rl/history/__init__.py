@@ -2,7 +2,7 @@
 
 Formats: `manifest` is the commit of a version, `trail` lists the patches between recent versions and finds the cheapest
 chain of them, `ending` says that a run has ended. Writing: `anchor` writes a full checkpoint, `log` commits.
-Reading: `log` reads versions, which `newest` and `find` find (`base` is what they need of it), `search` finds the
+Reading: `versions` reads manifests and knows which there are, `find` finds that of a version, `search` finds the
 patches and anchors that lead to one, `restore` rebuilds the weights, `assets` fetches an anchor's small files.
 `heartbeat` is what subscribers report. The sub-room `operate` has what is done with a history besides: status, verify,
 prune, copy. Live weights belong to `sync`.

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, VersionNotFoundError, VersionSkewError
-from pulse_rl.history.base import Manifests
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, manifest_name, parse
+from pulse_rl.history.versions import Versions
 from pulse_rl.store.base import Store, read_up_to
 
 
-def find_version(history: Manifests, version: int) -> Manifest:
+def find_version(history: Versions, version: int) -> Manifest:
     """See `History.find`."""
     with suppress(IntegrityError, VersionNotFoundError, VersionSkewError):
         newest = history.head()  # the version that is requested most, without listing all of them
@@ -60,7 +60,7 @@ def holds(store: Store, manifest: Manifest) -> bool:
 
 
 def _first_readable(
-    history: Manifests, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError | VersionSkewError]
+    history: Versions, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError | VersionSkewError]
 ) -> tuple[int, Manifest | None]:
     """The first manifest that can be read, of those at some places of a list, and its place; None without one.
 

@@ -20,41 +20,25 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pulse_rl.errors import (
-    CannotListError,
-    IntegrityError,
-    ObjectNotFoundError,
-    StoreError,
-    VersionNotFoundError,
-)
+from pulse_rl.errors import IntegrityError, StoreError, VersionNotFoundError
 from pulse_rl.history import ending
 from pulse_rl.history import manifest as manifests
 from pulse_rl.history.find import find_version
-from pulse_rl.history.manifest import (
-    MAX_MANIFEST_NBYTES,
-    Manifest,
-    manifest_name,
-    manifest_sequence,
-)
-from pulse_rl.history.newest import Finder
+from pulse_rl.history.manifest import Manifest, manifest_name
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
-from pulse_rl.log.beginning import read_first
-from pulse_rl.log.objects import create, fetch, numbered
-from pulse_rl.log.sealed import is_signed
+from pulse_rl.history.versions import Versions, remember
+from pulse_rl.log.objects import ObjectRef, create, fetch
 from pulse_rl.log.signing import Keys
-from pulse_rl.store.base import Store, read_up_to
+from pulse_rl.store.base import Store
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
 if TYPE_CHECKING:
     from pulse_rl.log.signing import PrivateKey, PublicKey
 
-KEPT, KEPT_TRAILS = 1024, 8  # manifests and trails that a History keeps in memory
-
-K = TypeVar("K")
-V = TypeVar("V")
+KEPT_TRAILS = 8  # in memory
 
 
 class History:
@@ -91,10 +75,8 @@ class History:
         opened = open_store(store) if isinstance(store, str | Path | None) else store
         self.store = patient(opened, patience)
         self._keys = Keys(sign_with, public_key)
-        self._manifests: dict[int, Manifest] = {}
-        self._signed: dict[int, bool] = {}
-        self._trails: dict[State, Trail] = {}
-        self._finder = Finder(self, self._parse, self._manifests)
+        self._versions = Versions(self.store, self._keys.public)
+        self._trails: dict[tuple[State, ObjectRef], Trail] = {}
 
     def head(self, *, polling: bool = False) -> Manifest | None:
         """Find the newest version. Once one is known, only what is newer is listed.
@@ -110,8 +92,7 @@ class History:
             IntegrityError: If its manifest is damaged.
             VersionSkewError: If its manifest is of a newer format.
         """
-        newest = self._finder.newest(polling)
-        return self.read(newest) if newest is not None else None
+        return self._versions.head(polling=polling)
 
     def find(self, version: int) -> Manifest:
         """Find a version. Reads few manifests, and the fewer the newer the version is.
@@ -127,7 +108,7 @@ class History:
             IntegrityError: If a damaged manifest may be that version's.
             VersionSkewError: If a manifest of a newer format may be that version's.
         """
-        return find_version(self, version)
+        return find_version(self._versions, version)
 
     def manifests(self) -> list[Manifest]:
         """Read all versions.
@@ -147,10 +128,7 @@ class History:
         Returns:
             The numbers, ascending; there may be gaps before `first`, and none after it.
         """
-        try:
-            return list(numbered(self.store, "manifests", manifest_sequence))
-        except CannotListError:
-            return list(self._finder.probed())
+        return self._versions.sequences()
 
     def first(self) -> int:
         """Find where the history begins, as the last pruning left it.
@@ -161,7 +139,7 @@ class History:
         Raises:
             IntegrityError: If the object that says so, `first.json`, is damaged.
         """
-        return read_first(self.store)
+        return self._versions.first()
 
     def end(self) -> tuple[int, Manifest | None]:
         """Find where the history ends, even where its newest manifests are damaged.
@@ -199,10 +177,7 @@ class History:
             VersionNotFoundError: If there is none of that number, or no longer.
             IntegrityError: If it is damaged.
         """
-        if sequence not in self._signed:
-            self._manifests.pop(sequence, None)
-            self.read(sequence)
-        return self._signed[sequence]
+        return self._versions.is_signed(sequence)
 
     def read(self, sequence: int) -> Manifest:
         """Read and check one manifest.
@@ -218,13 +193,7 @@ class History:
             IntegrityError: If it is damaged, or not signed by the public key.
             VersionSkewError: If it is of a newer format.
         """
-        if sequence not in self._manifests:
-            try:
-                manifest = self._parse(sequence, self._get_manifest(sequence))
-            except IntegrityError:  # the transfer may be at fault
-                manifest = self._parse(sequence, self._get_manifest(sequence))
-            _remember(self._manifests, sequence, manifest, KEPT)
-        return self._manifests[sequence]
+        return self._versions.read(sequence)
 
     def trail(self, manifest: Manifest) -> Trail | None:
         """Read the trail of a version: which patches lead to it and to those before it.
@@ -241,8 +210,9 @@ class History:
         """
         if manifest.trail is None:
             return None
-        state, name = state_of(manifest), manifest.trail.name
-        if state not in self._trails:
+        # The hash is a part of the key: a history that was begun anew can have another trail to the same state.
+        key, name = (state_of(manifest), manifest.trail), manifest.trail.name
+        if key not in self._trails:
             where = f"{name} in {self.store.url}"
             if manifest.trail.nbytes > MAX_TRAIL_NBYTES:
                 raise IntegrityError(
@@ -251,13 +221,9 @@ class History:
                     expected=MAX_TRAIL_NBYTES,
                     found=manifest.trail.nbytes,
                 )
-            _remember(
-                self._trails,
-                state,
-                decode_trail(fetch(self.store, manifest.trail, MAX_TRAIL_NBYTES), manifest, where),
-                KEPT_TRAILS,
-            )
-        return self._trails[state]
+            trail = decode_trail(fetch(self.store, manifest.trail, MAX_TRAIL_NBYTES), manifest, where)
+            remember(self._trails, key, trail, KEPT_TRAILS)
+        return self._trails[key]
 
     def commit(self, manifest: Manifest) -> None:
         """Make a version visible, all at once. Its objects must be in the store already.
@@ -296,8 +262,7 @@ class History:
                 url=self.store.url,
                 name=name,
             )
-        _remember(self._signed, manifest.sequence, self._keys.signs, KEPT)
-        _remember(self._manifests, manifest.sequence, manifest, KEPT)
+        self._versions.add(manifest, signed=self._keys.signs)
 
     def seal(self, manifest: Manifest) -> bytes:
         """Encode a manifest, and read it back as every reader does: what none could read is never committed.
@@ -335,27 +300,5 @@ class History:
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
-        self._manifests.clear()
-        self._signed.clear()
+        self._versions.forget()
         self._trails.clear()
-        self._finder.forget()
-
-    def _get_manifest(self, sequence: int) -> bytes:
-        name = manifest_name(sequence)
-        try:
-            return read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
-        except ObjectNotFoundError:
-            raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
-
-    def _parse(self, sequence: int, data: bytes) -> Manifest:
-        """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
-        found = manifests.parse(data, sequence, self._keys.public, f"{manifest_name(sequence)} in {self.store.url}")
-        _remember(self._signed, sequence, is_signed(data), KEPT)
-        return found
-
-
-def _remember(known: dict[K, V], key: K, value: V, most: int) -> None:
-    """Keep a value; beyond the most, drop the oldest."""
-    known[key] = value
-    if len(known) > most:
-        del known[next(iter(known))]

@@ -1,4 +1,6 @@
-"""Which versions a history holds: by listing, by probing where a store cannot list, and at rest by small requests.
+"""Which versions a history holds: their manifests, read once, and which there are.
+
+They are found by listing, by probing where a store cannot list, and at rest by small requests.
 
 At rest means that nothing is newer than what was known. Then the next manifest is missing, and the newest known one is
 still the same object, which a store says without sending it again (If-None-Match). Where a pruning may have left a gap
@@ -7,9 +9,11 @@ also shows a history that was deleted, rolled back or begun anew. Every minute a
 same, in case that a manifest in between was lost.
 """
 
+from __future__ import annotations
+
 import math
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from pulse_rl.errors import (
     CannotListError,
@@ -18,39 +22,107 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     VersionSkewError,
 )
-from pulse_rl.history.base import Manifests
-from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, MAX_SEQUENCE, Manifest, manifest_name, manifest_sequence
+from pulse_rl.history.manifest import (
+    MAX_MANIFEST_NBYTES,
+    MAX_SEQUENCE,
+    Manifest,
+    manifest_name,
+    manifest_sequence,
+    parse,
+)
+from pulse_rl.log.beginning import read_first
 from pulse_rl.log.objects import numbered
-from pulse_rl.store.base import ObjectInfo, read_up_to
+from pulse_rl.log.sealed import is_signed
+from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.patient import PatientStore, unwrapped
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+KEPT = 1024  # manifests in memory
 LIST_EVERY_S = 60.0
 # The tag of a file behind a web server can be its size and the second in which it was written. So only a tag that was
 # read this much later than its manifest was first seen tells that manifest from every later one.
 TAG_AFTER_S = 2.0
 MAX_PROBED = 1 << 22  # versions of a history that cannot be listed; a server that answers to every name has more
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-class Finder:
-    """Finds out which manifests a history holds.
 
-    parse: checks the bytes of a manifest of a sequence number. known: the manifests that were read, by sequence number.
+class Versions:
+    """The versions of one history. Each manifest is read once, as none ever changes.
+
+    Methods raise StoreError.
     """
 
-    def __init__(self, history: Manifests, parse: Callable[[int, bytes], Manifest], known: dict[int, Manifest]) -> None:
-        self._history, self._parse, self._known = history, parse, known
+    def __init__(self, store: Store, public_key: Ed25519PublicKey | None) -> None:
+        self.store, self._public_key = store, public_key
         self._unlisted = False  # whether the store cannot list
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Read everything anew from now on."""
+        self._known: dict[int, Manifest] = {}
+        self._signed: dict[int, bool] = {}
         self._listed: ObjectInfo | None = None  # the newest manifest, as last listed
         self._listed_at = -math.inf  # monotonic
         self._newest: int | None = None  # its sequence number, by whatever way
         self._seen = (-1, 0.0)  # a manifest that was read again, and when that was first so, monotonic
         self._tag: tuple[int, str | None] = (-1, None)  # the store's tag of a manifest that was read again
+
+    def read(self, sequence: int) -> Manifest:
+        """See `History.read`."""
+        if sequence not in self._known:
+            try:
+                manifest = self._parse(sequence, self._get(sequence))
+            except IntegrityError:  # the transfer may be at fault
+                manifest = self._parse(sequence, self._get(sequence))
+            remember(self._known, sequence, manifest, KEPT)
+        return self._known[sequence]
+
+    def add(self, manifest: Manifest, *, signed: bool) -> None:
+        """Know a manifest that was committed."""
+        remember(self._known, manifest.sequence, manifest, KEPT)
+        remember(self._signed, manifest.sequence, signed, KEPT)
+
+    def is_signed(self, sequence: int) -> bool:
+        """See `History.is_signed`."""
+        if sequence not in self._signed:
+            self._known.pop(sequence, None)
+            self.read(sequence)
+        return self._signed[sequence]
+
+    def head(self, *, polling: bool = False) -> Manifest | None:
+        """See `History.head`."""
+        newest = self.newest(polling)
+        return self.read(newest) if newest is not None else None
+
+    def first(self) -> int:
+        """See `History.first`."""
+        return read_first(self.store)
+
+    def sequences(self) -> list[int]:
+        """See `History.sequences`."""
+        try:
+            return list(numbered(self.store, "manifests", manifest_sequence))
+        except CannotListError:
+            return list(self.probed())
+
+    def _get(self, sequence: int) -> bytes:
+        name = manifest_name(sequence)
+        try:
+            return read_up_to(self.store, name, MAX_MANIFEST_NBYTES)
+        except ObjectNotFoundError:
+            raise VersionNotFoundError(f"{self.store.url} holds no {name}", url=self.store.url) from None
+
+    def _parse(self, sequence: int, data: bytes) -> Manifest:
+        """Check the bytes of a manifest. Raises IntegrityError or VersionSkewError."""
+        found = parse(data, sequence, self._public_key, f"{manifest_name(sequence)} in {self.store.url}")
+        remember(self._signed, sequence, is_signed(data), KEPT)
+        return found
 
     def newest(self, polling: bool) -> int | None:
         """The sequence number of the newest manifest; None without one. Raises StoreError.
@@ -60,7 +132,7 @@ class Finder:
         if self._newest is not None and self._asks_at_rest(polling):
             # What is known is looked at first: where it is of another history, what is read next is not.
             if not self._is_still(self._newest):
-                self._history.forget()
+                self.forget()
             elif not self.exists(self._newest + 1) and not self._is_before_a_gap(self._newest):
                 return self._newest
         try:
@@ -75,7 +147,7 @@ class Finder:
         if self._unlisted:
             return True
         listed_lately = time.monotonic() - self._listed_at < LIST_EVERY_S
-        return polling and listed_lately and isinstance(unwrapped(self._history.store), ObjectStore)
+        return polling and listed_lately and isinstance(unwrapped(self.store), ObjectStore)
 
     def _is_before_a_gap(self, sequence: int) -> bool:
         """Whether newer versions may exist although the next one does not: where a pruning has left this one.
@@ -83,7 +155,7 @@ class Finder:
         It leaves anchors for good, and others where it was interrupted. Where manifests are listed, that shows.
         """
         try:
-            return self._unlisted and self._history.first() > sequence
+            return self._unlisted and self.first() > sequence
         except IntegrityError:
             return True  # not known: the longer way decides
 
@@ -92,7 +164,7 @@ class Finder:
         if sequence > MAX_SEQUENCE:
             return False
         try:
-            self._history.read(sequence)
+            self.read(sequence)
         except VersionNotFoundError:
             return False
         except (IntegrityError, VersionSkewError):
@@ -101,7 +173,7 @@ class Finder:
 
     def _is_still(self, sequence: int) -> bool:
         """Whether the store still holds the manifest that was read before."""
-        store, name = self._history.store, manifest_name(sequence)
+        store, name = self.store, manifest_name(sequence)
         tag = self._tag[1] if self._tag[0] == sequence else None
         try:
             if isinstance(store, ObjectStore | PatientStore | CachedStore):
@@ -122,12 +194,12 @@ class Finder:
         return same
 
     def _newest_listed(self) -> int | None:
-        store, found = self._history.store, dict[int, ObjectInfo]()
+        store, found = self.store, dict[int, ObjectInfo]()
         if self._listed is not None:
             found = numbered(store, "manifests", manifest_sequence, self._listed.name.removesuffix(".json"))
             if next(iter(found.values()), None) != self._listed:
                 # It was deleted, or replaced: the history was begun anew, or pruned.
-                self._history.forget()
+                self.forget()
         if self._listed is None:
             found = numbered(store, "manifests", manifest_sequence)
         before, newest = None, next(reversed(found), None)
@@ -137,7 +209,7 @@ class Finder:
                 before = self._known.pop(sequence, None)
         if newest is not None and before is not None:
             try:
-                self._history.read(newest)
+                self.read(newest)
             except IntegrityError:
                 self._known[newest] = before  # it is damaged since, and what it said is known
         self._listed = found[newest] if newest is not None else None
@@ -150,17 +222,17 @@ class Finder:
         O(log n) requests at first, and about five once a newer one is known.
         """
         if self._known and not self._is_still(max(self._known)):
-            self._history.forget()  # it was deleted, replaced or pruned
-        first = self._history.first()
+            self.forget()  # it was deleted, replaced or pruned
+        first = self.first()
         while not self.exists(first):
             # If the history was pruned since, it now begins later.
-            before, first = first, self._history.first()
+            before, first = first, self.first()
             if first == before == 0:
                 return range(0)
             if first == before:
                 name = manifest_name(first)
                 raise IntegrityError(
-                    f"first.json in {self._history.store.url} says that the history begins with {name}, which is "
+                    f"first.json in {self.store.url} says that the history begins with {name}, which is "
                     "missing: a cache in between may be stale, or the history is damaged",
                     name="first.json",
                 )
@@ -169,7 +241,7 @@ class Finder:
             newest, step = newest + step, step * 2
             if newest - first > MAX_PROBED:
                 raise IntegrityError(
-                    f"{self._history.store.url} has a manifest of every number up to {newest}: expected at most "
+                    f"{self.store.url} has a manifest of every number up to {newest}: expected at most "
                     f"{MAX_PROBED} versions where they cannot be listed; does its server answer to every name?"
                 )
         while step > 1:  # newest exists, newest + step does not
@@ -177,4 +249,11 @@ class Finder:
             if self.exists(newest + step):
                 newest += step
         # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
-        return range(first, newest + 1) if self._history.first() <= newest else self.probed()
+        return range(first, newest + 1) if self.first() <= newest else self.probed()
+
+
+def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
+    """Keep a value; beyond the most, drop the oldest."""
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]
