@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from pulse_rl.errors import ProcessDiedError
-from pulse_rl.flow.driver.worker_pool import DEATHS, WorkerPool
+from pulse_rl.flow.driver.worker_pool import DEATHS, Reported, WorkerPool
 from pulse_rl.flow.engine import ProcessHandle
 
 
@@ -44,8 +44,8 @@ class _Crew:
     def start(self, name: str) -> ProcessHandle:
         return cast(ProcessHandle, _Handle(self._error if name == "worker-0" else None))
 
-    def facts(self, name: str) -> dict[str, Any]:
-        return {"pid": 7, "verified": name in self._working}
+    def reported(self, name: str) -> Reported:
+        return Reported(pid=7, verified=name in self._working)
 
     def lost(self, name: str, facts: Any) -> None:
         assert name == "worker-0"
@@ -93,7 +93,7 @@ def test_a_worker_that_cannot_start_is_left_out_also_once_the_others_have_ended(
     pool, _ = _pool(crew)
     pool.running()[1].done = True  # type: ignore[attr-defined]
     pool.poll()
-    crew.facts = lambda name: {}  # type: ignore[method-assign]
+    crew.reported = lambda name: Reported()  # type: ignore[method-assign]
     for _ in range(DEATHS):
         pool.poll()
     assert pool.running() == []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pulse_rl.flow.data.balance import Autoscaler, WaitRule
-from pulse_rl.flow.driver.worker_pool import WorkerPool
+from pulse_rl.flow.driver.worker_pool import Reported, WorkerPool
 from pulse_rl.flow.engine import ProcessHandle, RolloutProcess, start
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
 from pulse_rl.flow.rollout.worker import RolloutWorker
@@ -27,10 +27,10 @@ class _Crew:
         arguments = (name, self._recipe, self._pool, self._dataflow)
         return start(name, RolloutProcess, RolloutWorker, arguments, where="anywhere", region=self._pool.region)
 
-    def facts(self, name: str) -> Mapping[str, Any]:
+    def reported(self, name: str) -> Reported:
         facts = self._dataflow.board().get(name, {})
         held = facts.get("policies", {})
-        return {"pid": facts.get("pid"), "verified": bool(held) and all(each["verified"] for each in held.values())}
+        return Reported(facts.get("pid"), bool(held) and all(each["verified"] for each in held.values()))
 
     def lost(self, name: str, facts: Mapping[str, Any]) -> None:
         self._dataflow.lost(name)

@@ -6,12 +6,19 @@ start, as on a node where the user's module is missing, ends a run only in which
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pulse_rl.errors import ProcessDiedError, one_line
 from pulse_rl.flow.engine import CAUSES, ProcessHandle
 
 DEATHS = 5  # of one worker without a proved version between them; then it is left out, or ends a run without others
+
+
+class Reported(NamedTuple):
+    """What a worker has reported last."""
+
+    pid: int | None = None
+    verified: bool = False  # whether it has proved a version of each of its policies
 
 
 class Crew(Protocol):
@@ -20,8 +27,8 @@ class Crew(Protocol):
     def start(self, name: str) -> ProcessHandle:
         """Start a worker's process."""
 
-    def facts(self, name: str) -> Mapping[str, Any]:
-        """What it has reported last: `pid`, and whether it has `verified` a version."""
+    def reported(self, name: str) -> Reported:
+        """What a worker has reported last."""
 
     def lost(self, name: str, facts: Mapping[str, Any]) -> None:
         """Its process died: its work is to be done by others, and the board shows these facts of it."""
@@ -86,15 +93,14 @@ class WorkerPool:
                     self._restart(worker, "died")
                 except Exception as error:
                     worker.handle.close()
-                    if self._crew.facts(worker.name).get("verified") or not self._others_work(worker):
+                    if self._crew.reported(worker.name).verified or not self._others_work(worker):
                         error.add_note(f"raised by {worker.name} on {worker.handle.host}")
                         raise
                     self._restart(worker, f"could not start: {one_line(error)}")
 
     def _restart(self, worker: _Worker, why: str) -> None:
-        facts = self._crew.facts(worker.name)
-        worker.futile = 1 if facts.get("verified") else worker.futile + 1
-        pid = facts.get("pid")
+        pid, verified = self._crew.reported(worker.name)
+        worker.futile = 1 if verified else worker.futile + 1
         who = f"{worker.name} ({f'pid {pid} ' if pid else ''}on {worker.handle.host})"
         worker.left_out = worker.futile >= DEATHS
         if worker.left_out and not self._others_work(worker):
@@ -113,4 +119,4 @@ class WorkerPool:
     def _others_work(self, worker: _Worker) -> bool:
         """Whether another worker has proved a version: then it is this one's node that is at fault, or chance."""
         others = [each for each in self._workers if each is not worker and not each.left_out]
-        return any(each.result or self._crew.facts(each.name).get("verified") for each in others)
+        return any(each.result or self._crew.reported(each.name).verified for each in others)

@@ -7,7 +7,7 @@ the checkpoint, so that a trainer that goes on from there takes the same steps f
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,16 @@ METHODS: dict[str, Callable[..., PulseLoCo | DiLoCo]] = {
     "published": partial(PulseLoCo, value_dtype="float32"),
     "diloco": DiLoCo,
 }
+
+
+class Exchanged(NamedTuple):
+    """What one trainer exchanged in a round."""
+
+    sent_nbytes: int
+    density: float  # of what it sent
+    seconds: float | None  # None where they are not measured
+    stalled_s: float | None  # in which no step could be taken
+    digest: str  # of its float32 weights after the round
 
 
 class Rounds:
@@ -48,19 +58,13 @@ class Rounds:
         shared = {id(parameter): theta[name] for name, parameter in self._parameters.items()}
         return {name: shared.get(id(tensor), tensor) for name, tensor in named_state(self._model).items()}
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> Exchanged:
         """The round has ended: what this trainer exchanged in it."""
         if not self.loco.reports:  # its exchange is under way, and no further step of the run ends it
             self.loco.sync()
         report = self.loco.reports[-1]
         self.loco.reports.clear()
-        return {
-            "sent_nbytes": report.sent_nbytes,
-            "density": report.density,
-            "seconds": report.total_s,
-            "stalled_s": report.stalled_s,
-            "digest": report.digest,
-        }
+        return Exchanged(report.sent_nbytes, report.density, report.total_s, report.stalled_s, report.digest)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint after a round must hold, in addition to the model and the optimizer."""

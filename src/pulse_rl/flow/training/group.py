@@ -14,7 +14,7 @@ the token, whatever led to the live weights. The assumption is that clipping bou
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pulse_rl import digest
 from pulse_rl.errors import IntegrityError
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.exchange import Rounds, Weights
+from pulse_rl.flow.training.exchange import Exchanged, Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
 from pulse_rl.loco.wording import TRAINERS
@@ -127,10 +127,9 @@ class SeveralTrainers(SoloTrainer):
             dist.destroy_process_group()
 
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        mine = json.dumps({"record": record, "exchange": self._exchanged()}).encode()
+        mine = json.dumps((record, self._exchanged())).encode()
         received = [json.loads(bytes(data)) for data in self._group.gather(mine, RECORD_LIMIT)]
-        exchanges = [each["exchange"] for each in received]
-        return [each["record"] for each in received], merge_exchanges(self._recipe, self._elements, exchanges)
+        return merge_rounds(self._recipe, self._elements, received)
 
     def agree(self, number: int) -> int:
         return int(self._group.gather_numbers([number])[0, 0])
@@ -138,7 +137,7 @@ class SeveralTrainers(SoloTrainer):
     def barrier(self) -> None:
         self._group.gather_numbers([0])
 
-    def _exchanged(self) -> dict[str, Any]:
+    def _exchanged(self) -> Exchanged:
         """What this trainer exchanged in the round, as `Rounds.end`."""
         raise NotImplementedError
 
@@ -167,7 +166,7 @@ class RoundExchange(SeveralTrainers):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rounds.loco.load_state_dict(state)
 
-    def _exchanged(self) -> dict[str, Any]:
+    def _exchanged(self) -> Exchanged:
         return self._rounds.end()
 
 
@@ -188,19 +187,23 @@ class GradientAverage(SeveralTrainers):
         self._sent_nbytes += 4 * self._elements
         self._seconds += sum(timings.seconds.values())
 
-    def _exchanged(self) -> dict[str, Any]:
+    def _exchanged(self) -> Exchanged:
         sent, self._sent_nbytes = self._sent_nbytes, 0
         seconds, self._seconds = self._seconds, 0.0
         held = digest(layout(self._parameters))
-        return {"sent_nbytes": sent, "density": 1.0, "seconds": seconds, "stalled_s": seconds, "digest": held}
+        return Exchanged(sent, density=1.0, seconds=seconds, stalled_s=seconds, digest=held)
 
 
-def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[str, Any]]) -> dict[str, Any]:
-    """Facts about a round's exchange from those of each trainer.
+def merge_rounds(
+    recipe: PolicyRecipe, elements: int, received: Collection[tuple[dict[str, Any], Sequence[Any]]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What a `TrainerGroup` returns at the end of a round, from each trainer's record and what it has `Exchanged`.
 
     Raises IntegrityError if the trainers do not hold the same weights.
     """
-    digests = [each["digest"] for each in exchanges]
+    records = [record for record, _ in received]
+    exchanges = [Exchanged(*exchanged) for _, exchanged in received]
+    digests = [each.digest for each in exchanges]
     if len(set(digests)) > 1:
         raise IntegrityError(
             f"expected the same weights on all trainers, found the digests {', '.join(digests)}, by rank: resume "
@@ -210,15 +213,15 @@ def merge_exchanges(recipe: PolicyRecipe, elements: int, exchanges: list[dict[st
         )
     sync = {
         "mode": recipe.trainer_sync,
-        "sent_nbytes": [each["sent_nbytes"] for each in exchanges],  # of each trainer
+        "sent_nbytes": [each.sent_nbytes for each in exchanges],  # of each trainer
         "dense_nbytes": 4 * elements,  # what one trainer would send by DiLoCo
         "ddp_nbytes": 4 * elements * recipe.round_steps,  # likewise by DDP
-        "density": sum(each["density"] for each in exchanges) / len(exchanges),
-        "exchange_s": _longest(each["seconds"] for each in exchanges),
-        "stalled_s": _longest(each["stalled_s"] for each in exchanges),  # in which no step could be taken
+        "density": sum(each.density for each in exchanges) / len(exchanges),
+        "exchange_s": _longest(each.seconds for each in exchanges),
+        "stalled_s": _longest(each.stalled_s for each in exchanges),  # in which no step could be taken
         "digests": digests,  # of each trainer's float32 weights after the round
     }
-    return {"trainer_sync": sync}
+    return records, {"trainer_sync": sync}
 
 
 def _longest(seconds: Iterable[float | None]) -> float | None:

@@ -18,7 +18,7 @@ from pulse_rl import Membership, StoreGroup
 from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Rounds, Weights
-from pulse_rl.flow.training.group import merge_exchanges
+from pulse_rl.flow.training.group import merge_rounds
 from pulse_rl.flow.training.join import IDLE_S, TIMEOUT_S
 
 
@@ -66,9 +66,8 @@ class RestartableTrainers:
     def end_round(self, record: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         exchanged = self._rounds.end()
         self._barriers = 0
-        found = self._gather("record", {"record": record, "exchange": exchanged})
-        merged = merge_exchanges(self._recipe, self._elements, [each["exchange"] for each in found.values()])
-        return [each["record"] for each in found.values()], merged
+        found = self._gather("record", (record, exchanged))
+        return merge_rounds(self._recipe, self._elements, found.values())
 
     def weights(self) -> Weights:
         return self._rounds.weights()

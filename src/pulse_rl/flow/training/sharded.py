@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from pulse_rl.flow.recipe import PolicyRecipe
-from pulse_rl.flow.training.exchange import Weights
+from pulse_rl.flow.training.exchange import Exchanged, Weights
 from pulse_rl.flow.training.group import SeveralTrainers
 from pulse_rl.group.collectives import Group
 from pulse_rl.weights.bits import is_dtensor
@@ -43,12 +43,12 @@ class ShardedTrainers(SeveralTrainers):
     def passes(self, number: int) -> int:
         return int(self._group.gather_numbers([number]).max())
 
-    def _exchanged(self) -> dict[str, Any]:
+    def _exchanged(self) -> Exchanged:
         # What is gathered and averaged goes over the network within the passes: neither bytes nor seconds are measured.
         # A trainer sends its gradients in each step, as with DDP; the weights that are gathered are not counted.
         sent = 4 * self._elements * self._recipe.round_steps
         held = shared_digest(self._group, self._parameters)
-        return {"sent_nbytes": sent, "density": 1.0, "seconds": None, "stalled_s": None, "digest": held}
+        return Exchanged(sent, density=1.0, seconds=None, stalled_s=None, digest=held)
 
 
 def shared_digest(group: Group, weights: Weights, cast: str | None = None) -> str:
