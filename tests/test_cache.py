@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.history import ending, manifest
+from pulse_rl.log.objects import new_token
 from pulse_rl.store.cache import CachedStore, cached, is_written_once
 from pulse_rl.store.cached_files import BLOCK_NBYTES, FOOTER, key_of
 from pulse_rl.store.ranges import read_ranges
@@ -30,7 +31,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_what_is_kept_has_a_name_that_is_written_once() -> None:
     """Every name of the history's own making; nothing that can change, and no name that leads elsewhere."""
-    token = manifest.new_token()
+    token = new_token()
     anchor = manifest.anchor_name(7, token)
     for name in (manifest.patch_name(7, token), manifest.trail_name(7, token)):
         assert is_written_once(name)
