@@ -109,7 +109,7 @@ class History:
         tokens = count(1)
         # Tokens and the time are always the same, so that a case can be repeated.
         with (
-            patch("pulse_rl.history.manifest.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
+            patch("pulse_rl.log.objects.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
             patch("pulse_rl.sync.publish.publisher.check_assets"),  # so that an index is read too, as of several files
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
