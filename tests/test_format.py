@@ -239,7 +239,7 @@ GAPS = [
 @pytest.mark.parametrize(("indices", "words"), GAPS)
 def test_gap_words(indices: list[int], words: str) -> None:
     found = np.zeros(3 * len(indices), "<u2")
-    used = cpu.gap_encode(np.array(indices, np.uint32), found)
+    used = cpu.gap_encode(np.array(indices, np.uint32), np.array([0, len(indices)]), found)
     assert found[:used].tobytes().hex() == words
     decoded = np.zeros(len(indices), np.uint32)
     assert cpu.gap_decode(found[:used], np.array([1 << 20]), np.array([len(indices)]), decoded) == used

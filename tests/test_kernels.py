@@ -218,7 +218,7 @@ ASCENDING = st.lists(
 @given(ASCENDING)
 def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
     words, naive = np.zeros(3 * len(indices), np.uint16), np.zeros(3 * len(indices), np.uint16)
-    used = cpu.gap_encode(indices, words)
+    used = cpu.gap_encode(indices, np.array([0, len(indices)]), words)
     assert used == reference.gap_encode(indices, naive)
     assert words[:used].tolist() == naive[:used].tolist()
     n = int(indices[-1]) + 1 if len(indices) else 0
@@ -248,7 +248,10 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: li
         assert (indices < np.repeat(sizes, counts)).all()
         parts = np.split(indices, np.cumsum(counts)[:-1]) if segments else []
         again = np.zeros((len(parts), 3 * len(indices)), np.uint16)
-        coded = [words_[: cpu.gap_encode(part, words_)] for part, words_ in zip(parts, again, strict=True)]
+        coded = [
+            words_[: cpu.gap_encode(part, np.array([0, len(part)]), words_)]
+            for part, words_ in zip(parts, again, strict=True)
+        ]
         assert [word for part in coded for word in part.tolist()] == stream[:used]  # a gap has one form
 
 

@@ -1,5 +1,6 @@
 """The changes of a staged patch in the order of memory: the kernel, and when it may be used."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from pulse_rl.dtypes import UINTS
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch import apply, ordering
-from pulse_rl.patch.merging import Write
+from pulse_rl.patch.merging import Ordered
 
 
 @settings(deadline=None, max_examples=100)
@@ -94,15 +95,15 @@ class World:
             publisher.publish(weights, version=version)
         self.store = publisher.history.store
 
-    def stage(self, live: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[Write] | None]]:
+    def stage(self, live: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[Ordered] | None]]:
         """What is staged on live weights, and the writes in order, if there are any."""
-        found: list[list[Write] | None] = []
+        found: list[list[Ordered] | None] = []
 
-        def note(*arguments: Any) -> list[Write] | None:
-            found.append(ordering.writes_in_order(*arguments))
+        def note(*arguments: Any) -> list[Ordered] | None:
+            found.append(ordering.in_memory_order(*arguments))
             return found[-1]
 
-        monkeypatch.setattr(apply, "writes_in_order", note)
+        monkeypatch.setattr(apply, "in_memory_order", note)
         subscriber = pulse.Subscriber(self.store)
         subscriber.sync(live, version=0)
         return subscriber.stage(live, version=1), found
@@ -114,8 +115,10 @@ def test_a_patch_is_written_in_the_order_of_memory(change: float, monkeypatch: p
     live = {name: array.copy() for name, array in world.before.items()}
     staged, [writes] = world.stage(live, monkeypatch)
     assert writes is not None
-    assert {write.name for write in writes} == ({"a", "b", "bytes"} if change else set())
-    assert all((np.diff(write.changes.indices.astype(np.int64)) > 0).all() for write in writes)
+    assert {name for one in writes for name in one.names} == ({"a", "b", "bytes"} if change else set())
+    for one in writes:
+        for a, b in pairwise(one.edges.tolist()):
+            assert (np.diff(one.changes.indices[a:b].astype(np.int64)) > 0).all()
     staged.apply()
     assert all((live[name] == world.after[name]).all() for name in live)
 
@@ -138,6 +141,6 @@ def test_parts_of_one_matrix_are_written_each_for_itself(monkeypatch: pytest.Mon
     live: dict[str, Any] = {"a": fused[:700], "b": fused[700:], "bytes": world.before["bytes"].copy()}
     staged, [writes] = world.stage(live, monkeypatch)
     assert writes is not None
-    assert [write.name for write in writes].count("b") == 1
+    assert [name for one in writes for name in one.names].count("b") == 1
     staged.apply()
     assert all((live[name] == world.after[name]).all() for name in live)

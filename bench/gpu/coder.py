@@ -20,7 +20,7 @@ from bench.gpu.bandwidth import DENSITIES, fitting
 from bench.gpu.children import Keep
 from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
-from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec
+from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec, run_of
 from pulse_rl.kernels.cpu.coding import Lies, memory_at
 from pulse_rl.kernels.gpu import changes, coding, device
 from pulse_rl.kernels.gpu.regions import regions_of
@@ -91,7 +91,7 @@ def blocks_of(parts: list[SegmentChanges]) -> list[list[SegmentChanges]]:
 def encoded(parts: list[SegmentChanges]) -> list[Block]:
     """All segments, in blocks of one span."""
     codec = context.ContextCodec()
-    return [codec.encode(block, [len(block)]) for block in blocks_of(parts)]
+    return [codec.encode(list(map(run_of, block)), [len(block)]) for block in blocks_of(parts)]
 
 
 def decoded(coded: list[Block], parts: list[SegmentChanges]) -> list[Changes]:

@@ -178,15 +178,14 @@ class Staged:
 
     def check(self) -> None:
         """Raise BaseMismatchError if the live weights share memory for which the version has different bits."""
-        names = list(self._live)
-        for pair in shared_memory(self._live.values()):
-            one, other = (self._tensors[names[place]] for place in pair)
+        for pair in shared_memory(self._live):
+            one, other = (self._tensors[name] for name in pair)
             if any((a != b).any() for a, b in zip(_reads(one), _reads(other), strict=True)):
                 raise BaseMismatchError(
-                    f"tensors {names[pair[0]]!r} and {names[pair[1]]!r} share memory in these weights, but the version "
+                    f"tensors {pair[0]!r} and {pair[1]!r} share memory in these weights, but the version "
                     "holds different bits for them: expected weights in which they are not tied"
                 )
-        if overlapping(self._live.values()):
+        if overlapping(self._live):
             raise BaseMismatchError(
                 "tensors overlap in the memory of these weights: expected weights that do not overlap, or that hold "
                 "the sender's version already; they are as they were"

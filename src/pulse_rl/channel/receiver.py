@@ -12,9 +12,8 @@ from pulse_rl.channel.sparse import PartReader, prove
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.group.collectives import Bytes
 from pulse_rl.patch.apply import Application
-from pulse_rl.patch.live import by_name, live_digest
+from pulse_rl.patch.live import Live, by_name, live_digest
 from pulse_rl.weights import digests
-from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, Sides, TensorSpec, compare_layouts
 from pulse_rl.weights.memory import LiveWeights, Memory
 
@@ -36,7 +35,7 @@ class Receiver:
         self.held: State | None = None  # what the weights are proved to hold; None while they are being written
         self._memory: Memory | None = None  # that was proved to hold it
         self._tables: list[Table] = []
-        self._live: dict[str, list[Bits]] = {}
+        self._live = Live()
         self._tensors: Any = None
         self._readers: list[PartReader] = []
         self._staged: Staged | None = None
@@ -61,7 +60,7 @@ class Receiver:
 
     def forget(self) -> None:
         """Drop what is staged."""
-        self._live, self._readers, self._tensors = {}, [], None
+        self._live, self._readers, self._tensors = Live(), [], None
         self._staged = self._application = self._comparison = None
 
     def learn(self, tables: Sequence[Table], standing: Standing) -> None:

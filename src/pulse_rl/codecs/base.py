@@ -15,10 +15,12 @@ from operator import mul
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.errors import FormatError
-from pulse_rl.kernels.cpu.coding import Lies, Memory
+from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import Lies, Memory, memory_at
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.segments import SEGMENT
@@ -66,11 +68,91 @@ class SegmentChanges(NamedTuple):
     """A segment to encode."""
 
     spec: SegmentSpec
-    changes: Changes  # of a dense segment: every element
+    changes: Changes
     read: Read
     replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
     lies: Lies | None = None  # where the old bits lie, if kernels can use them there without `read`
     device: Device = HOST  # in whose memory that is
+
+
+class Run(NamedTuple):
+    """Segments to encode, one after another, all of one dtype."""
+
+    dtype: str
+    sizes: NDArray[np.int64]  # (segments,) elements of each
+    strides: NDArray[np.int64]  # (segments,) as `SegmentSpec.stride`
+    phases: NDArray[np.int64]  # (segments,) as `SegmentSpec.phase`
+    edges: NDArray[np.int64]  # (segments + 1,) where the changes of each begin, and the last one's end
+    changes: Changes  # (k,) of all
+    replaced: UIntArray  # (k,) the old bits of the changed elements
+    read: Callable[[int], UIntArray]  # the old bits of a segment, by number
+    every: Callable[[int], UIntArray]  # all new bits of a segment, by number
+    memory: Memory  # where the old bits lie
+    usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
+    device: Device  # in whose memory that is
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Changes of each segment, (segments,)."""
+        return np.diff(self.edges)
+
+    def at(self, start: int, stop: int) -> "Run":
+        """Some of the segments."""
+        some, first, last = slice(start, stop), self.edges[start], self.edges[stop]
+        return self._replace(
+            sizes=self.sizes[some],
+            strides=self.strides[some],
+            phases=self.phases[some],
+            edges=self.edges[start : stop + 1] - first,
+            changes=Changes(self.changes.indices[first:last], self.changes.values[first:last]),
+            replaced=self.replaced[first:last],
+            read=lambda number: self.read(start + number),
+            every=lambda number: self.every(start + number),
+            memory=self.memory.at(some),
+            usable=self.usable[some],
+        )
+
+
+def cut_runs(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[list[Run]]:
+    """Divide the segments of runs into spans of so many segments each."""
+    left = list(reversed(runs))
+    for size in sizes:
+        found = list[Run]()
+        while size:
+            run = left.pop()
+            count = len(run.sizes)
+            if count > size:
+                left.append(run.at(size, count))
+                run, count = run.at(0, size), size
+            found.append(run)
+            size -= count
+        yield found
+
+
+def run_of(segment: SegmentChanges) -> Run:
+    """One segment as a run."""
+    (dtype, size, changed, stride, phase), changes, read, replaced, lies, device = segment
+    if replaced is None:
+        old = read()
+        replaced = np.empty(len(changes.indices), old.dtype)
+        (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, changes.indices, replaced)
+
+    def every(number: int) -> UIntArray:
+        new = read().flatten()
+        cpu.scatter(new, changes.indices, changes.values)
+        return new
+
+    sizes, strides, phases = (np.array([column], np.int64) for column in (size, stride, phase))
+    memory = memory_at([lies or Lies(0, 1, size, 0)], segment)
+    usable, edges = np.array([lies is not None]), np.array([0, changed])
+    return Run(
+        dtype, sizes, strides, phases, edges, changes, replaced, lambda number: read(), every, memory, usable, device
+    )
 
 
 class OldBits(NamedTuple):
@@ -127,7 +209,7 @@ class Codec(Protocol):
     def is_dense(self, spec: SegmentSpec) -> bool:
         """Whether a segment of this spec is written dense: its Changes then list every element."""
 
-    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+    def encode(self, runs: Sequence[Run], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
         """Encode one block, in spans of so many segments each. Returns what they share, and the bytes of each span.
 
         The same changes give the same bytes on every machine and with any number of threads.

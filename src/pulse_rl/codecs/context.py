@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldBits, Read, SegmentChanges, SegmentSpec, Unit, Units, consecutive
+from pulse_rl.codecs.base import OldBits, Read, Run, SegmentChanges, SegmentSpec, Unit, Units, consecutive, run_of
 from pulse_rl.codecs.model import Counts, Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
 from pulse_rl.errors import FormatError
@@ -60,23 +60,28 @@ class ContextCodec:
     def is_dense(self, spec: SegmentSpec) -> bool:
         return False  # decided for each segment while it is coded, and stated in the head
 
-    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+    def encode(self, runs: Sequence[Run], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
         numbers: list[int] = []  # of the head
         kinds: list[int] = []
-        streams = [b""] * len(segments)
-        for dtype, members in _groups([one.spec for one in segments]).items():
-            group = [segments[number] for number in members]
-            classes, models, coded = _encode_group(dtype, group, self._price)
-            numbers += _group_numbers(field_of(dtype), group, classes, models, coded)
-            kinds += _kinds(field_of(dtype), len(members))
-            for number, stream in zip(members, coded, strict=True):
+        streams = [b""] * sum(spans)
+        groups: dict[str, list[tuple[int, Run]]] = {}  # by dtype, in order of first appearance
+        first = 0  # segment of each run
+        for run in runs:
+            if len(run.replaced):
+                groups.setdefault(run.dtype, []).append((first, run))
+            first += len(run.sizes)
+        for group in (_Group(dtype, members) for dtype, members in groups.items()):
+            classes, models, coded = _encode_group(group, self._price)
+            numbers += _group_numbers(group.field, group.changed, classes, models, coded)
+            kinds += _kinds(group.field, len(group.numbers))
+            for number, stream in zip(group.numbers.tolist(), coded, strict=True):
                 streams[number] = stream
         head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
         return head, [b"".join(members) for members in consecutive(streams, spans)]
 
     def encode_block(self, segments: Sequence[SegmentChanges]) -> bytes:
         """Encode one block of one span as `u32 n | head of n bytes | span`."""
-        head, (span,) = self.encode(segments, [len(segments)])
+        head, (span,) = self.encode(list(map(run_of, segments)), [len(segments)])
         return struct.pack("<I", len(head)) + head + span
 
     def open_block(self, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
@@ -132,7 +137,7 @@ def _kinds(field: Field, members: int) -> list[int]:
 
 
 def _group_numbers(
-    field: Field, parts: Sequence[SegmentChanges], classes: Ints, models: list[Model], streams: Sequence[bytes]
+    field: Field, changed: Ints, classes: Ints, models: list[Model], streams: Sequence[bytes]
 ) -> list[int]:
     """The numbers of a group. A stream's length is stated as the difference from what the mean predicts."""
     plain = classes == len(models)
@@ -142,7 +147,6 @@ def _group_numbers(
     for before, learned in zip([None, *models], models, strict=False):
         numbers += model.to_numbers(learned, before, field)
     lengths = np.array([len(stream) for stream in streams])
-    changed = np.array([part.spec.changed for part in parts])
     mean = (int(lengths[~plain].sum()) << 8) // max(1, int(changed[~plain].sum()))
     residues = np.where(plain, 0, model.zigzag(lengths - ((changed * mean) >> 8)))
     return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
@@ -178,12 +182,11 @@ def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> li
 # Encoding
 
 
-def _encode_group(dtype: str, parts: Sequence[SegmentChanges], price: int) -> tuple[Ints, list[Model], list[bytes]]:
+def _encode_group(group: "_Group", price: int) -> tuple[Ints, list[Model], list[bytes]]:
     """Code segments of one dtype, with what is learned from them.
 
     Returns the class of each segment (len(models) for a plain one), the models, and the streams.
     """
-    group = _Group(dtype, parts)
     field, batches = group.field, group.batches()
     # 1. Count exponents, of all elements and of those that change, and part the segments into classes by them.
     counted = list(ordered_map(group.measure, batches))
@@ -215,41 +218,55 @@ def _encode_group(dtype: str, parts: Sequence[SegmentChanges], price: int) -> tu
         for stream in coded:
             if stream is None:
                 classes[len(streams)] = len(models)
-                stream = _plain(parts[len(streams)])
+                stream = group.plain(len(streams))
             streams.append(stream)
     return classes, models, streams
 
 
 class _Group:
-    """Segments of one dtype that are coded together, in batches: ascending numbers of some of them."""
+    """Segments of one dtype that change, to be coded together in batches: ascending numbers of some of them.
 
-    def __init__(self, dtype: str, parts: Sequence[SegmentChanges]) -> None:
-        self.field, self._itemsize, self._parts = field_of(dtype), ITEMSIZES[dtype], parts
-        _, sizes, changed, strides, phases = zip(*(part.spec for part in parts), strict=True)
-        self._sizes, self._strides, self._phases = (np.array(each, np.int64) for each in (sizes, strides, phases))
-        self._edges = np.concatenate([[0], np.cumsum(changed)])
+    runs: those that hold them, each with the number of its first segment in the block.
+    """
+
+    def __init__(self, dtype: str, runs: Sequence[tuple[int, Run]]) -> None:
+        self.field, self._itemsize = field_of(dtype), ITEMSIZES[dtype]
+        chosen = [np.flatnonzero(run.counts) for _, run in runs]
+        columns = [
+            (first + some, run.sizes[some], run.strides[some], run.phases[some], run.counts[some], run.usable[some])
+            for (first, run), some in zip(runs, chosen, strict=True)
+        ]
+        joined = map(np.concatenate, zip(*columns, strict=True))
+        self.numbers, self._sizes, self._strides, self._phases, self.changed, usable = joined
+        self._edges = np.concatenate([[0], np.cumsum(self.changed)])
+        self._indices, self._values, self._replaced = (
+            np.concatenate(each) for each in zip(*((*run.changes, run.replaced) for _, run in runs), strict=True)
+        )
         self._moved = moves.no_moves(int(self._edges[-1]))  # filled in by `measure`
-        devices = {HOST if part.lies is None else part.device for part in parts}
+        self._where = [(run, int(at)) for (_, run), some in zip(runs, chosen, strict=True) for at in some]
+        # Kernels use the old bits that lie on one device.
+        devices = {run.device for _, run in runs} if usable.all() else {HOST}
         self._device = devices.pop() if len(devices) == 1 else HOST
-        self._lies = [part.lies if part.device is self._device else None for part in parts]
+        here = zip((run for _, run in runs), chosen, strict=True)
+        places = [(*run.memory.of(some)[:4], np.full(len(some), run.device is self._device)) for run, some in here]
+        *lies, there = map(np.concatenate, zip(*places, strict=True))
+        self._lies, self._usable = coding.Memory(lies[0], lies[1], lies[2], lies[3], runs), usable & there
 
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """Some of the segments, or all, in the runs that one call takes."""
-        chosen = range(len(self._parts)) if numbers is None else numbers
-        least = _batch(None if None in self._lies else self._device)
+        chosen = range(len(self._sizes)) if numbers is None else numbers
+        least = _batch(self._device if self._usable.all() else None)
         return list(batched(chosen, self._sizes.tolist().__getitem__, least))
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
-        parts = [self._parts[number] for number in batch]
         every = np.where(self._sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
         with self._device.coder() as coder:
             elements = coder.count_exponents(self._memory(batch), self.field, self._itemsize, every)
-        before = [_replaced(part) for part in parts]
         edges = self._edges[batch[0] : batch[-1] + 2]
-        mine = self._moved.at(slice(edges[0], edges[-1]))
-        after = np.concatenate([part.changes.values for part in parts])
-        moves.find_moves(np.concatenate(before), after, self.field, mine)
+        here = slice(edges[0], edges[-1])
+        mine = self._moved.at(here)
+        moves.find_moves(self._replaced[here], self._values[here], self.field, mine)
         width = self.field.exponents
         which = np.repeat(np.arange(len(batch)) * width, np.diff(edges)) + mine.exponents
         changes = np.bincount(which, minlength=len(batch) * width).reshape(-1, width)
@@ -273,20 +290,24 @@ class _Group:
 
     def _memory(self, batch: Sequence[int]) -> coding.Memory:
         """The old bits, read where they cannot be used as they lie."""
-        parts = [self._parts[number] for number in batch]
-        places = [lies for number in batch if (lies := self._lies[number]) is not None]
-        if len(places) == len(parts):
-            return coding.memory_at(places, parts)
-        return coding.memory_of([part.read() for part in parts])
+        if self._usable[batch].all():
+            return self._lies.of(batch)
+        return coding.memory_of([run.read(at) for run, at in (self._where[number] for number in batch)])
 
     def _changes(self, batch: Sequence[int]) -> coding.Coded:
-        indices = np.concatenate([self._parts[number].changes.indices for number in batch])
-        edges = np.concatenate([[0], np.cumsum([len(self._parts[number].changes.indices) for number in batch])])
-        first, last = self._edges[batch[0]], self._edges[batch[-1] + 1]
+        edges = np.concatenate([[0], np.cumsum(self.changed[batch])])
         if len(batch) == batch[-1] - batch[0] + 1:
-            return coding.Coded(edges, indices, self._moved.at(slice(first, last)))  # a view
-        chosen = [np.arange(*self._edges[number : number + 2]) for number in batch]
-        return coding.Coded(edges, indices, self._moved.at(np.concatenate(chosen)))
+            here = slice(self._edges[batch[0]], self._edges[batch[-1] + 1])
+            return coding.Coded(edges, self._indices[here], self._moved.at(here))  # views
+        chosen = np.concatenate([np.arange(*self._edges[number : number + 2]) for number in batch])
+        return coding.Coded(edges, self._indices[chosen], self._moved.at(chosen))
+
+    def plain(self, number: int) -> bytes:
+        """All new elements of a segment."""
+        run, at = self._where[number]
+        new, here = run.read(at).flatten(), slice(*self._edges[number : number + 2])
+        cpu.scatter(new, self._indices[here], self._values[here])
+        return new.tobytes()
 
 
 def _batch(device: Device | None) -> int:
@@ -303,23 +324,6 @@ def _sample(classes: Ints) -> list[int]:
         mine = np.flatnonzero(classes == number)
         chosen += mine[:: -(-len(mine) // SAMPLE) or 1].tolist()
     return sorted(chosen)
-
-
-def _replaced(part: SegmentChanges) -> UIntArray:
-    """The old bits of the elements that change."""
-    if part.replaced is not None:
-        return part.replaced
-    old = part.read()
-    values = np.empty(len(part.changes.indices), old.dtype)
-    (cpu.gather if old.ndim == 1 else cpu.gather_rows)(old, part.changes.indices, values)
-    return values
-
-
-def _plain(part: SegmentChanges) -> bytes:
-    """All new elements of a segment."""
-    new = part.read().flatten()
-    cpu.scatter(new, part.changes.indices, part.changes.values)
-    return new.tobytes()
 
 
 # Decoding

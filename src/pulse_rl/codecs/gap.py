@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import zstandard
 
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec, Units, consecutive, every_index, split_values
+from pulse_rl.codecs.base import Run, SegmentSpec, Units, consecutive, cut_runs, every_index, split_values
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
@@ -32,19 +32,25 @@ class GapCodec:
     def is_dense(self, spec: SegmentSpec) -> bool:
         return spec.changed * (GAP_NBYTES + spec.itemsize) >= spec.size * spec.itemsize
 
-    def encode(self, segments: Sequence[SegmentChanges], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
-        return b"", [self._encode(members) for members in consecutive(segments, spans)]
+    def encode(self, runs: Sequence[Run], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
+        return b"", [self._encode(members) for members in cut_runs(runs, spans)]
 
-    def _encode(self, parts: Sequence[SegmentChanges]) -> bytes:
-        sparse = [part.changes.indices for part in parts if not self.is_dense(part.spec)]
-        words = np.empty(3 * sum(map(len, sparse)), np.uint16)
-        used = 0
-        for indices in sparse:
-            used += cpu.gap_encode(indices, words[used:])
+    def _encode(self, runs: Sequence[Run]) -> bytes:
+        words = np.empty(3 * sum(len(run.replaced) for run in runs), np.uint16)
+        used, values = 0, list[bytes]()
+        for run in runs:
+            at = 0
+            dense = np.flatnonzero(run.counts * (GAP_NBYTES + run.itemsize) >= run.sizes * run.itemsize)  # `is_dense`
+            for number in [*dense.tolist(), len(run.sizes)]:
+                sparse = run.at(at, number)
+                used += cpu.gap_encode(sparse.changes.indices, sparse.edges, words[used:])
+                values.append(sparse.changes.values.tobytes())
+                if number < len(run.sizes):
+                    values.append(run.every(number).tobytes())
+                at = number + 1
         compress = zstandard.ZstdCompressor(level=LEVEL).compress
         gaps = compress(words[:used].tobytes())
-        values = compress(b"".join(part.changes.values.tobytes() for part in parts))
-        return struct.pack("<I", len(gaps)) + gaps + values
+        return struct.pack("<I", len(gaps)) + gaps + compress(b"".join(values))
 
     def open(
         self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]

@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
@@ -27,7 +26,6 @@ from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
 from pulse_rl.weights import digests
-from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import HasLayout, Layout
 
 T = TypeVar("T")
@@ -94,6 +92,10 @@ class Landing(Protocol):
         """The tensors of the whole model by every name, also those that this process holds nothing of."""
 
     @property
+    def full_nbytes(self) -> int:
+        """Of the whole model."""
+
+    @property
     def keep_nbytes(self) -> float:
         """Memory that the decoded changes of the next patch may take until it is written."""
 
@@ -131,6 +133,10 @@ class Written:
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
         return self.weights.all_names()
+
+    @property
+    def full_nbytes(self) -> int:
+        return self.weights.nbytes
 
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
@@ -229,7 +235,7 @@ class _Ahead:
     def __init__(self, history: History, chain: Sequence[PatchLink], landing: Landing) -> None:
         self._store, self._landing = history.store, landing
         self._left = list(reversed(chain))
-        self._limit = limit_of(sum(whole(spec.shape).size * ITEMSIZES[spec.dtype] for spec in landing.tensors.values()))
+        self._limit = limit_of(landing.full_nbytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
         self._submit()
 

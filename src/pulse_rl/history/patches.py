@@ -28,7 +28,7 @@ from pulse_rl.parallel import submit
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import EncodedPatch
 from pulse_rl.patch.format import Patch
-from pulse_rl.patch.segments import Entry
+from pulse_rl.patch.segments import Entry, Table
 from pulse_rl.patch.targets import boxes_of, holds
 from pulse_rl.store.base import Store
 from pulse_rl.store.ranges import read_range, read_ranges
@@ -188,7 +188,7 @@ def _check_alike(ref: PatchObject, parts: Sequence[Patch]) -> None:
 def tensors_of(parts: Sequence[Patch]) -> dict[str, TensorSpec]:
     """The tensors that all parts of a patch cover. Raises PatchFormatError unless they cover each element once."""
     if len(parts) == 1 and parts[0].header.parts == 1:
-        return {entry.name: TensorSpec(*entry[:3]) for entry in _complete(parts[0].table)}
+        return parts[0].table.derived(_specs)
     rows: dict[str, Entry] = {}
     for entry in (entry for part in parts for entry in part.table):
         known = rows.get(entry.name)
@@ -196,6 +196,10 @@ def tensors_of(parts: Sequence[Patch]) -> dict[str, TensorSpec]:
             raise PatchFormatError(f"tensor {entry.name!r}: the parts disagree about its dtype or shape")
         rows[entry.name] = entry._replace(boxes=(known.boxes if known else ()) + entry.boxes)
     return {entry.name: TensorSpec(*entry[:3]) for entry in _complete(rows.values())}
+
+
+def _specs(table: Table) -> dict[str, TensorSpec]:
+    return {entry.name: TensorSpec(*entry[:3]) for entry in _complete(table)}
 
 
 def _complete(table: Iterable[Entry]) -> list[Entry]:

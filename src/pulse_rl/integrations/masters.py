@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.patch.live import overlapping
+from pulse_rl.patch.live import each_alone, overlapping
 from pulse_rl.patch.overlay import laid_over
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Shape, tiles
@@ -86,7 +86,7 @@ class MasterChanges:
 
     def __init__(self, weights: Any) -> None:
         found = layout(weights)
-        if overlapping([tensor] for tensor in found.values()):
+        if overlapping(each_alone(found)):
             raise ValueError("tensors overlap in memory: expected weights that do not")
         regions = []
         for name, tensor in found.items():

@@ -21,10 +21,10 @@ import numpy as np
 from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.parallel import batched, ordered_map
-from pulse_rl.patch.format import Patch, decoded_nbytes
+from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
-from pulse_rl.patch.merging import BATCH, Merged, Write
-from pulse_rl.patch.ordering import Lying, writes_in_order
+from pulse_rl.patch.merging import BATCH, Merged, Ordered
+from pulse_rl.patch.ordering import Lying, in_memory_order
 from pulse_rl.patch.segments import Segment
 from pulse_rl.patch.targets import Target, targets
 from pulse_rl.patch.work import Tensor, Work, joined, plan, runs
@@ -32,6 +32,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of, place_view
 
 KEEP_NBYTES = 32 << 20  # of decoded changes kept between prove and write
@@ -88,7 +89,7 @@ class Application:
         self._before = live if before is None else before
         self._keep_nbytes = keep_nbytes
         self._shared = SharedMemory(live)
-        self._overlapping = overlapping(live.values())
+        self._overlapping = derived(live, overlapping)
         self._work: list[Work] = []  # empty until `prove`
         self._overwritten: list[Overwritten] = []  # by `write`, where tensors overlap
         self._delta: int | None = None  # what this process adds to what the digest gains
@@ -98,9 +99,12 @@ class Application:
     @property
     def changed_nbytes(self) -> int:
         """Memory that all decoded changes would take together."""
-        return sum(
-            decoded_nbytes(span.segments) for part in self._parts for span in part.spans if span.number in part.payloads
-        )
+        total = 0
+        for part in self._parts:
+            nbytes = part.segments.change_nbytes() * part.segments.counts
+            read = [span.segments.numbers for span in part.spans if span.number in part.payloads]
+            total += sum(int(nbytes[numbers.start : numbers.stop].sum()) for numbers in read)
+        return total
 
     def prove(self, base_digest: int, add_up: Callable[[int], int] = lambda delta: delta) -> None:
         """Check that base_digest is the patch's base and that writing it will give the target's digest.
@@ -190,16 +194,15 @@ class Application:
         """Whether tensors overlap in live memory: then only `write` finds out whether the patch fits them."""
         return self._overlapping
 
-    def writes_in_order(self) -> list[Write] | None:
+    def in_memory_order(self) -> list[Ordered] | None:
         """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it."""
         lying = []
         for work in self._work:
             if work.spots is None or work.windows is not None or work.changes is None:
                 return None
-            sizes = [segment.spec.size for segment in work.segments]
-            names = [work.tensors[segment.tensor].name for segment in work.segments]
-            lying.append(Lying(work.segments[0].spec.itemsize, work.spots, sizes, names, work.changes))
-        return writes_in_order(lying, self._live)
+            sizes = np.array([segment.spec.size for segment in work.segments], np.int64)
+            lying.append(Lying(work.segments[0].spec.itemsize, work.spots, sizes, work.changes))
+        return in_memory_order(lying, self._live)
 
     def merge_into(self, merged: Merged) -> None:
         """Collect what `write` would write, after `prove`."""

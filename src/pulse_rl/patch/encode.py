@@ -8,22 +8,21 @@ once the parts' deltas are added up, the digests are known, and `finish` puts th
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Codec, SegmentChanges, SegmentSpec, every_index
-from pulse_rl.kernels.cpu.coding import Lies
+from pulse_rl.codecs.base import Codec, Run
+from pulse_rl.dtypes import UIntArray
+from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
 from pulse_rl.patch.overlay import Recorder, Section
 from pulse_rl.patch.scan import Scan, rows_of
-from pulse_rl.patch.segments import Segments, groups_of, spec_of
+from pulse_rl.patch.segments import Entry, Group, Segments, groups_of, spec_of
 from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
@@ -32,6 +31,7 @@ from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.finite import not_finite
+from pulse_rl.weights.layout import derived
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
@@ -142,22 +142,20 @@ def find(
     all that changes. Reads the new weights once.
     """
     codings = [_Coding(codec) for codec in codecs]
-    table = entries_of(new)
-    scan = Scan(old, new, digest_old)
-    counts: list[NDArray[np.int64]] = []
+    table = derived(new, entries_of)
     groups = groups_of(table)
+    scan = Scan(old, new, table, digest_old)
+    counts: list[NDArray[np.int64]] = []
     nonfinite, spoilt = 0, ""
-    lying: Iterator[Lies | None] = repeat(None)
-    device: Device = HOST
-    if any(codec.conditional for codec in codecs):
-        device = device_for(old.values())
-        lying = lies_of(Segments(table, groups), {name: [bits] for name, bits in old.items()}, device)
+    conditional = any(codec.conditional for codec in codecs)
+    lying = derived(old, _lying, table, groups) if conditional else _nowhere(table, groups)
+    begun = 0  # segments
     for group in groups:
         entries = [table[number] for number in group.tensors]
         sections = [Section(tuple([entry.name for entry in entries]), group.places)]
-        tensors = [(entry, old[entry.name], new[entry.name]) for entry in entries]
-        parts = ((tile, *tensor) for tile in range(len(group.places)) for tensor in tensors)
-        last, done = -1, 0  # the tile that came last; the segments
+        segments = _segments(group, entries, old, new, lying.at(begun, len(group.places) * len(entries)))
+        begun += len(group.places) * len(entries)
+        done = 0  # of these
         for edges, (indices, values), replaced in scan.find(group, entries):
             changed = np.diff(edges)
             counts.append(changed)
@@ -167,25 +165,16 @@ def find(
                 nonfinite += int(np.count_nonzero(marked))
                 at = done + int(np.searchsorted(edges, np.argmax(marked), "right")) - 1
                 spoilt = spoilt or entries[at % len(entries)].name
-            done += len(changed)
             if recorder is not None:
                 recorder.add(sections, changed, Changes(indices, replaced))
                 sections = []
-            cuts = edges.tolist()
-            for a, b, (tile, entry, before, after), lies in zip(cuts, cuts[1:], parts, lying, strict=False):
-                boundary = 0
-                if tile != last:
-                    last, boundary, place = tile, group.boundary(tile), group.places[tile]
-                    dtype, size, _, stride, phase = spec_of(entry, place, 0)  # of all tensors of the group
-                spec = SegmentSpec(dtype, size, b - a, stride, phase)
-                changes, read = Changes(indices[a:b], values[a:b]), partial(rows_of, before, place)
-                segment = SegmentChanges(spec, changes, read, replaced[a:b], lies, device)
-                for coding in codings:
-                    dense = coding.codec.is_dense(spec)
-                    coding.add(_dense(segment, after, place) if dense else segment, boundary)
-    stream = encode_table(table, tied or {})
-    sizes = [(sum(box.size for box in entry.boxes), new[entry.name].itemsize) for entry in table]
-    elements, nbytes = sum(n for n, _ in sizes), sum(n * itemsize for n, itemsize in sizes)
+            run = segments.run(done, edges, Changes(indices, values), replaced)
+            boundaries = segments.boundaries(done, len(changed))
+            for coding in codings:
+                coding.add(run, boundaries)
+            done += len(changed)
+    stream = derived(new, _table_of, table, tied)
+    elements, nbytes = derived(table, patch_format.covered)
     base = scan.base + (digests.empty_digest(old) if digest_old else 0)
     coded, all_counts = [], np.concatenate(counts or [np.empty(0, np.int64)])
     for coding in codings:
@@ -210,10 +199,92 @@ def find(
     return coded
 
 
-def _dense(segment: SegmentChanges, new: Bits, place: Box) -> SegmentChanges:
-    """The same segment with all its elements."""
-    changes = Changes(every_index(segment.spec.size), rows_of(new, place).flatten())
-    return segment._replace(changes=changes)
+def _table_of(tensors: Mapping[str, Bits], table: Sequence[Entry], tied: Mapping[str, str] | None) -> bytes:
+    return encode_table(table, tied or {})
+
+
+class _Lying(NamedTuple):
+    """Where the old bits of segments lie."""
+
+    memory: Memory
+    usable: NDArray[np.bool_]  # (segments,) whether kernels use them there
+    device: Device  # in whose memory that is
+
+    def at(self, start: int, count: int) -> "_Lying":
+        """Of some of the segments."""
+        some = slice(start, start + count)
+        return _Lying(self.memory.at(some), self.usable[some], self.device)
+
+
+def _lying(old: Mapping[str, Bits], table: Sequence[Entry], groups: Sequence[Group]) -> _Lying:
+    """On the device on which most old bits are."""
+    device = device_for(old.values())
+    live = {name: [bits] for name, bits in old.items()}
+    return _Lying(*lies_of(Segments(table, groups), live, device), device)
+
+
+def _nowhere(table: Sequence[Entry], groups: Sequence[Group]) -> _Lying:
+    """For codecs that read no old bits."""
+    count = len(Segments(table, groups))
+    none = np.zeros(count, np.int64)
+    return _Lying(Memory(none.view(np.uint64), none, none, none, None), np.zeros(count, np.bool_), HOST)
+
+
+class _Segments(NamedTuple):
+    """The segments of a group."""
+
+    group: Group
+    entries: Sequence[Entry]  # its tensors
+    old: Mapping[str, Bits]
+    new: Mapping[str, Bits]
+    lying: _Lying
+    specs: NDArray[np.int64]  # (3, places): size, stride and phase, the same for all tensors
+
+    def _find(self, number: int) -> tuple[str, Box]:
+        place, tensor = divmod(number, len(self.entries))
+        return self.entries[tensor].name, self.group.places[place]
+
+    def _read(self, number: int) -> UIntArray:
+        name, place = self._find(number)
+        return rows_of(self.old[name], place)
+
+    def _every(self, number: int) -> UIntArray:
+        name, place = self._find(number)
+        return rows_of(self.new[name], place).flatten()
+
+    def run(self, first: int, edges: NDArray[np.int64], changes: Changes, replaced: UIntArray) -> Run:
+        """Consecutive segments, from one on."""
+        count = len(edges) - 1
+        sizes, strides, phases = self.specs[:, np.arange(first, first + count) // len(self.entries)]
+        return Run(
+            self.entries[0].dtype,
+            sizes,
+            strides,
+            phases,
+            edges,
+            changes,
+            replaced,
+            lambda number: self._read(first + number),
+            lambda number: self._every(first + number),
+            self.lying.memory.at(slice(first, first + count)),
+            self.lying.usable[first : first + count],
+            self.lying.device,
+        )
+
+    def boundaries(self, first: int, count: int) -> list[int]:
+        """How much of an end comes before each of some segments."""
+        found = [0] * count
+        for number in range(-first % len(self.entries), count, len(self.entries)):
+            found[number] = self.group.boundary((first + number) // len(self.entries))
+        return found
+
+
+def _segments(
+    group: Group, entries: Sequence[Entry], old: Mapping[str, Bits], new: Mapping[str, Bits], lying: _Lying
+) -> _Segments:
+    specs = [spec_of(entries[0], place, 0) for place in group.places]
+    columns = [(spec.size, spec.stride, spec.phase) for spec in specs]
+    return _Segments(group, entries, old, new, lying, np.array(columns, np.int64).reshape(-1, 3).T)
 
 
 class _End(NamedTuple):
@@ -230,27 +301,35 @@ class _Coding:
         self.codec = codec
         self.blocks: list[CodedBlock] = []
         self.encode_s = 0.0
-        self._open: list[SegmentChanges] = []  # of the open block
+        self._open: list[Run] = []  # of the open block
+        self._segments = 0  # in it
         self._nbytes = 0  # of the decoded changes in it
         self._spans: list[int] = [0]  # segments of each span of it
         self._span_nbytes = 0  # of the decoded changes in the last one
         self._end: _End | None = None  # where the last span may still be closed
 
-    def add(self, changes: SegmentChanges, boundary: int) -> None:
-        """Add a segment. boundary: how much of an end comes before it."""
-        if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
-            self._close_span(_End(self._spans[-1], self._span_nbytes))
-        elif boundary == 2 and self._span_nbytes:
-            self._end = _End(self._spans[-1], self._span_nbytes)
-        self._open.append(changes)
-        self._spans[-1] += 1
-        self._nbytes += changes.spec.decoded_nbytes
-        self._span_nbytes += changes.spec.decoded_nbytes
-        # Norms, which all receivers need, would otherwise make them read the first tiles of the matrices after them.
-        if self._end is not None and self._span_nbytes - self._end.nbytes >= CLOSE_NBYTES[2]:
-            self._close_span(self._end)
-        if self._nbytes >= self.codec.block_nbytes or len(self._open) == BLOCK_SEGMENTS:
-            self.close()
+    def add(self, run: Run, boundaries: Sequence[int]) -> None:
+        """Add segments. boundaries: how much of an end comes before each."""
+        begin, widths = 0, 4 + run.itemsize
+        for number, (count, boundary) in enumerate(zip(run.counts.tolist(), boundaries, strict=True)):
+            if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
+                self._close_span(_End(self._spans[-1], self._span_nbytes))
+            elif boundary == 2 and self._span_nbytes:
+                self._end = _End(self._spans[-1], self._span_nbytes)
+            self._segments += 1
+            self._spans[-1] += 1
+            self._nbytes += widths * count
+            self._span_nbytes += widths * count
+            # Norms, which all receivers need, would otherwise make them read the first tiles of the matrices after
+            # them.
+            if self._end is not None and self._span_nbytes - self._end.nbytes >= CLOSE_NBYTES[2]:
+                self._close_span(self._end)
+            if self._nbytes >= self.codec.block_nbytes or self._segments == BLOCK_SEGMENTS:
+                self._open.append(run.at(begin, number + 1))
+                begin = number + 1
+                self.close()
+        if begin < len(boundaries):
+            self._open.append(run.at(begin, len(boundaries)))
 
     def _close_span(self, end: "_End") -> None:
         self._spans[-1:] = [end.segments, self._spans[-1] - end.segments]
@@ -263,5 +342,5 @@ class _Coding:
             shared, spans = self.codec.encode(self._open, self._spans)
             self.blocks.append(CodedBlock(shared, list(zip(self._spans, spans, strict=True))))
             self.encode_s += time.perf_counter() - clock
-            self._open, self._nbytes = [], 0
+            self._open, self._segments, self._nbytes = [], 0, 0
             self._spans, self._span_nbytes, self._end = [0], 0, None

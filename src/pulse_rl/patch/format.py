@@ -30,10 +30,10 @@ from pulse_rl.documents import Count, Digest
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
 from pulse_rl.patch.index import CodedBlock, Index, encode_index, read_index, span_hash
-from pulse_rl.patch.segments import Entry, Segment, Segments, groups_of
+from pulse_rl.patch.segments import Entry, Segment, Segments, Table, groups_of
 from pulse_rl.patch.table import encode_table, read_table
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import TensorSpec
+from pulse_rl.weights.layout import TensorSpec, derived
 
 FORMAT = "pulse-rl/patch"
 FORMAT_VERSION = 1
@@ -103,7 +103,7 @@ class Patch(NamedTuple):
     """A parsed patch: header, table and index are checked and the hashes are proved, but nothing is decoded."""
 
     header: PatchHeader
-    table: tuple[Entry, ...]  # in canonical order
+    table: Table
     tied: dict[str, str]  # further name → the name in `table` that stands for it
     segments: Segments
     blocks: tuple[Block, ...]
@@ -121,7 +121,7 @@ class Patch(NamedTuple):
 
     def by_name(self) -> dict[str, Entry]:
         """The table by tensor name."""
-        return {entry.name: entry for entry in self.table}
+        return self.table.derived(_by_name)
 
     @property
     def codec(self) -> Codec:
@@ -179,14 +179,13 @@ class Patch(NamedTuple):
         return self._replace(payloads=dict(payloads))
 
 
+def _by_name(table: Table) -> dict[str, Entry]:
+    return {entry.name: entry for entry in table}
+
+
 def _decode(units: Units, numbers: Sequence[int], reads: Sequence[Read], old: OldBits | None) -> list[Changes]:
     with translate(FormatError, to=PatchFormatError):
         return units.decode(numbers, reads, old)
-
-
-def decoded_nbytes(segments: Sequence[Segment]) -> int:
-    """Memory that the decoded changes of these segments may take, bytes."""
-    return sum(segment.spec.decoded_nbytes for segment in segments)
 
 
 def check_version(what: str, value: int) -> None:
@@ -310,12 +309,18 @@ def _read_header(
     return header, head, start
 
 
-def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segments) -> None:
+def covered(table: Sequence[Entry]) -> tuple[int, int]:
+    """Elements and bytes."""
     sizes = [(sum(box.size for box in entry.boxes), ITEMSIZES[entry.dtype]) for entry in table]
+    return sum(size for size, _ in sizes), sum(size * itemsize for size, itemsize in sizes)
+
+
+def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segments) -> None:
+    elements, nbytes = derived(table, covered)
     totals = (
-        ("elements", header.elements, sum(size for size, _ in sizes)),
+        ("elements", header.elements, elements),
         ("changes", header.changes, int(segments.counts.sum(dtype=np.int64))),
-        ("full_nbytes", header.full_nbytes, sum(size * itemsize for size, itemsize in sizes)),
+        ("full_nbytes", header.full_nbytes, nbytes),
     )
     for what, declared, actual in totals:
         if declared != actual:

@@ -5,7 +5,7 @@ overlap in part, as slices of a fused weight do: `shared_memory` and `overlappin
 a patch gives the same memory different bits. Nothing here writes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 
 from pulse_rl.dtypes import UIntArray
@@ -14,11 +14,20 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Box, Positions
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import OF_PATCH, HasLayout, Layout, Sides, compare_layouts
+from pulse_rl.weights.layout import OF_PATCH, Derives, HasLayout, Layout, Sides, compare_layouts, derived
 from pulse_rl.weights.overlap import pairs
 from pulse_rl.weights.pieces import pieces_of
 
 Copies = Sequence[Bits]  # the live tensors behind one name: the first stands for it, the others are tied copies
+
+
+class Live(Derives, dict[str, Copies]):
+    """The live tensors behind each name of a version."""
+
+
+def each_alone(tensors: Layout) -> Live:
+    """Live tensors that are tied to no other."""
+    return Live((name, [bits]) for name, bits in tensors.items())
 
 
 def resolve(
@@ -29,7 +38,7 @@ def resolve(
     *,
     written: bool = True,
     everywhere: Mapping[str, HasLayout] | None = None,
-) -> dict[str, list[Bits]]:
+) -> Live:
     """Find the live tensors behind each name.
 
     tensors: what is expected, by name. tied: further names → the name that stands for them. sides: how an error speaks
@@ -37,6 +46,18 @@ def resolve(
     this process holds a share of them; both have the version's names already. Raises BaseMismatchError that lists what
     is missing, unexpected or of another shape, and ValueError for a live tensor that cannot be written.
     """
+    return weights.derived(_resolved, tensors, tied, sides, written, everywhere)
+
+
+def _resolved(
+    weights: Layout,
+    tensors: Mapping[str, HasLayout],
+    tied: Mapping[str, str],
+    sides: Sides,
+    written: bool,
+    everywhere: Mapping[str, HasLayout] | None,
+) -> Live:
+    """As `resolve`."""
     if everywhere is None:
         weights = weights.called(tensors, tied)
     live: Mapping[str, HasLayout] = weights.all_names() if everywhere is None else everywhere
@@ -53,7 +74,7 @@ def resolve(
     return found
 
 
-def by_name(weights: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
+def by_name(weights: Layout, tied: Mapping[str, str]) -> Live:
     """Live tensors under the names of a version, each with its tied copies in other memory.
 
     tied: further names → the name that stands for them, as the version has them.
@@ -63,7 +84,7 @@ def by_name(weights: Layout, tied: Mapping[str, str]) -> dict[str, list[Bits]]:
     for alias, owner in tied.items():
         if alias in live and owner in found and live[alias].storage != found[owner][0].storage:
             found[owner].append(live[alias])
-    return found
+    return Live(found)
 
 
 def live_digest(live: Mapping[str, Copies]) -> int:
@@ -89,11 +110,11 @@ def _memories(copies: Copies) -> Iterator[Bits]:
         yield from (piece.bits for piece in pieces_of(tensor) if piece.bits.size)
 
 
-def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
-    """Pairs of tensors (by position) that are the same memory in the live weights; empty in the ordinary case."""
-    owners: dict[object, int] = {}
+def shared_memory(live: Mapping[str, Copies]) -> list[tuple[str, str]]:
+    """Pairs of tensors that are the same memory in the live weights; empty in the ordinary case."""
+    owners: dict[object, str] = {}
     found = []
-    for tensor, copies in enumerate(live):
+    for tensor, copies in live.items():
         for bits in copies:
             owner = owners.setdefault(bits.storage, tensor) if any(_memories([bits])) else tensor
             if owner != tensor:
@@ -101,9 +122,9 @@ def shared_memory(live: Iterable[Copies]) -> list[tuple[int, int]]:
     return found
 
 
-def overlapping(live: Iterable[Copies]) -> bool:
+def overlapping(live: Mapping[str, Copies]) -> bool:
     """Whether any tensors overlap in memory without being the same (a fused weight and slices of it)."""
-    distinct = {bits.storage: bits for copies in live for bits in _memories(copies)}
+    distinct = {bits.storage: bits for copies in live.values() for bits in _memories(copies)}
     return any(pairs(list(distinct.values())))
 
 
@@ -138,8 +159,7 @@ class SharedMemory:
     """
 
     def __init__(self, live: Mapping[str, Copies]) -> None:
-        names = list(live)
-        self._pairs = [(names[one], names[other]) for one, other in shared_memory(live.values())]
+        self._pairs = derived(live, shared_memory)
         self._sums = {name: 0 for pair in self._pairs for name in pair}
         self._lock = Lock()
 

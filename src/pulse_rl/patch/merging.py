@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import spread
+from pulse_rl.parallel import sliced, spread
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.host_bits import count_writes
 from pulse_rl.weights.pieces import Piece, touching, within
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
@@ -96,26 +97,65 @@ def _own(piece: Piece, place: Box, changes: Changes) -> tuple[NDArray[np.int64],
     return positions, values
 
 
+class Ordered(NamedTuple):
+    """Changes of plain memory of one device and width, piece after piece, in the order of memory."""
+
+    memory: list[HostBits | TorchBits]  # (pieces,)
+    names: list[str]  # of their tensors
+    addresses: NDArray[np.int64]  # (pieces,) that the indices count from
+    edges: NDArray[np.int64]  # (pieces + 1,) where the changes of each begin, and the last one's end
+    changes: Changes
+
+    def batches(self) -> Iterator["Batch"]:
+        """In host memory of about BATCH changes, on a device all."""
+        counts, device = np.diff(self.edges), self.memory[0].device
+        most = PART if device is HOST else REACH
+        parts = -(-counts // most)
+        piece = np.repeat(np.arange(len(counts)), parts)
+        starts = self.edges[piece] + most * (np.arange(len(piece)) - np.repeat(np.cumsum(parts) - parts, parts))
+        sizes = np.minimum(most, self.edges[piece + 1] - starts)
+        assert device is not None
+        for some in sliced(sizes, BATCH) if device is HOST else [slice(None)]:
+            begin, end = starts[some][0], starts[some][-1] + sizes[some][-1]
+            changes = Changes(self.changes.indices[begin:end], self.changes.values[begin:end])
+            here = piece[some]
+            spots = _rows_at(self.addresses[here])
+            names, memory = [self.names[at] for at in here], [self.memory[at] for at in dict.fromkeys(here.tolist())]
+            yield Batch(names, changes, memory, device, device.prepare(spots, sizes[some], *changes))
+
+
 class Batch:
     """Some writes that one thread does. Those to plain memory, of elements of one width, are one call.
 
-    writes: all to one device, of one width; or one write to other memory.
+    names: of the tensors, for each of the writes. memory: plain memory, whose writes are to be counted. device: whose
+    kernels write; None for other memory. write: writes, and returns the number of one that reads back as other bits.
     """
 
-    def __init__(self, writes: list[Write]) -> None:
-        self._names = [write.name for write in writes]
-        changes = [write.changes for write in writes]
-        joined = changes[0] if len(changes) == 1 else Changes(*map(np.concatenate, zip(*changes, strict=True)))
-        self.nbytes = joined.indices.nbytes + joined.values.nbytes  # memory of the changes
-        device = _device_at(writes[0])
+    def __init__(
+        self,
+        names: list[str],
+        changes: Changes,
+        memory: list[HostBits | TorchBits],
+        device: Device | None,
+        write: Callable[[], int | None],
+    ) -> None:
+        self._names, self.memory, self._write = names, memory, write
+        self.nbytes = changes.indices.nbytes + changes.values.nbytes  # memory of the changes
         self.on_device = device is not None and device is not HOST
-        # Plain memory, whose writes `write_all` counts.
-        self.memory = [write.bits for write in writes if device and isinstance(write.bits, HostBits | TorchBits)]
+
+    @classmethod
+    def of(cls, writes: list[Write]) -> "Batch":
+        """writes: all to one device, of one width; or one write to other memory."""
+        several, device = [write.changes for write in writes], _device_at(writes[0])
+        changes = several[0] if len(several) == 1 else Changes(*map(np.concatenate, zip(*several, strict=True)))
         if device is None:
-            self._write: Callable[[], int | None] = partial(_overwrite, writes[0])
-        else:  # what can be done now is not done in the pause
-            counts = np.array([len(one.indices) for one in changes], np.int64)
-            self._write = device.prepare(_spots(writes), counts, *joined)
+            return cls([writes[0].name], changes, [], None, partial(_overwrite, writes[0]))
+        memory = [write.bits for write in writes if isinstance(write.bits, HostBits | TorchBits)]
+        addresses = [bits.address + write.start * bits.itemsize for bits, write in zip(memory, writes, strict=True)]
+        counts = np.array([len(one.indices) for one in several], np.int64)
+        # What can be done now is not done in the pause.
+        write = device.prepare(_rows_at(np.array(addresses, np.int64)), counts, *changes)
+        return cls([write.name for write in writes], changes, memory, device, write)
 
     def write(self) -> None:
         """Overwrite elements and read every one of them back. Raises IntegrityError if one has other bits."""
@@ -138,12 +178,11 @@ def _device_at(write: Write) -> Device | None:
     return bits.device if isinstance(bits, HostBits | TorchBits) and bits.contiguous else None
 
 
-def _spots(writes: Sequence[Write]) -> cpu.Spots:
+def _rows_at(addresses: NDArray[np.int64]) -> cpu.Spots:
     """Where writes to plain memory lie. Each is one row."""
-    every = np.ones(len(writes), np.int64)
-    addresses = [w.bits.address + w.start * w.bits.itemsize for w in writes if isinstance(w.bits, HostBits | TorchBits)]
+    every = np.ones(len(addresses), np.int64)
     long = REACH * every
-    return cpu.Spots(np.array(addresses, np.uint64), long, 0 * every, long, long, every.view(np.uint64), every)
+    return cpu.Spots(addresses.view(np.uint64), long, 0 * every, long, long, every.view(np.uint64), every)
 
 
 def batches(writes: Iterable[Write]) -> Iterator[Batch]:
@@ -159,7 +198,7 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
         if device is None:
             for at in range(0, len(indices), BATCH):
                 end = at + BATCH
-                yield Batch([write._replace(changes=Changes(indices[at:end], values[at:end]))])
+                yield Batch.of([write._replace(changes=Changes(indices[at:end], values[at:end]))])
             continue
         key = device, write.bits.itemsize
         batch = collected.setdefault(key, [])
@@ -171,10 +210,10 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
             batch.append(write._replace(changes=Changes(indices[at:end], values[at:end])))
             counts[key] = counts.get(key, 0) + len(batch[-1].changes.indices)
             if counts[key] >= BATCH:
-                yield Batch(batch)
+                yield Batch.of(batch)
                 batch.clear()
                 counts[key] = 0
-    yield from (Batch(batch) for batch in collected.values() if batch)
+    yield from (Batch.of(batch) for batch in collected.values() if batch)
 
 
 def write_all(batched: Sequence[Batch]) -> None:
@@ -186,5 +225,4 @@ def write_all(batched: Sequence[Batch]) -> None:
                 batch.write()
         spread(Batch.write, [batch for batch in batched if not batch.on_device])
     finally:  # here and once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
-        for bits in {id(bits): bits for batch in batched for bits in batch.memory}.values():
-            bits.count_write()
+        count_writes({id(bits): bits for batch in batched for bits in batch.memory}.values())

@@ -18,6 +18,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import Cuda
+from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
 AT_ONCE = 1 << 28  # elements that are searched in a call; the bits that lead to what changed take 32 MB
@@ -48,6 +49,8 @@ def differing(
 
     entries: the group's tensors. held_nbytes: how much memory the changes of a call should take.
     """
+    if not derived(new, _has_any):
+        return None
     device = device_for(new[entry.name] for entry in entries)
     if not isinstance(device, Cuda):
         return None
@@ -64,6 +67,15 @@ def differing(
     itemsize = new[entries[0].name].itemsize
     cast = stored != {itemsize}
     return _search(device, before[0], after[0], segments.sizes(), itemsize, cast, held_nbytes, digest_old)
+
+
+def _has_any(tensors: Mapping[str, Bits]) -> bool:
+    """Whether any tensors lie on a device."""
+    return any(
+        isinstance(piece.bits, TorchBits) and piece.bits.device is not None
+        for tensor in tensors.values()
+        for piece in pieces_of(tensor)
+    )
 
 
 def _plain(tensors: Mapping[str, Bits], entries: Sequence[Entry]) -> Iterator[HostBits | TorchBits]:

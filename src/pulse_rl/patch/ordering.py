@@ -5,19 +5,21 @@ each page is met several times. Where all of them are rows in plain memory, one 
 any memory and for several patches, segment by segment.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch.live import Copies
-from pulse_rl.patch.merging import REACH, Write
-from pulse_rl.weights.bits import Bits, HostBits, TorchBits
+from pulse_rl.patch.merging import REACH, Ordered
+from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
 
@@ -26,77 +28,81 @@ class Lying(NamedTuple):
 
     itemsize: int
     spots: cpu.Spots
-    sizes: list[int]  # elements of each segment
-    names: list[str]  # of each segment's tensor
-    changes: list[Changes]  # of each segment
+    sizes: NDArray[np.int64]  # elements of each segment
+    changes: Sequence[Changes]  # of each segment
 
 
-def writes_in_order(lying: Sequence[Lying], live: Mapping[str, Copies]) -> list[Write] | None:
-    """One write for each stretch of memory, in order. live: the tensors, of which no two share memory.
+def in_memory_order(lying: Sequence[Lying], live: Mapping[str, Copies]) -> list[Ordered] | None:
+    """The changes in order, of each width. live: the tensors, of which no two share memory.
 
     None where that is not known to be faster: tensors alternate in memory, or changes lie too unevenly.
     """
-    found: list[Write] = []
+    pieces = derived(live, _pieces)
+    if pieces is None:
+        return None
+    found: list[Ordered] = []
     width = attrgetter("itemsize")
     for itemsize, alike in groupby(sorted(lying, key=width), key=width):
-        writes = list(_of_width(itemsize, list(alike), live))
-        if not all(writes):
-            return None
-        found += filter(None, writes)
+        here = list(alike)
+        if any(len(one.indices) for each in here for one in each.changes):
+            ordered = _of_width(itemsize, here, pieces)
+            if ordered is None:
+                return None
+            found.append(ordered)
     return found
 
 
-def _of_width(itemsize: int, lying: Sequence[Lying], live: Mapping[str, Copies]) -> Iterator[Write | None]:
-    """The same for elements of one width. A None means: not this way."""
+class _Pieces(NamedTuple):
+    """All pieces of live tensors, by their addresses."""
+
+    addresses: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    memory: list[HostBits | TorchBits]
+    names: list[str]
+
+
+def _pieces(live: Mapping[str, Copies]) -> _Pieces | None:
+    """None unless all are plain memory of one device, and no tensor has copies."""
+    held = [(name, piece.bits) for name, copies in live.items() for bits in copies for piece in pieces_of(bits)]
+    found = [
+        (bits.address, name, bits) for name, bits in held if isinstance(bits, HostBits | TorchBits) and bits.contiguous
+    ]
+    if len(found) < len(held) or any(len(copies) > 1 for copies in live.values()):
+        return None
+    if len({bits.device for _, _, bits in found}) > 1:
+        return None
+    found.sort(key=itemgetter(0))
+    addresses = np.array([address for address, _, _ in found], np.int64)
+    ends = addresses + np.array([bits.size * bits.stored_itemsize for _, _, bits in found], np.int64)
+    return _Pieces(addresses, ends, [bits for _, _, bits in found], [name for _, name, _ in found])
+
+
+def _of_width(itemsize: int, lying: Sequence[Lying], pieces: _Pieces) -> Ordered | None:
+    """The same for elements of one width, of which some change."""
     spots = cpu.Spots._make(map(np.concatenate, zip(*(each.spots for each in lying), strict=True)))
-    names = [name for each in lying for name in each.names]
     changes = [one for each in lying for one in each.changes]
     counts = np.array([len(one.indices) for one in changes], np.int64)
     used = np.flatnonzero(counts)
-    if not len(used):
-        return
-    rows = np.array([size for each in lying for size in each.sizes], np.int64)[used] // spots.runs[used]
+    rows = np.concatenate([each.sizes for each in lying])[used] // spots.runs[used]
     start = spots.addresses[used].view(np.int64)
     end = start + itemsize * ((rows - 1) * spots.apart[used] + spots.runs[used])
     order = np.argsort(start, kind="stable")
     members, start, end = used[order], start[order], np.maximum.accumulate(end[order])
+    owners = np.searchsorted(pieces.addresses, start, "right") - 1
     edges = np.flatnonzero(np.append(True, start[1:] >= end[:-1]))  # where memory begins that nothing before reaches
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    owners = np.array([numbers[name] for name in names], np.int64)[members]
-    if (np.minimum.reduceat(owners, edges) != np.maximum.reduceat(owners, edges)).any():
-        yield None
-        return
     ends = end[np.append(edges[1:], len(end)) - 1]
-    places = zip([names[member] for member in members[edges]], start[edges].tolist(), ends.tolist(), strict=True)
-    memory = [_piece(live[name][0], *place) for name, *place in places]
-    # Where each piece begins.
-    begins = np.array([at for at, bits in enumerate(memory) if at == 0 or bits is not memory[at - 1]], np.int64)
-    edges, ends, memory = edges[begins], ends[np.append(begins[1:], len(ends)) - 1], [memory[at] for at in begins]
+    if (owners < 0).any() or (ends > pieces.ends[owners[edges]]).any():
+        return None  # a stretch that is no piece's alone
+    edges = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+    here, ends = owners[edges], end[np.append(edges[1:], len(end)) - 1]
     sizes = (ends - start[edges]) // itemsize
-    if None in memory or (sizes >= REACH).any():
-        yield None
-        return
+    if (sizes >= REACH).any():
+        return None
     stretches = Stretches(members, np.append(edges, len(members)), start[edges], sizes)
     joined = np.concatenate([one.indices for one in changes]), np.concatenate([one.values for one in changes])
     sorted_changes = in_order(spots, stretches, counts, *joined)
     if sorted_changes is None:
-        yield None
-        return
-    indices, values = sorted_changes
-    stops = np.cumsum(np.add.reduceat(counts[members], edges)).tolist()
-    at = 0
-    for edge, bits, first, stop in zip(edges, memory, start[edges].tolist(), stops, strict=True):
-        assert bits is not None
-        begin = (first - bits.address) // itemsize
-        yield Write(bits, names[members[edge]], begin, Changes(indices[at:stop], values[at:stop]))
-        at = stop
-
-
-def _piece(tensor: Bits, first: int, end: int) -> HostBits | TorchBits | None:
-    """The piece of a tensor that holds these addresses, in plain memory; None without one."""
-    for _, bits, *_ in pieces_of(tensor):
-        if isinstance(bits, HostBits | TorchBits) and bits.contiguous:
-            address = bits.address
-            if address <= first and end <= address + bits.size * bits.itemsize:
-                return bits
-    return None
+        return None
+    stops = np.cumsum(np.add.reduceat(counts[members], edges))
+    memory, names = [pieces.memory[at] for at in here], [pieces.names[at] for at in here]
+    return Ordered(memory, names, start[edges], np.append(0, stops), Changes(*sorted_changes))

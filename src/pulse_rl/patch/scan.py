@@ -25,6 +25,7 @@ from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Positions, runs
 from pulse_rl.weights.changes import Changes, comparable_rows, find_cast_changes, find_changes
+from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import SEGMENT
 
@@ -71,11 +72,12 @@ class _Part(NamedTuple):
 class Scan:
     """Compares two states of weights group by group, and adds up what it finds.
 
-    old, new: the same tensors, old in the same pieces as new or larger ones.
+    old, new: the same tensors, old in the same pieces as new or larger ones. table: of these.
     """
 
     old: Mapping[str, Bits]
     new: Mapping[str, Bits]
+    table: Sequence[Entry]
     digest_old: bool  # whether to add up the digest of old too
     base: int = 0  # of the elements that were compared
     delta: int = 0  # new digest minus old digest
@@ -132,26 +134,16 @@ class Scan:
         grids = _grids(group, boxes)
         if None in grids:
             return None
-        pieces = [
-            [(place_view(self.old[entry.name], box), place_view(self.new[entry.name], box)) for entry in entries]
-            for box in boxes
-        ]
-        if not all(old.contiguous and new.contiguous for held in pieces for old, new in held):
+        before, after = (derived(state, _held, self.table, group) for state in (self.old, self.new))
+        if not (before.contiguous and after.contiguous):
             return None
         cut = [list(runs(box, shape)) for box in boxes]
         seeds = [_seed(entry) for entry in entries]
-
-        def parts() -> Iterator[_Part]:
-            for held, spans in zip(pieces, cut, strict=True):
-                for seed, (old, new) in zip(seeds, held, strict=True):
-                    for start, stop, at in spans:
-                        yield _Part(seed, at, old, new, start, stop)
-
-        plain = _plain_runs(seeds, pieces, cut)
+        plain = _plain_runs(np.array(seeds, np.uint64), before, after, cut, self.old[entries[0].name].itemsize)
         compare: Callable[..., _Compared] = _compare if plain is None else _compare_runs
+        work: Iterator[Any] = self._runs(entries, cut) if plain is None else plain
         found: list[_Compared] = []
         nbytes = 0
-        work: Iterator[Any] = parts() if plain is None else plain
         for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
             found.append(compared)
             nbytes += compared.nbytes
@@ -163,6 +155,32 @@ class Scan:
         sorted_ = _sorted(found, [grid for grid in grids if grid is not None], cut, len(entries))
         self.diff_s += time.perf_counter() - clock
         return sorted_
+
+    def _runs(self, entries: Sequence[Entry], cut: Sequence[Sequence[tuple[int, int, Positions]]]) -> Iterator[_Part]:
+        """The runs of each box, tensor by tensor. cut: those of one tensor."""
+        for box, spans in zip(entries[0].boxes, cut, strict=True):
+            for entry in entries:
+                old, new = place_view(self.old[entry.name], box), place_view(self.new[entry.name], box)
+                for start, stop, at in spans:
+                    yield _Part(_seed(entry), at, old, new, start, stop)
+
+
+class _Held(NamedTuple):
+    """Where a group's tensors lie in one state."""
+
+    contiguous: bool  # whether each box is one run of memory
+    itemsize: int | None  # bytes of an element in host memory; None where kernels do not read all of it there
+    addresses: NDArray[np.int64]  # (boxes, tensors); none unless they do
+
+
+def _held(state: Mapping[str, Bits], table: Sequence[Entry], group: Group) -> _Held:
+    entries = [table[number] for number in group.tensors]
+    pieces = [[place_view(state[entry.name], box) for entry in entries] for box in entries[0].boxes]
+    itemsizes = {lying_itemsize(bits) for tensors in pieces for bits in tensors}
+    if len(itemsizes) != 1 or None in itemsizes:
+        return _Held(all(bits.contiguous for tensors in pieces for bits in tensors), None, np.empty((0, 0), np.int64))
+    addresses = [[bits.address for bits in tensors] for tensors in pieces]  # type: ignore[attr-defined]
+    return _Held(True, itemsizes.pop(), np.array(addresses, np.int64))
 
 
 class _Runs(NamedTuple):
@@ -176,37 +194,32 @@ class _Runs(NamedTuple):
 
 
 def _plain_runs(
-    seeds: Sequence[int],
-    pieces: Sequence[Sequence[tuple[Bits, Bits]]],
+    seeds: NDArray[np.uint64],
+    old: _Held,
+    new: _Held,
     cut: Sequence[Sequence[tuple[int, int, Positions]]],
+    itemsize: int,
 ) -> Iterator[_Runs] | None:
     """All runs of a group, tensor by tensor of each box; None unless they are plain host memory, as rows.
 
-    pieces: of each box, each tensor's memory in both states. cut: the runs of each box.
+    seeds: of each tensor's digest. cut: the runs of each box. itemsize: bytes of an element, as it is published.
     """
-    held = [both for tensors in pieces for both in tensors]
-    stored = {(lying_itemsize(old), lying_itemsize(new), old.itemsize) for old, new in held}
     rows = [[_row(at) for _, _, at in spans] for spans in cut]
-    if len(stored) != 1 or any(None in each for each in rows):
+    if old.itemsize != itemsize or new.itemsize is None or any(None in each for each in rows):
         return None
-    ((old_itemsize, new_itemsize, itemsize),) = stored
-    if old_itemsize != itemsize or new_itemsize is None:
-        return None
-    roots = np.array(seeds, np.uint64)
     columns = []
-    for tensors, spans, places in zip(pieces, cut, rows, strict=True):
-        addresses = np.array([(old.address, new.address) for old, new in tensors], np.int64)  # type: ignore[attr-defined]
+    for at, spans, places in zip(zip(old.addresses, new.addresses, strict=True), cut, rows, strict=True):
         starts, stops = (np.array([span[i] for span in spans], np.int64) for i in range(2))
-        near, far = addresses.T[:, :, None] + starts * np.array([[[old_itemsize]], [[new_itemsize]]])
-        each = np.broadcast_to(np.array(places, np.int64).T[:, None], (3, len(tensors), len(spans)))
+        near, far = (each[:, None] + starts * n for each, n in zip(at, (itemsize, new.itemsize), strict=True))
+        each = np.broadcast_to(np.array(places, np.int64).T[:, None], (3, *near.shape))
         sizes = np.broadcast_to(stops - starts, near.shape)
-        own = np.broadcast_to(roots.view(np.int64)[:, None], near.shape)
+        own = np.broadcast_to(seeds.view(np.int64)[:, None], near.shape)
         columns.append(np.stack([near, far, *each, sizes, own]).reshape(7, -1))
     near, far, starts, strides, lengths, sizes, own = np.ascontiguousarray(np.concatenate(columns, axis=1))
     how = (lengths, starts, strides, lengths, own.view(np.uint64), np.ones_like(sizes))
-    old, new = cpu.Spots(near.view(np.uint64), *how), cpu.Spots(far.view(np.uint64), *how)
-    cast = new_itemsize != itemsize
-    return (_Runs(old.at(some), new.at(some), sizes[some], itemsize, cast) for some in sliced(sizes, SEGMENT))
+    before, after = cpu.Spots(near.view(np.uint64), *how), cpu.Spots(far.view(np.uint64), *how)
+    cast = new.itemsize != itemsize
+    return (_Runs(before.at(some), after.at(some), sizes[some], itemsize, cast) for some in sliced(sizes, SEGMENT))
 
 
 def _row(at: Positions) -> tuple[int, int, int] | None:

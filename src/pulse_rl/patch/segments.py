@@ -18,6 +18,7 @@ from pulse_rl.codecs.base import SegmentSpec, row_spec
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.weights.boxes import Box, Shape, count_at_most, tiles
+from pulse_rl.weights.layout import Derives, derived
 
 MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kept of them takes 200 MB
 MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
@@ -33,6 +34,10 @@ class Entry(NamedTuple):
     dtype: str
     shape: Shape
     boxes: tuple[Box, ...]  # what the patch covers of it, disjoint; all of it: one box
+
+
+class Table(Derives, tuple[Entry, ...]):
+    """The tensors of a patch, in canonical order. A run's patches share one while their tensors stay the same."""
 
 
 class Segment(NamedTuple):
@@ -75,6 +80,10 @@ def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
 
 def groups_of(table: Sequence[Entry]) -> Sequence[Group]:
     """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
+    return derived(table, _groups_of)
+
+
+def _groups_of(table: Sequence[Entry]) -> Sequence[Group]:
     boxes = sum(len(entry.boxes) for entry in table)
     return (_grouped_and_kept if boxes <= KEPT_BOXES else _grouped)(tuple(table))
 

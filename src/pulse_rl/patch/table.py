@@ -16,14 +16,13 @@ from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.patch.segments import Entry
+from pulse_rl.patch.segments import Entry, Table
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import MAX_BOXES, disjoint
 from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.pieces import pieces_of
 
 MAX_TABLE_NBYTES = 16 << 20  # 160,000 tensors of ordinary names; in memory it takes up to 17 times as much
-KEPT_TABLE_NBYTES = 1 << 19  # of a table that is kept from patch to patch: 5,000 tensors, in memory up to 9 MB
 MAX_TENSORS = 1 << 20
 MAX_ELEMENTS = 1 << 41
 TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: spend time, not bytes
@@ -36,7 +35,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     tied: dict[str, str]  # further name → the name in `tensors` that stands for it
 
 
-def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
+def entries_of(tensors: Mapping[str, Bits]) -> Table:
     """The table of these tensors: the boxes that this process owns of each; those that it owns nothing of are left out.
 
     tensors: in canonical order.
@@ -48,7 +47,7 @@ def entries_of(tensors: Mapping[str, Bits]) -> tuple[Entry, ...]:
             boxes = (whole(tensor.shape),)
         if boxes:
             found.append(Entry(name, tensor.dtype, tuple(tensor.shape), boxes))
-    return tuple(found)
+    return Table(found)
 
 
 def encode_table(table: Sequence[Entry], tied: Mapping[str, str]) -> bytes:
@@ -73,15 +72,21 @@ def _compressed(table: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=TABLE_LEVEL).compress(table)
 
 
-def read_table(stream: memoryview) -> tuple[tuple[Entry, ...], dict[str, str]]:
-    """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits."""
+def read_table(stream: memoryview) -> tuple[Table, dict[str, str]]:
+    """The tensors and their ties, checked: names in canonical order, supported dtypes, sizes within the limits.
+
+    Equal streams may give the same objects, which are not to be modified.
+    """
     data = decompress(stream, MAX_TABLE_NBYTES, "table")
-    read = _read_and_kept if len(data) <= KEPT_TABLE_NBYTES else _read
-    table, tied = read(data)
-    return table, dict(tied)
+    read = _read
+    for most, kept in KEPT:
+        if len(data) <= most:
+            read = kept
+            break
+    return read(data)
 
 
-def _read(data: bytes) -> tuple[tuple[Entry, ...], dict[str, str]]:
+def _read(data: bytes) -> tuple[Table, dict[str, str]]:
     table = decode_json(data, _Table, "broken table")
     if len(table.tensors) > MAX_TENSORS:
         raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
@@ -111,10 +116,11 @@ def _read(data: bytes) -> tuple[tuple[Entry, ...], dict[str, str]]:
     for alias, owner in table.tied.items():
         if alias in known or owner in table.tied:
             raise PatchFormatError(f"table: {alias!r} is tied to {owner!r}, which does not stand for it")
-    return tuple(entries), table.tied
+    return Table(entries), table.tied
 
 
-_read_and_kept = lru_cache(maxsize=16)(_read)  # the tables of a run's patches are equal, part by part
+# The tables of a run's patches are equal, part by part. A table takes up to 17 times as much in memory.
+KEPT = ((1 << 19, lru_cache(maxsize=16)(_read)), (1 << 22, lru_cache(maxsize=2)(_read)))
 
 
 def _check_boxes(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

@@ -7,7 +7,7 @@ Most segments are rows in plain memory that kernels reach, or a part of one is. 
 checks or writes many of them.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Lies, Memory
+from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
@@ -80,6 +80,11 @@ def device_for(tensors: Iterable[Bits]) -> Device:
     return max(found, key=found.__getitem__, default=HOST)
 
 
+def device_of(live: Mapping[str, Copies]) -> Device:
+    """The device on which most elements of live tensors lie."""
+    return device_for(bits for copies in live.values() for bits in copies)
+
+
 def spots_of(
     segments: Segments,
     roots: Sequence[int],
@@ -124,15 +129,13 @@ def spots_of(
     ), cpu.Windows(*windows)
 
 
-def lies_of(segments: Segments, old: Mapping[str, Copies], device: Device = HOST) -> Iterator[Lies | None]:
-    """Where the old bits of each segment of a patch lie on a device; None where they cannot be used as they lie.
+def lies_of(segments: Segments, old: Mapping[str, Copies], device: Device = HOST) -> tuple[Memory, NDArray[np.bool_]]:
+    """Where the old bits of each segment of a patch lie on a device; and of which they can be used as they lie.
 
     old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
     """
     spots, windows = spots_of(segments, [0] * len(segments.table), old, (), device)
-    memory, usable = lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, device, None)
-    columns = zip(*(each.tolist() for each in memory[:4]), strict=True)
-    return (Lies(*lies) if fits else None for lies, fits in zip(columns, usable.tolist(), strict=True))
+    return lines(spots, windows, segments.sizes(), segments.change_nbytes() - 4, device, None)
 
 
 def lines(

@@ -16,13 +16,14 @@ from pulse_rl.codecs.base import OldBits, Units, consecutive
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.format import Patch, Span
-from pulse_rl.patch.live import Copies, SharedMemory
+from pulse_rl.patch.live import Copies, SharedMemory, shared_memory
 from pulse_rl.patch.scan import rows_of
-from pulse_rl.patch.segments import Segment
-from pulse_rl.patch.targets import device_for, holds, lines, spots_of
+from pulse_rl.patch.segments import Group, Segment, Segments, Table
+from pulse_rl.patch.targets import device_of, holds, lines, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
+from pulse_rl.weights.layout import derived
 
 ON_DEVICE = 1 << 20  # changes after which a device is called: each call takes the host about a millisecond
 
@@ -125,16 +126,15 @@ def plan(
     live, before, keep_nbytes: as for `Application`. shared, overlapping: of the live tensors.
     """
     budget = keep_nbytes
-    device = device_for(bits for copies in live.values() for bits in copies)
+    device = derived(live, device_of)
     for part in parts:
-        tensors = [
-            Tensor(name, shape, digests.seed(name, dtype, shape), live.get(name, ()), before.get(name, ()))
-            for name, dtype, shape, _ in part.table
-        ]
+        tensors = derived(live, _tensors, part.table) if before is live else _tensors(live, part.table, before)
         # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
-        lying = _lying(part, tensors, live, shared, device) if before is live else None
+        lying = None
+        if before is live:
+            lying = derived(live, _lying, part.table, part.segments.groups, device)._replace(counts=counts)
         together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
         for span, segments, units in part.opened(lying.joined if lying and together else None):
             work = Work([], tensors, units, [], keep_all, device)
@@ -169,24 +169,33 @@ class _Lying(NamedTuple):
     old: OldBits
     usable: NDArray[np.bool_]  # (segments,) whether kernels use the old bits as they lie
     widths: NDArray[np.int64]  # (segments,) bytes of a change; 0 where none is held
+    counts: NDArray[np.uint32]  # (segments,) changes
 
     def joined(self, one: Span, other: Span) -> bool:
         """Whether two spans are decoded together: all that they change lies so, and has one width."""
         at = slice(one.segments.numbers.start, other.segments.numbers.stop)
-        widths = self.widths[at]
+        widths = np.where(self.counts[at] > 0, self.widths[at], 0)
         changes = widths > 0
         return len(set(widths[changes].tolist())) == 1 and bool(self.usable[at][changes].all())
 
 
-def _lying(
-    part: Patch, tensors: Sequence[Tensor], live: Mapping[str, Copies], shared: SharedMemory, device: Device
-) -> _Lying:
-    segments = part.segments
-    spots, windows = spots_of(segments, [tensor.seed for tensor in tensors], live, shared, device)
+def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copies] | None = None) -> list[Tensor]:
+    before = live if before is None else before
+    return [
+        Tensor(name, shape, digests.seed(name, dtype, shape), live.get(name, ()), before.get(name, ()))
+        for name, dtype, shape, _ in table
+    ]
+
+
+def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[Group], device: Device) -> _Lying:
+    segments = Segments(table, groups)
+    shared = {name for pair in derived(live, shared_memory) for name in pair}
+    spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
     nbytes = segments.change_nbytes()
-    memory, usable = lines(spots, windows, segments.sizes(), nbytes - 4, device, tensors)
-    widths = np.where((segments.counts > 0) & (windows.rows > 0), nbytes, 0)
-    return _Lying(spots, windows, OldBits(memory, device), usable, widths)
+    memory, usable = lines(spots, windows, segments.sizes(), nbytes - 4, device, None)  # `Work.tensors` keep it
+    return _Lying(
+        spots, windows, OldBits(memory, device), usable, np.where(windows.rows > 0, nbytes, 0), segments.counts
+    )
 
 
 def _holds(tensor: Tensor, segment: Segment) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ class HostBits:
     device = HOST
 
     def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
-        self._tensor = tensor
+        self._tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = tensor
         self.dtype = dtype
         self.array = array
         self.shape: tuple[int, ...] = array.shape
@@ -85,13 +87,25 @@ class HostBits:
             self.array.flat[start:stop] = values
         self.count_write()
 
+    def unowned(self) -> HostBits:
+        """The same memory, which this does not keep from being freed; see `count_for`."""
+        return HostBits(self.dtype, array_at(self.array))
+
+    def count_for(self, tensor: torch.Tensor) -> None:
+        """Count writes for this tensor from here on, without keeping it."""
+        self._tensor = weakref.ref(tensor)
+
     def view(self, slices: tuple[slice, ...]) -> HostBits:
-        return HostBits(self.dtype, self.array[_index(slices)], self._tensor)  # of a 0-dim array a view, too
+        return HostBits(self.dtype, self.array[_index(slices)], self.counted)  # of a 0-dim array a view, too
 
     def count_write(self) -> None:
         """Count a write for torch."""
-        if self._tensor is not None and not self._tensor.is_inference():
-            sys.modules["torch"].autograd.graph.increment_version(self._tensor)
+        count_writes([self])
+
+    @property
+    def counted(self) -> torch.Tensor | None:
+        """The tensor for which writes are counted; None for none."""
+        return self._tensor() if isinstance(self._tensor, weakref.ref) else self._tensor
 
     @property
     def contiguous(self) -> bool:
@@ -122,6 +136,18 @@ class HostBits:
         if self.flat is not None:
             return ("host", self.address, self.address + self.array.nbytes)
         return ("host", *np.lib.array_utils.byte_bounds(self.array))
+
+
+class _Counted(Protocol):
+    @property
+    def counted(self) -> torch.Tensor | None: ...
+
+
+def count_writes(written: Iterable[_Counted]) -> None:
+    """Count a write to each for torch, which has not made it."""
+    counted = [tensor for bits in written if (tensor := bits.counted) is not None and not tensor.is_inference()]
+    if counted:
+        sys.modules["torch"].autograd.graph.increment_version(counted)
 
 
 class ArrayCastBits:
@@ -182,6 +208,10 @@ class ArrayCastBits:
     def contiguous(self) -> bool:
         return self._source.contiguous
 
+    def unowned(self) -> ArrayCastBits:
+        """The same memory, which this does not keep from being freed."""
+        return ArrayCastBits(array_at(self._source.array).view(self._floats), self._cast)
+
     def view(self, slices: tuple[slice, ...]) -> ArrayCastBits:
         return ArrayCastBits(self._source.array[_index(slices)].view(self._floats), self._cast)
 
@@ -192,6 +222,26 @@ class ArrayCastBits:
     @property
     def extent(self) -> tuple[object, int, int]:
         return self._source.extent
+
+
+class _Memory:
+    """The memory of an array, for NumPy: it does not keep the array."""
+
+    def __init__(self, array: UIntArray) -> None:
+        address = array.__array_interface__["data"]
+        self.__array_interface__ = {
+            "version": 3,
+            "data": address,
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": array.dtype.str,
+        }
+
+
+def array_at(array: UIntArray) -> UIntArray:
+    """The same memory as another array, which this one does not keep from being freed."""
+    found: UIntArray = np.asarray(_Memory(array))
+    return found
 
 
 def _index(slices: tuple[slice, ...]) -> Any:

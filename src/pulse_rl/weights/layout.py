@@ -1,7 +1,8 @@
 """All tensors of a model as one ordered mapping in which each piece of memory appears once."""
 
 import sys
-from collections.abc import Collection, Container, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Set
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -18,6 +19,8 @@ from pulse_rl.weights.pieces import Pieces, Shard, join, pieces_of
 from pulse_rl.weights.segments import segments
 
 T = TypeVar("T")
+
+REMEMBERED = 1024  # results: some for each part of a patch, and each of its groups
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -44,7 +47,28 @@ class HasLayout(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Layout(dict[str, Bits]):
+class Derives:
+    """Remembers what was made of it. It does not change once something was made."""
+
+    def derived(self, make: Callable[..., T], *of: object) -> T:
+        """What make(self, *of) gives; made anew only if these very objects were not given before, or long ago."""
+        made: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = self.__dict__.setdefault("_made", {})
+        key = (make, *map(id, of))
+        known = made.get(key)
+        if known is None:
+            if len(made) >= REMEMBERED:
+                made.clear()
+            known = made[key] = make(self, *of), of  # held, so that no others have their ids
+        found: T = known[0]
+        return found
+
+
+def derived(source: Any, make: Callable[..., T], *of: object) -> T:
+    """As `Derives.derived`; of other sources it is made at each call."""
+    return source.derived(make, *of) if isinstance(source, Derives) else make(source, *of)
+
+
+class Layout(Derives, dict[str, Bits]):
     """Bits name → its bits, each piece of memory once, in canonical order (by name, as Unicode code points).
 
     A tensor is Bits where this process holds all of it, and Pieces where it holds parts.
@@ -58,23 +82,24 @@ class Layout(dict[str, Bits]):
     ) -> None:
         super().__init__(tensors)
         self.tied = dict(tied or {})
+        self.unowned = False  # whether the memory is not kept from being freed
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """The number of elements of all tensors; tied ones count once."""
         return sum(bits.size for bits in self.values())
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of those elements."""
         return sum(bits.size * bits.itemsize for bits in self.values())
 
-    @property
+    @cached_property
     def held_nbytes(self) -> int:
         """The bytes of what this process holds of them."""
         return sum(piece.box.size * bits.itemsize for bits in self.values() for piece in pieces_of(bits))
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether this process holds parts of tensors."""
         return any(isinstance(bits, Pieces) for bits in self.values())

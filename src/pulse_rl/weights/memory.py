@@ -13,15 +13,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from operator import call, is_
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pulse_rl.weights.bits import as_bits, is_dtensor
+from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout, as_tensor, layout, named_tensors
 from pulse_rl.weights.pieces import Pieces, Shard
+from pulse_rl.weights.plain import Plain, storages, writes
+
+T = TypeVar("T")
 
 
 def live_tensors(weights: Any) -> Mapping[str, Any]:
@@ -62,14 +67,17 @@ def live_layout(weights: Any) -> Layout:
 
 
 class LiveWeights:
-    """Live tensors, viewed as Bits only where some are to be read or written. Raises as `live_tensors`."""
+    """Live tensors, viewed as Bits only where some are to be read or written. Raises as `live_tensors`.
 
-    def __init__(self, weights: Any) -> None:
-        self.tensors = live_tensors(weights)
+    kept: what keeps their layout from call to call, if anything does.
+    """
+
+    def __init__(self, weights: Any, kept: Kept | None = None) -> None:
+        self.tensors, self._kept = live_tensors(weights), kept
 
     @cached_property
     def layout(self) -> Layout:
-        return layout(self.tensors)
+        return self._kept.layout(self.tensors) if self._kept is not None else layout(self.tensors)
 
 
 def _refuse_copies(module: Any, named: Mapping[str, Any]) -> None:
@@ -124,6 +132,13 @@ class Memory:
 
     def __init__(self, tensors: Mapping[str, Any], *, keep: bool = False) -> None:
         self._names = frozenset(tensors)
+        self._order = list(tensors)
+        self._plain = Plain.of(list(tensors.values()))
+        if self._plain is not None:  # the ordinary case, which is asked in a few calls
+            owners = storages(list(tensors.values()))
+            self._owners = [partial(_itself, owner) for owner in owners] if keep else list(map(weakref.ref, owners))
+            self.count_writes(tensors)
+            return
         self._kept = {name: tensor.detach() for name, tensor in tensors.items() if keep and _compares(tensor)}
         # Of each part: where in the tensor it lies, its view, and what owns it; None once that is gone, as the address
         # may be another's then.
@@ -136,19 +151,28 @@ class Memory:
 
     def count_writes(self, tensors: Mapping[str, Any]) -> None:
         """Note how often torch has written to the same tensors by now."""
-        self._writes = _all_writes(tensors)
+        self._writes = self._all_writes(tensors)
+
+    def _all_writes(self, tensors: Mapping[str, Any]) -> Any:
+        """How often torch has written to each."""
+        if self._plain is not None:
+            return writes([tensors[name] for name in self._order])
+        return {name: _writes(tensor) for name, tensor in tensors.items()}
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit.
 
         An engine stands while all of its weights are looked at.
         """
-        return self.is_same(tensors) and self._writes == _all_writes(tensors)
+        return self.is_same(tensors) and self._writes == self._all_writes(tensors)
 
     def is_same(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
         if tensors.keys() != self._names:
             return False
+        if self._plain is not None:
+            given = [tensors[name] for name in self._order]
+            return self._plain.are_still(given) and all(map(is_, storages(given), map(call, self._owners)))
         plain = _plain_types()
         try:
             for name, tensor in tensors.items():
@@ -184,20 +208,15 @@ def _compares(tensor: Any) -> bool:
         return False
 
 
-def _all_writes(tensors: Mapping[str, Any]) -> dict[str, int | list[int | None] | None]:
-    """How often torch has written to each."""
-    plain = _plain_types()  # looked up once: this is done while an engine stands
-    return {
-        name: (None if tensor.is_inference() else tensor._version) if type(tensor) in plain else _writes(tensor)
-        for name, tensor in tensors.items()
-    }
-
-
 def _places(tensor: Any) -> list[tuple[object, tuple[object, ...], object]]:
     """Of each part of a tensor: where in it that lies; its address, strides, shape, dtype and device; its owner."""
     if _is_torch(tensor) and not is_dtensor(tensor):
         return [(None, _view(tensor), tensor.untyped_storage())]
     return [(part, _view(memory), _owner(memory)) for part, memory in _parts(tensor)]
+
+
+def _itself(owner: T) -> T:
+    return owner
 
 
 def _reference(owner: object) -> Callable[[], object]:

@@ -9,7 +9,6 @@ torch is imported when the first is made.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import expanded
+from pulse_rl.weights.host_bits import count_writes, expanded
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +180,13 @@ class TorchBits:
         return part
 
     def count_write(self) -> None:
-        """Count a write for torch, which has not made it."""
-        if not self._tensor.is_inference():
-            sys.modules["torch"].autograd.graph.increment_version(self._tensor)
+        """Count a write for torch."""
+        count_writes([self])
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """The tensor for which writes are counted."""
+        return self._tensor
 
     @property
     def address(self) -> int:

@@ -51,10 +51,15 @@ class Memory(NamedTuple):
     apart: NDArray[np.int64]
     held: object  # what keeps the memory: an address does not
 
-    def of(self, numbers: Sequence[int]) -> "Memory":
+    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Memory":
         """Those of some segments."""
         addresses, rows, runs, apart, held = self
         return Memory(addresses[numbers], rows[numbers], runs[numbers], apart[numbers], held)
+
+    def at(self, some: slice) -> "Memory":
+        """Those of consecutive segments, as views."""
+        addresses, rows, runs, apart, held = self
+        return Memory(addresses[some], rows[some], runs[some], apart[some], held)
 
 
 def memory_at(places: Sequence[Lies], held: object) -> Memory:

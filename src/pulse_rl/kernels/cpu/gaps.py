@@ -9,31 +9,32 @@ from pulse_rl.kernels.cpu.compiled import kernel
 
 
 @kernel
-def _gap_encode(indices, words):
+def _gap_encode(indices, edges, words):
     k = 0
-    previous = np.int64(-1)
-    for j in range(indices.shape[0]):
-        index = np.int64(indices[j])
-        gap = index - previous - 1
-        previous = index
-        if gap < 0xFFFF:
-            words[k] = gap
-            k += 1
-        else:
-            words[k] = 0xFFFF
-            words[k + 1] = gap & 0xFFFF
-            words[k + 2] = gap >> 16
-            k += 3
+    for s in range(edges.shape[0] - 1):
+        previous = np.int64(-1)
+        for j in range(edges[s], edges[s + 1]):
+            index = np.int64(indices[j])
+            gap = index - previous - 1
+            previous = index
+            if gap < 0xFFFF:
+                words[k] = gap
+                k += 1
+            else:
+                words[k] = 0xFFFF
+                words[k + 1] = gap & 0xFFFF
+                words[k + 2] = gap >> 16
+                k += 3
     return k
 
 
-def gap_encode(indices: NDArray[np.uint32], words: NDArray[np.uint16]) -> int:
-    """Write the gaps between ascending indices (k,) into words (at least 3k,). Returns how many words.
+def gap_encode(indices: NDArray[np.uint32], edges: NDArray[np.int64], words: NDArray[np.uint16]) -> int:
+    """Write the gaps between the indices of each segment, ascending, into words (at least 3k,). Returns how many words.
 
-    A gap is the number of unchanged elements before a change. Below 65535 it is one word; otherwise the
-    word 65535, then its low and its high 16 bits.
+    edges: (segments + 1,), where the indices of each begin, and the last one's end. A gap is the number of unchanged
+    elements before a change. Below 65535 it is one word; otherwise the word 65535, then its low and its high 16 bits.
     """
-    return int(_gap_encode(read_only(indices), words))
+    return int(_gap_encode(read_only(indices), read_only(edges), words))
 
 
 @kernel

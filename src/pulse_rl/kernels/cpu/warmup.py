@@ -107,7 +107,7 @@ def _warm_casts() -> None:
 
 def _warm_gaps() -> None:
     indices, words = np.arange(N, dtype=np.uint32), np.empty(3 * N, np.uint16)
-    gap_decode(words[: gap_encode(indices, words)], np.array([N]), np.array([N]), indices)
+    gap_decode(words[: gap_encode(indices, np.array([0, N]), words)], np.array([N]), np.array([N]), indices)
 
 
 def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:

@@ -61,7 +61,7 @@ class SharePlan:
     tied: dict[str, str]
     fingerprint: bytes  # of what every rank holds
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of the whole model."""
         return sum(whole(spec.shape).size for spec in self.tensors.values())
@@ -84,10 +84,14 @@ class SharePlan:
                 yield common, part.owner
 
     def all_names(self) -> dict[str, TensorSpec]:
-        """Every name, tied ones too, → the tensor that stands for it."""
+        """Every name, tied ones too, → the tensor that stands for it. Not to be modified."""
+        return self._all_names
+
+    @cached_property
+    def _all_names(self) -> dict[str, TensorSpec]:
         return {**self.tensors, **{alias: self.tensors[owner] for alias, owner in self.tied.items()}}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of the whole model."""
         return sum(whole(spec.shape).size * ITEMSIZES[spec.dtype] for spec in self.tensors.values())
@@ -103,8 +107,17 @@ class Share:
 
     def called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Share":
         """The same share under the names of a version, as `names_of` finds them; the same on all ranks."""
+        last = self.__dict__.get("_last")  # a run asks for the same names at each version
+        if last is None or last[0] != tied or last[1] != known:
+            last = self.__dict__["_last"] = dict(tied), known, self._called(known, tied)
+        found: Share = last[2]
+        return found
+
+    def _called(self, known: Container[str] | None, tied: Mapping[str, str]) -> "Share":
         plan = self.plan
         names, further = names_of(plan.tensors, plan.tied, known, tied)
+        if further == plan.tied == self.held.tied and all(name == own for own, name in names.items()):
+            return self
         specs = {name: TensorSpec(name, spec.dtype, spec.shape) for name, spec in renamed(plan.tensors, names).items()}
         parts = renamed(plan.parts, names)
         held, own = (Layout(renamed(layout, names), further) for layout in (self.held, self.own))
@@ -129,6 +142,8 @@ class Share:
 
         Raises IntegrityError if this rank holds a part twice, with different bits.
         """
+        if not self.plan.parts:  # of one process, which holds each tensor whole
+            return {}
         for name, tensor in self.held.items():
             for one, other in pairwise(pieces_of(tensor)):  # sorted, so the copies of a part follow each other
                 if one.box == other.box and one.bits.storage != other.bits.storage and differ(one.bits, other.bits):
@@ -176,7 +191,7 @@ def share_of(
     Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
     """
     if ranks.size == 1 and not tensors.sharded:
-        return Share(plan_of(tensors, tensors.tied), tensors, tensors)
+        return whole_share(tensors)
     if prints is None:
         prints = ranks.gather(print_of(tensors, known), 2 * PRINT_NBYTES)
     fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
@@ -192,7 +207,11 @@ def print_of(tensors: Layout, known: SharePlan | None) -> bytes:
 
     A rank that was interrupted may know another plan than the others: then all make it anew.
     """
-    return blake3(_describe(tensors)).digest(PRINT_NBYTES) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+    return tensors.derived(_fingerprint) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+
+
+def _fingerprint(tensors: Layout) -> bytes:
+    return blake3(_describe(tensors)).digest(PRINT_NBYTES)
 
 
 def _describe(tensors: Layout) -> bytes:
@@ -204,10 +223,15 @@ def _describe(tensors: Layout) -> bytes:
     return msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
 
 
-def plan_of(tensors: Layout, tied: Mapping[str, str]) -> SharePlan:
-    """The plan of one process that holds whole tensors."""
+def whole_share(tensors: Layout) -> Share:
+    """The share of one process that holds whole tensors."""
+    # A layout that owns memory must not refer to itself: its memory would be freed late.
+    return tensors.derived(_whole_share) if tensors.unowned else _whole_share(tensors)
+
+
+def _whole_share(tensors: Layout) -> Share:
     specs = {name: TensorSpec(name, bits.dtype, tuple(bits.shape)) for name, bits in tensors.items()}
-    return SharePlan(specs, {}, dict(tied), b"")
+    return Share(SharePlan(specs, {}, dict(tensors.tied), b""), tensors, tensors)
 
 
 def taken(whole_tensors: Layout, own: Layout) -> Layout:

@@ -16,6 +16,7 @@ from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch, find
+from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Overlay, Recorder
 from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.group.shares import Share, unequal_replicas
@@ -147,9 +148,7 @@ class Encoder:
             part=self._ranks.rank,
             parts=self._ranks.size,
         )
-        application = Application(
-            patch_format.unpack(patch.data), {name: [bits] for name, bits in baseline.tensors.items()}
-        )
+        application = Application(patch_format.unpack(patch.data), baseline.tensors.derived(each_alone))
         application.prove(before, lambda mine: mine + total - coded.delta)
         trial = Trial(coded.codec, len(patch.data), coded.encode_s, time.perf_counter() - start)
         return trial, application, patch

@@ -22,7 +22,7 @@ from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, plan_of, taken
+from pulse_rl.sync.group.shares import Share, taken, whole_share
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
@@ -133,7 +133,7 @@ class Position:
             files = restore(self._history, head, directory, Effort(), faults, nbytes)
             own = files.clone(self._beside(share), pinned=self._pinned)
             own.tied = dict(head.tied)
-            self._take_up(Baseline(own, head, plan_of(own, head.tied)), faults, resumed)
+            self._take_up(Baseline(own, head, whole_share(own).plan), faults, resumed)
         return head.sequence
 
     def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:

@@ -80,7 +80,8 @@ from pulse_rl.weights import streamed
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.devices import require_kernels
-from pulse_rl.weights.layout import Layout, layout
+from pulse_rl.weights.kept import Kept
+from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class Publisher:
         with making(self._ranks, "make a publisher", make) as (history, self._encoder, self._delivery, self._cast):
             self.history = history
             self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
+            self._kept = Kept()
             self._plan: SharePlan | None = None  # who owns what, as it was agreed last
             self._turn = Turn("Publisher", nested=True)
             # The state: see the module's docstring.
@@ -338,7 +340,7 @@ class Publisher:
             refuse_adapters(weights)
             for name, data in model_config(weights if like is None else like, kind).items():
                 files.setdefault(name, data)
-            found.append(layout(weights, kind))
+            found.append(self._kept.layout(weights, kind))
             settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
             settings += f", tied={self._tied}" if self._tied else ""
             mine = print_of(found[0], self._plan) if self._ranks.size > 1 else b""

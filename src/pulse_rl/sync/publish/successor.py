@@ -101,6 +101,8 @@ def without_copies(ranks: Ranks, share: Share, tied: Mapping[str, str]) -> Share
     tied: the copies → the tensors that they equal. One of both may be absent. Whole tensors of one process are compared
     bit for bit; else the digests of all ranks' pieces, each replica too. Raises ValueError or IntegrityError.
     """
+    if not tied:
+        return share
     share = share.called(None, tied)
     specs, ties = share.plan.tensors, share.plan.tied
     copies = {alias: owner for alias, owner in tied.items() if alias in specs}
@@ -196,10 +198,10 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, v
             "next number, and resume() returns the newest; a run that begins anew needs a new or emptied store"
         )
     sides = next_in_store(head.version, url)
-    if base is not None:
+    if base is not None and (base.plan is not tensors or head.tied != tensors.tied):
         before = replace(base.plan, tied=head.tied)
         compare_layouts(before.all_names(), tensors.all_names(), sides)
-    elif (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
+    elif base is None and (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
             f"{sides.what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
             f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast, or to a new store"

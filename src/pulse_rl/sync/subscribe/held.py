@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pulse_rl.history.patches import Fetched
 from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, SharePlan, plan_of, share_of
+from pulse_rl.sync.group.shares import Share, SharePlan, share_of, whole_share
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
@@ -62,7 +62,7 @@ class Held:
     def agreed(self) -> Share:
         """What this rank holds and owns, under its own names. The first use is a collective; raises as `share_of`."""
         if not self.shared:
-            return Share(plan_of(self.live.layout, self.live.layout.tied), self.live.layout, self.live.layout)
+            return whole_share(self.live.layout)
         found = share_of(self.ranks, self.live.layout, self._plan, self._prints)
         if self._plan is not None and found.plan.fingerprint != self._plan.fingerprint:
             self.drop_halo()

@@ -87,6 +87,10 @@ class Writing:
         return self._live.tensors
 
     @property
+    def full_nbytes(self) -> int:
+        return self._live.plan.nbytes
+
+    @property
     def added(self) -> int:
         return self._live.added
 
@@ -147,6 +151,10 @@ class InFiles:
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
         return self._live.plan.all_names()
+
+    @property
+    def full_nbytes(self) -> int:
+        return self._live.plan.nbytes
 
     def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
         return live
@@ -211,6 +219,10 @@ class Keeping:
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
         return self._live.tensors
+
+    @property
+    def full_nbytes(self) -> int:
+        return self._live.plan.nbytes
 
     @property
     def added(self) -> int:
@@ -282,13 +294,14 @@ class Keeping:
         Where decoded changes are in a file, or tensors overlap, patches are written one after another.
         """
         if self._patches and not self._spilled and not any(patch.application.overlapping for patch in self._patches):
-            writes = self._patches[0].application.writes_in_order() if len(self._patches) == 1 else None
-            if writes is None:
+            ordered = self._patches[0].application.in_memory_order() if len(self._patches) == 1 else None
+            if ordered is None:
                 merged = Merged()
                 for patch in self._patches:
                     patch.application.merge_into(merged)
-                writes = merged.writes()
-            self._writes = list(batches(writes))
+                self._writes = list(batches(merged.writes()))
+            else:
+                self._writes = [batch for each in ordered for batch in each.batches()]
             self._to = self._patches[-1].to
             self._patches, self.nbytes = [], sum(write.nbytes for write in self._writes)
         elif self._patches:

@@ -59,9 +59,7 @@ class Restored:
 
 def _refuse_shared_memory(source: Layout, live: Mapping[str, Copies]) -> None:
     """Raise BaseMismatchError if two tensors are one in the live weights, but differ in the version."""
-    names = list(live)
-    for pair in shared_memory(live.values()):
-        one, other = (names[place] for place in pair)
+    for one, other in shared_memory(live):
         for box in _common_boxes(source[one], source[other]):
             if differ(place_view(source[one], box), place_view(source[other], box)):
                 raise BaseMismatchError(

@@ -14,6 +14,7 @@ from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.trail import State
 from pulse_rl.sync.subscribe.landings import Keeping
 from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
+from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Made(NamedTuple):
 
     apply: Callable[[Staged], SyncReport]
     weights: Any
+    kept: Kept  # what keeps their layout
     memory: Memory  # of the weights
     base: State | None  # what they held
     keeping: Keeping
@@ -60,7 +62,7 @@ class Staged:
         self.nbytes = keeping.nbytes
         self.changes = arrival.effort.changes
         self.fetched_nbytes = arrival.effort.nbytes
-        self._apply, self._weights = made.apply, made.weights
+        self._apply, self._weights, self._kept = made.apply, made.weights, made.kept
         self._memory, self._base = made.memory, made.base
         self._keeping: Keeping | None = keeping
         self._arrival = arrival
@@ -105,7 +107,7 @@ class Staged:
     def _view(self, held: State | None) -> LiveWeights:
         """The weights to write to. held: what they hold now. Raises as `apply`."""
         self._held()
-        live = LiveWeights(self._weights)
+        live = LiveWeights(self._weights, self._kept)
         if held != self._base or not self._memory.is_still(live.tensors):
             expected, found = (f"version {s.version}" if s else "no version that is known" for s in (self._base, held))
             what = "they are in other memory, or torch has written to them" if held == self._base else f"found {found}"

@@ -38,6 +38,7 @@ from pulse_rl.sync.subscribe.routes import advance
 from pulse_rl.sync.subscribe.staging import Made, Staged
 from pulse_rl.sync.subscribe.target import find_target
 from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
 
@@ -129,6 +130,7 @@ class Subscriber:
             self.history = history
             self._poll, self._poll_max = poll, poll_max
             self._peers = RankPeers(self._ranks)
+            self._kept = Kept()
             self._proof = Proof(self._peers, int(verify_live), overwrite)
             self._beating = Beating(heart, self._proof, self._ranks)
             self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
@@ -288,7 +290,7 @@ class Subscriber:
         start = time.perf_counter()
         with self._beating.failures(start):
             effort = Effort()
-            live, altered = self._proof.begin(lambda: LiveWeights(weights), "sync", version, effort)
+            live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "sync", version, effort)
             writing = Writing(live, self._proof, self._peers, effort)
             arrival = self._advance(live, version, writing, effort, altered)
             self._reached = arrival.target
@@ -319,13 +321,13 @@ class Subscriber:
         start = time.perf_counter()
         with self._beating.failures(start), ExitStack() as undo:
             effort = Effort()
-            live, altered = self._proof.begin(lambda: LiveWeights(weights), "stage", version, effort)
+            live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "stage", version, effort)
             memory, keeping = Memory(live.live.tensors, keep=True), Keeping(live, self._peers)
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
             keeping.settle()
             undo.pop_all()
-            return Staged(Made(self._apply, weights, memory, self._proof.held, keeping, arrival))
+            return Staged(Made(self._apply, weights, self._kept, memory, self._proof.held, keeping, arrival))
 
     @in_turn
     @collective
@@ -363,7 +365,7 @@ class Subscriber:
             TypeError: As in `sync`.
             RuntimeError: As in `sync`.
         """
-        live, altered = self._proof.view(lambda: LiveWeights(weights), "verify", None)
+        live, altered = self._proof.view(lambda: LiveWeights(weights, self._kept), "verify", None)
         if altered is not None:
             raise IntegrityError(altered)
         if self._proof.held is None:
