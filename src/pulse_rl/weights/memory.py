@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from operator import call, is_
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import Layout, as_tensor, layout, named_tensors
 from pulse_rl.weights.pieces import Pieces, Shard
 from pulse_rl.weights.plain import Plain, storages, writes
-
-T = TypeVar("T")
 
 
 def live_tensors(weights: Any) -> Mapping[str, Any]:
@@ -136,7 +134,8 @@ class Memory:
         self._plain = Plain.of(list(tensors.values()))
         if self._plain is not None:  # the ordinary case, which is asked in a few calls
             owners = storages(list(tensors.values()))
-            self._owners = [partial(_itself, owner) for owner in owners] if keep else list(map(weakref.ref, owners))
+            self._owners = owners if keep else []
+            self._references = [] if keep else list(map(weakref.ref, owners))
             self.count_writes(tensors)
             return
         self._kept = {name: tensor.detach() for name, tensor in tensors.items() if keep and _compares(tensor)}
@@ -172,7 +171,8 @@ class Memory:
             return False
         if self._plain is not None:
             given = [tensors[name] for name in self._order]
-            return self._plain.are_still(given) and all(map(is_, storages(given), map(call, self._owners)))
+            owners = self._owners or map(call, self._references)
+            return self._plain.are_still(given) and all(map(is_, storages(given), owners))
         plain = _plain_types()
         try:
             for name, tensor in tensors.items():
@@ -213,10 +213,6 @@ def _places(tensor: Any) -> list[tuple[object, tuple[object, ...], object]]:
     if _is_torch(tensor) and not is_dtensor(tensor):
         return [(None, _view(tensor), tensor.untyped_storage())]
     return [(part, _view(memory), _owner(memory)) for part, memory in _parts(tensor)]
-
-
-def _itself(owner: T) -> T:
-    return owner
 
 
 def _reference(owner: object) -> Callable[[], object]:
