@@ -178,7 +178,7 @@ def run_of(group: Any, rank: int, size: int, folder: str, resumed: bool) -> tupl
             weights = rounds.weights()
             published.append(pulse.digest(weights))
             names = dict(weights) if isinstance(weights, dict) else model.state_dict()
-            assert ended["digest"] == pulse.digest({name: names[name] for name in trainable(model)})
+            assert ended.digest == pulse.digest({name: names[name] for name in trainable(model)})
             if step == 7:  # a step of round 3 is in the live weights already, and each rank has taken another one
                 assert published[-1] != pulse.digest(model)
                 held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
