@@ -156,7 +156,11 @@ class Memory:
         """How often torch has written to each."""
         if self._plain is not None:
             return writes([tensors[name] for name in self._order])
-        return {name: _writes(tensor) for name, tensor in tensors.items()}
+        types = _plain_types()  # looked up once: this is done while an engine stands
+        return {
+            name: (None if tensor.is_inference() else tensor._version) if type(tensor) in types else _writes(tensor)
+            for name, tensor in tensors.items()
+        }
 
     def is_still(self, tensors: Mapping[str, Any]) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit.
