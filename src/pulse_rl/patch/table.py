@@ -78,12 +78,7 @@ def read_table(stream: memoryview) -> tuple[Table, dict[str, str]]:
     Equal streams may give the same objects, which are not to be modified.
     """
     data = decompress(stream, MAX_TABLE_NBYTES, "table")
-    read = _read
-    for most, kept in KEPT:
-        if len(data) <= most:
-            read = kept
-            break
-    return read(data)
+    return next((kept for most, kept in KEPT if len(data) <= most), _read)(data)
 
 
 def _read(data: bytes) -> tuple[Table, dict[str, str]]:
