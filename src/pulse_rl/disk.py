@@ -94,6 +94,14 @@ def make_directory(path: Path) -> None:
         to_disk(path.parent)
 
 
+def check_room(directory: Path, nbytes: int) -> None:
+    """Raise OSError if a directory's disk has no room for so many bytes."""
+    room = shutil.disk_usage(directory).free
+    if nbytes > room:
+        reason = f"{os.strerror(errno.ENOSPC)}: expected room for {nbytes} bytes, found {room}"
+        raise OSError(errno.ENOSPC, reason, str(directory))
+
+
 def to_disk(path: Path) -> None:
     """Wait until the disk holds a file's bytes, or a directory's names.
 

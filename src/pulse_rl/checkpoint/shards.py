@@ -15,6 +15,7 @@ from pulse_rl.weights.segments import segments
 SHARD_NBYTES = 4 << 30  # of an anchor's files: small enough for any object store, few enough to list
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_ZEROS = bytes(1 << 20)
 
 
 class Shard(NamedTuple):
@@ -91,6 +92,19 @@ def stream_shard(
             if seen is not None:
                 seen(name, start, array)
             yield array.tobytes()
+
+
+def write_zeros(directory: Path, tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> None:
+    """Write a checkpoint of zeros to a directory, to be mapped and filled: a full disk is found now, and not then."""
+    shards, index = plan_shards(tensors, shard_nbytes)
+    for shard in shards:
+        left = sum(nbytes_of(tensors[name]) for name in shard.tensors)
+        with (directory / shard.name).open("wb") as file:
+            file.write(shard_header(tensors, shard.tensors))
+            for start in range(0, left, len(_ZEROS)):
+                file.write(_ZEROS[: left - start])
+    if index:
+        (directory / INDEX).write_bytes(index)
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Bits]) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pulse_rl.checkpoint.shards import INDEX
-from pulse_rl.disk import write_stream
+from pulse_rl.disk import read_file, write_stream
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError, StoreError, VersionNotFoundError
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, find_anchors
-from pulse_rl.log.objects import ObjectRef, fetch
+from pulse_rl.log.objects import ObjectRef, fetch, refer
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 
@@ -56,28 +56,38 @@ def load_assets(
     target = history.find(version) if version is not None else history.head()
     if target is None:
         raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+    contents = read_assets(history, target)
+    if not contents:
+        raise ObjectNotFoundError(
+            f"the newest anchor up to version {target.version} in {url} holds no assets: "
+            "publish(…, assets={name: bytes}) puts them with an anchor; a Transformers model's config.json is added by "
+            "itself",
+            url=url,
+        )
+    return _write(Path(directory), contents)
+
+
+def read_assets(history: History, target: Manifest, known: Path | None = None) -> dict[str, bytes]:
+    """Read the assets of the newest anchor at or before a version, by name, proved; empty if it has none.
+
+    known: a directory with such files: one that has the hash is read there. Raises as `load_assets`.
+    """
     faults = FaultLog()
     for anchor in find_anchors(history, target, faults):
         refs = [ref for ref in anchor.anchor if not (ref.name.endswith(".safetensors") or _file(ref) == INDEX)]
         try:
-            contents = _fetch_all(history, anchor, refs)
+            return _read_all(history, anchor, refs, known)
         except (IntegrityError, StoreError) as error:
             faults.add(anchor.anchor[0].name, error)
-            continue
-        if not refs:
-            raise ObjectNotFoundError(
-                f"the anchor of version {anchor.version} in {url} holds no assets: publish(…, assets={{name: bytes}}) "
-                "puts them with an anchor; a Transformers model's config.json is added by itself",
-                url=url,
-            )
-        return _write(Path(directory), contents)
-    message = f"no anchor of {url} up to version {target.version} can be read: {'; '.join(faults.messages)}"
+    message = f"no anchor of {history.store.url} up to version {target.version} can be read: " + "; ".join(
+        faults.messages
+    )
     if faults.damaged:
         raise IntegrityError(message)
-    raise (StoreError if faults.unreachable else ObjectNotFoundError)(message, url=url)
+    raise (StoreError if faults.unreachable else ObjectNotFoundError)(message, url=history.store.url)
 
 
-def _fetch_all(history: History, anchor: Manifest, refs: list[ObjectRef]) -> dict[str, bytearray]:
+def _read_all(history: History, anchor: Manifest, refs: list[ObjectRef], known: Path | None) -> dict[str, bytes]:
     """The files, by name, proved."""
     total = sum(ref.nbytes for ref in refs)
     if total > MAX_ASSETS_NBYTES:
@@ -88,15 +98,27 @@ def _fetch_all(history: History, anchor: Manifest, refs: list[ObjectRef]) -> dic
             expected=MAX_ASSETS_NBYTES,
             found=total,
         )
-    return {_file(ref): fetch(history.store, ref, MAX_ASSETS_NBYTES) for ref in refs}
+    return {
+        _file(ref): (known and _known(known / _file(ref), ref)) or bytes(fetch(history.store, ref, MAX_ASSETS_NBYTES))
+        for ref in refs
+    }
+
+
+def _known(path: Path, ref: ObjectRef) -> bytes | None:
+    """The bytes of a file, if they are those of an object."""
+    try:
+        data = read_file(path) if path.stat().st_size == ref.nbytes else b""
+    except OSError:
+        return None
+    return data if refer(ref.name, data) == ref else None
 
 
 def _file(ref: ObjectRef) -> str:
     return ref.name.rpartition("/")[2]
 
 
-def _write(directory: Path, contents: dict[str, bytearray]) -> tuple[Path, ...]:
+def _write(directory: Path, contents: dict[str, bytes]) -> tuple[Path, ...]:
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in contents.items():
-        write_stream(directory / name, [bytes(data)])
+        write_stream(directory / name, [data])
     return tuple(directory / name for name in sorted(contents))

@@ -5,9 +5,7 @@ and patched on disk. So memory holds no second model, and live weights are writt
 proved. Several processes that share the weights restore their shares together: each reads its part of the anchor.
 """
 
-import errno
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
+from pulse_rl.disk import check_room
 from pulse_rl.errors import (
     BaseMismatchError,
     CannotReadRangeError,
@@ -29,8 +28,7 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
-from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.follow import Effort, Landing, Written, follow
+from pulse_rl.history.follow import ALONE, Effort, Landing, Peers, Written, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import cut, read_headers, read_share
@@ -90,7 +88,8 @@ class Wanted:
 
     pieces: Layout
     tensors: Mapping[str, HasLayout]
-    ranks: Ranks
+    peers: Peers
+    first: bool  # whether this process counts the tensors without elements
     landing: Callable[[Layout], Landing]  # for patches to the pieces
     sides: Sides  # of these weights with the version, for errors
 
@@ -120,7 +119,7 @@ def restore(
     wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
     limit = limit_of(target.full_nbytes if model_nbytes is None else model_nbytes)
-    ranks = wanted.ranks if wanted else Ranks()
+    peers = wanted.peers if wanted else ALONE
     anchors = find_anchors(history, target, faults)
 
     def choose() -> _Start:
@@ -132,7 +131,7 @@ def restore(
         return _Start(None, faults.state())
 
     while True:
-        start = ranks.lead("find an anchor", choose, _Start)
+        start = peers.lead("find an anchor", choose, _Start)
         faults.take(start.faults)
         anchor = start.anchor
         if anchor is None:
@@ -152,7 +151,7 @@ def restore(
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
-        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, ranks=ranks)
+        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, peers=peers)
         if held.sequence == target.sequence:
             return tensors
         shutil.rmtree(files)
@@ -181,8 +180,10 @@ def _load_share(
     Where the store reads no ranges, or what was read is not proved, the files are read whole, which proves their
     hashes. Raises as `load_anchor`, and BaseMismatchError if the anchor is of other tensors.
     """
+    found = Layout()
 
-    def read(whole: bool) -> tuple[Layout, int]:
+    def read(whole: bool) -> int:
+        nonlocal found
         if whole:
             tensors = load_anchor(history, anchor, directory, effort, limit)
             _check_tied(target, tensors)
@@ -194,36 +195,35 @@ def _load_share(
                 _check_tied(target, stored)
                 specs = {name: one.spec for name, one in stored.items()}
                 _check_tensors(target, specs, wanted)
-                _check_room(directory, wanted.pieces.held_nbytes)
+                check_room(directory, wanted.pieces.held_nbytes)
                 found, more = read_share(history.store, stored, wanted.pieces, directory)
                 effort.nbytes += nbytes + more
         with effort.timing("prove_s"):
-            return found, _own_digest(found, target, wanted)
+            return _own_digest(found, target, wanted)
 
     for whole in (False, True):
         try:
-            what = f"load version {anchor.version}"
-            found, shares = wanted.ranks.do_and_share(what, partial(read, whole), int, alike=True)
+            total = wanted.peers.add_up(f"load version {anchor.version}", partial(read, whole))
         except (CannotReadRangeError, IntegrityError):
             if whole:
                 raise
             continue
-        if (digest := digests.to_hex(sum(shares))) == anchor.digest:
+        if digests.to_hex(total) == anchor.digest:
             return found
     raise IntegrityError(
-        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digest}",
+        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digests.to_hex(total)}",
         expected=anchor.digest,
-        found=digest,
+        found=digests.to_hex(total),
     )
 
 
 def _own_digest(found: Layout, target: Manifest, wanted: Wanted) -> int:
     total = digests.state_digest({name: bits for name, bits in found.items() if bits.size})
-    if wanted.ranks.rank == 0:
+    if wanted.first:
         for name, spec in wanted.tensors.items():
             if name not in target.tied and math.prod(spec.shape) == 0:
                 total += digests.mix(digests.seed(name, spec.dtype, tuple(spec.shape)))
-    return total & digests.MASK
+    return total
 
 
 def _check_tensors(target: Manifest, tensors: Mapping[str, HasLayout], wanted: Wanted) -> None:
@@ -239,7 +239,7 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
     limit: bytes that its files may have. Raises IntegrityError or StoreError, and OSError where the disk has no room.
     """
     check_size(anchor.anchor[0].name, anchor.anchor_nbytes, limit)
-    _check_room(directory, anchor.anchor_nbytes)
+    check_room(directory, anchor.anchor_nbytes)
     with effort.timing("fetch_s"):
         for ref in anchor.anchor:
             with (directory / Path(ref.name).name).open("wb") as file:
@@ -259,14 +259,6 @@ def load_anchor(history: History, anchor: Manifest, directory: Path, effort: Eff
             found=found,
         )
     return tensors
-
-
-def _check_room(directory: Path, nbytes: int) -> None:
-    """Raise OSError if a directory's disk has no room for so many bytes."""
-    room = shutil.disk_usage(directory).free
-    if nbytes > room:
-        reason = f"{os.strerror(errno.ENOSPC)}: expected room for {nbytes} bytes, found {room}"
-        raise OSError(errno.ENOSPC, reason, str(directory))
 
 
 def _check_tied(target: Manifest, tensors: Mapping[str, object]) -> None:

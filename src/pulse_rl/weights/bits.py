@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import DTYPES, UINTS, UIntArray
+from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, torch_name
 from pulse_rl.errors import one_line
 from pulse_rl.weights import devices
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS
@@ -119,7 +119,9 @@ def mirrored(bits: Bits, memory: NDArray[np.uint8], start: int) -> HostBits:
 
 
 def as_bits(tensor: Any, cast: str | None = None) -> Bits:
-    """View a tensor or a NumPy array as Bits, without a copy if it is in host memory. A Bits is returned as it is.
+    """View a tensor or a NumPy array as Bits, without a copy if it is in host memory.
+
+    A Bits without a cast stays as it is.
 
     cast: a torch dtype's name ("bfloat16"): floating-point tensors are read as if cast to it (rounded to nearest even,
     as torch does), others as they are.
@@ -142,7 +144,7 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         if isinstance(tensor, Bits):
-            return tensor
+            return tensor if cast is None else _cast_bits(tensor, cast)
         raise TypeError(f"expected a torch tensor or a NumPy array, found {type(tensor).__name__}")
     if torch.nn.parameter.is_lazy(tensor):
         raise TypeError("expected a tensor that holds data, found a lazy module's: run a forward pass first")
@@ -152,6 +154,16 @@ def as_bits(tensor: Any, cast: str | None = None) -> Bits:
         raise TypeError(
             f"expected a tensor that holds data, found {type(tensor).__name__}: {one_line(error, 200)}"
         ) from None
+
+
+def _cast_bits(bits: Bits, cast: str) -> Bits:
+    """Bits, such as those of a mapped file, read as if cast."""
+    name = torch_name(bits.dtype)
+    if name == cast or name not in CASTS:
+        return bits
+    if not isinstance(bits, HostBits) or name not in ("float16", "float32", "float64"):
+        raise TypeError(f"cast={cast!r} needs torch tensors, found a file's {name}")
+    return as_bits(bits.array.view(name), cast)
 
 
 def is_dtensor(tensor: object) -> bool:

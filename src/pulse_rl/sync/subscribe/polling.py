@@ -25,12 +25,11 @@ def wait(
     version: int,
     timeout: float,
     intervals: tuple[float, float],
-    alive: Callable[[], None],
 ) -> int:
     """Look until the newest version is this one or a newer one.
 
     look: gives the newest version. ended: tells whether the run has ended. intervals: the first between two looks and
-    the longest, seconds. alive: called after each look in vain. Raises as `Subscriber.wait`.
+    the longest, seconds. Raises as `Subscriber.wait`.
     """
     if not timeout >= 0:
         raise ValueError(f"timeout: expected seconds, at least 0, found {timeout}")
@@ -65,5 +64,4 @@ def wait(
                 f"waited {timeout} s for version {version} in {store.url}; "
                 + (f"the last look failed: {one_line(failure)}" if failure else found)
             ) from failure
-        alive()
         time.sleep(min(max(intervals[0], waited * SHARE), intervals[1], timeout - waited))
