@@ -23,7 +23,7 @@ ROOMS = [
     {"log"},
     {"history"},
     {"sync", "loco"},
-    {"channel"},
+    {"channel", "folders"},
     {"html", "planner"},
     {"study"},
     {"engines"},

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         VersionNotFoundError,
         VersionSkewError,
     )
+    from pulse_rl.folders.mirror import Mirrored, mirror
+    from pulse_rl.folders.publish import publish_folders
     from pulse_rl.history.assets import load_assets
     from pulse_rl.history.log import History
     from pulse_rl.history.operate.copying import CopyReport, copy_history
@@ -86,6 +88,7 @@ _HOME = {
     "IntegrityError": "errors",
     "LocoReport": "loco.report",
     "Membership": "loco.membership",
+    "Mirrored": "folders.mirror",
     "MissingExtraError": "errors",
     "ObjectExistsError": "errors",
     "ObjectNotFoundError": "errors",
@@ -117,8 +120,10 @@ _HOME = {
     "digest": "weights.digests",
     "inspect": "patch.verbs",
     "load_assets": "history.assets",
+    "mirror": "folders.mirror",
     "open_store": "store.opening",
     "plan": "planner",
+    "publish_folders": "folders.publish",
     "status": "history.operate.status",
     "verify": "history.operate.verify",
 }
@@ -140,6 +145,7 @@ __all__ = [
     "IntegrityError",
     "LocoReport",
     "Membership",
+    "Mirrored",
     "MissingExtraError",
     "ObjectExistsError",
     "ObjectNotFoundError",
@@ -171,8 +177,10 @@ __all__ = [
     "digest",
     "inspect",
     "load_assets",
+    "mirror",
     "open_store",
     "plan",
+    "publish_folders",
     "status",
     "verify",
 ]

@@ -14,6 +14,7 @@ import typer
 
 from pulse_rl.cli.files import apply, diff, inspect, verify
 from pulse_rl.cli.follow import follow
+from pulse_rl.cli.mirror import mirror
 from pulse_rl.cli.output import prepare_streams
 from pulse_rl.cli.plan import plan
 from pulse_rl.cli.stores import copy, prune, status
@@ -39,6 +40,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(status)
 app.command()(follow)
+app.command()(mirror)
 app.command()(prune)
 app.command()(copy)
 app.command()(study)
