@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pulse_rl.group.private import PrivateGroup
-from pulse_rl.group.sharing import share
+from pulse_rl.group.ranks import Ranks
 
 RANKS, STEPS, TIMEOUT_S = (2, 4, 8, 16, 32, 64), 20, 300.0
 
@@ -22,7 +22,6 @@ RANKS, STEPS, TIMEOUT_S = (2, 4, 8, 16, 32, 64), 20, 300.0
 def measure(ranks: int) -> tuple[float, float]:
     """Seconds of processor time that a step takes a rank, and bytes that a rank sends to each other one."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    groups: list[PrivateGroup] = []
     spans: list[float] = []
     begin = threading.Barrier(ranks, action=lambda: spans.append(time.process_time()))
     end = threading.Barrier(ranks, action=lambda: spans.append(time.process_time()))
@@ -30,19 +29,16 @@ def measure(ranks: int) -> tuple[float, float]:
     def take_part(rank: int) -> None:
         gloo = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=TIMEOUT_S))
         group = PrivateGroup(gloo, rank, ranks, TIMEOUT_S)
-        groups.append(group)
         group.gather_numbers([0])  # returns when all are connected
         connected = group.sent_nbytes
         begin.wait()
         for _ in range(STEPS):
-            share(group, "a step", lambda: [rank, "0123456789abcdef"], list)
+            Ranks(group).share("a step", lambda: [rank, "0123456789abcdef"], list)
         end.wait()
         sent.append((group.sent_nbytes - connected) / STEPS / (ranks - 1))
 
     sent: list[float] = []
     run([threading.Thread(target=take_part, args=(rank,)) for rank in range(ranks)])
-    for group in groups:
-        group.release()
     return (spans[1] - spans[0]) / STEPS / ranks, sent[0]
 
 

@@ -26,8 +26,8 @@ from pulse_rl.engines.receiver import Receiver
 from pulse_rl.engines.service import Service, serve
 from pulse_rl.engines.states import PauseMode
 from pulse_rl.errors import UnmappedError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
-from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.weights.layout import TensorSpec
 
 SHAPES = {"up": (64, 33), "down": (33, 64), "norm": (33,)}
@@ -65,7 +65,7 @@ class HeldViews:
             raise UnmappedError("tensor 'up' is packed", name="up", reason="packed")
         if pulse.digest(self._engine.weights) == pulse.digest(fresh()):
             return None  # by its files
-        return prove(self.weights(), {}, history, checkpoint, ranks)
+        return prove(self.weights(), {}, history, checkpoint, ranks or Ranks())
 
     def prove_derived(self) -> None:
         assert threading.current_thread().name != "pulse-rl"  # in the engine's thread

@@ -13,7 +13,7 @@ from test_boxes import box_in
 
 import pulse_rl as pulse
 from pulse_rl.patch import table
-from pulse_rl.sync.group.shares import _Held, make_plan
+from pulse_rl.sync.shares import _Held, make_plan
 from pulse_rl.weights import box_sets
 from pulse_rl.weights.box_sets import MAX_BOXES, BoxSet, cut_apart, disjoint, joined
 from pulse_rl.weights.boxes import Box, Shape, whole

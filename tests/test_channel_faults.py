@@ -391,17 +391,17 @@ def killed(rank: int, size: int, victim: int, at: int, again: int) -> Any:
     calls = 0
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def do(*arguments: Any) -> Any:
+        def do(*arguments: Any, **options: Any) -> Any:
             nonlocal calls
             calls += 1
             if rank == victim and calls == at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return method(*arguments)
+            return method(*arguments, **options)
 
         return do
 
     wire: Any = channel._wire
-    wire.share, wire._bulk.broadcast = counted(wire.share), counted(wire._bulk.broadcast)
+    wire.ranks._step, wire._bulk.broadcast = counted(wire.ranks._step), counted(wire._bulk.broadcast)
     start = time.monotonic()
     error = call(channel, rank, weights, 1)
     took = time.monotonic() - start

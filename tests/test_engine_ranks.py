@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import pulse_rl as pulse
 from pulse_rl.engines.views import LiveViews
-from pulse_rl.sync.group.peers import WORDING
-from pulse_rl.sync.group.ranks import ranks_of
+from pulse_rl.group.ranks import Ranks
+from pulse_rl.sync.subscribe.subscriber import WORDING
 
 HIDDEN, ROWS, WORDS = 8, 12, 9
 
@@ -74,7 +74,7 @@ def _follow(rank: int, size: int, directory: Path, loaded: int, altered: int | N
     group = dist.group.WORLD
     subscriber = pulse.Subscriber(directory / "history", group=group, overwrite=False)
     views = LiveViews.of(engine, engine.load_weights, subscriber.tensors())
-    ranks = ranks_of(group, WORDING)
+    ranks = Ranks.of(group, WORDING)
     proved = views.prove(subscriber.history, directory / "model", ranks)
     subscriber.overwrite = proved is None
     assert views.ignored == ("inv_freq",)

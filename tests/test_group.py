@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_world import caught
-from loco_ranks import Ranks, good
+from loco_ranks import Ranks as Running
+from loco_ranks import good
 
 import pulse_rl as pulse
 from pulse_rl.group import agreement, private
 from pulse_rl.group.collectives import Group, Wording
 from pulse_rl.group.private import PrivateGroup
-from pulse_rl.group.sharing import LIMIT, share
+from pulse_rl.group.ranks import LIMIT, Ranks
 
 ADVICE = "nothing was published"
 
@@ -37,13 +38,13 @@ def found(rank: int) -> Found:
 def share_twice(torch_group: Any, rank: int, size: int, kind: str) -> tuple[list[Any], int]:
     group = PrivateGroup.of(torch_group) if kind == "private" else Group.of(torch_group)
     before = group.sent_nbytes
-    results = [share(group, "the count", lambda: found(rank), Found) for _ in range(2)]
+    results = [Ranks(group).share("the count", lambda: found(rank), Found) for _ in range(2)]
     return results, (group.sent_nbytes - before) // 2
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("kind", ["private", "the caller's"])
-def test_every_rank_gets_what_all_found(ranks: Ranks, kind: str, size: int) -> None:
+def test_every_rank_gets_what_all_found(ranks: Running, kind: str, size: int) -> None:
     for results, sent_nbytes in good(ranks(share_twice, size, kind)):
         assert results == 2 * [[found(rank) for rank in range(size)]]
         assert sent_nbytes <= 80 * (size - 1)  # of three in a publish with four ranks: below 1 KB
@@ -58,15 +59,17 @@ def fail(torch_group: Any, rank: int, size: int, kind: str, failing: dict[int, B
             raise failing[rank]
         return found(rank)
 
-    error = caught(lambda: share(group, "the publish of version 7", work, Found))
-    return error, share(group, "the next one", lambda: found(rank), Found)
+    error = caught(lambda: Ranks(group).share("the publish of version 7", work, Found))
+    return error, Ranks(group).share("the next one", lambda: found(rank), Found)
 
 
 @pytest.mark.parametrize("kind", ["private", "the caller's"])
 @pytest.mark.parametrize(
     "error", [pulse.StoreError("the bucket \x1b is full", url="s3://b"), KeyboardInterrupt(), SystemExit(3)]
 )
-def test_all_raise_when_the_work_of_one_fails_and_may_try_again(ranks: Ranks, kind: str, error: BaseException) -> None:
+def test_all_raise_when_the_work_of_one_fails_and_may_try_again(
+    ranks: Running, kind: str, error: BaseException
+) -> None:
     for rank, (raised, after) in enumerate(good(ranks(fail, 4, kind, {2: error}))):
         assert after == [found(each) for each in range(4)]
         if rank == 2:
@@ -80,7 +83,7 @@ def test_all_raise_when_the_work_of_one_fails_and_may_try_again(ranks: Ranks, ki
         assert said.isprintable()
 
 
-def test_all_ranks_that_fail_are_named_with_bounded_texts(ranks: Ranks) -> None:
+def test_all_ranks_that_fail_are_named_with_bounded_texts(ranks: Running) -> None:
     errors: dict[int, BaseException] = {0: ValueError("x" * 10_000), 3: MemoryError()}
     first, second, third, fourth = (error for error, _ in good(ranks(fail, 4, "private", errors)))
     assert isinstance(first, ValueError)
@@ -96,12 +99,12 @@ def test_all_ranks_that_fail_are_named_with_bounded_texts(ranks: Ranks) -> None:
 def share_badly(torch_group: Any, rank: int, size: int, what: str) -> Any:
     group = PrivateGroup.of(torch_group)
     results: dict[str, Any] = {"long": "x" * LIMIT, "no JSON": object(), "other type": ["a"]}
-    error = caught(lambda: share(group, "it", lambda: results[what] if rank == 1 else "fine", str))
-    return error, share(group, "the next one", lambda: rank, int)
+    error = caught(lambda: Ranks(group).share("it", lambda: results[what] if rank == 1 else "fine", str))
+    return error, Ranks(group).share("the next one", lambda: rank, int)
 
 
 @pytest.mark.parametrize(("what", "own"), [("long", ValueError), ("no JSON", TypeError), ("other type", None)])
-def test_a_result_that_cannot_be_sent_is_an_error_on_all(ranks: Ranks, what: str, own: Any) -> None:
+def test_a_result_that_cannot_be_sent_is_an_error_on_all(ranks: Running, what: str, own: Any) -> None:
     for rank, (error, after) in enumerate(good(ranks(share_badly, 2, what))):
         assert after == [0, 1]
         if rank == 1 and own:
@@ -120,7 +123,7 @@ def differ(torch_group: Any, rank: int, size: int, kind: str) -> tuple[int, Base
 
 
 @pytest.mark.parametrize("kind", ["private", "the caller's"])
-def test_digests_that_differ_are_named_on_all(ranks: Ranks, kind: str) -> None:
+def test_digests_that_differ_are_named_on_all(ranks: Running, kind: str) -> None:
     for sent, error in good(ranks(differ, 4, kind)):
         assert sent <= 24 * 3
         assert isinstance(error, pulse.IntegrityError)
@@ -152,13 +155,13 @@ def move_bytes(torch_group: Any, rank: int, size: int, kind: str) -> list[int]:
             elif rank == (sender + 1) % size:
                 assert set(group.receive(sender, nbytes)) == {sender}
     pieces = [bytes([rank]) * (rank + to) for to in range(size)]
-    assert group.all_to_all(pieces, 100) == [bytes([by]) * (by + rank) for by in range(size)]
+    assert Ranks(group).exchange("it", lambda: pieces, 100) == [bytes([by]) * (by + rank) for by in range(size)]
     return sent
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["private", "the caller's"])
-def test_bytes_arrive_and_are_counted(ranks: Ranks, kind: str, size: int) -> None:
+def test_bytes_arrive_and_are_counted(ranks: Running, kind: str, size: int) -> None:
     sent = good(ranks(move_bytes, size, kind))
     if kind == "private":
         for number, by_rank in enumerate(zip(*sent, strict=True)):
@@ -170,11 +173,11 @@ def test_bytes_arrive_and_are_counted(ranks: Ranks, kind: str, size: int) -> Non
 def disagree_on_length(torch_group: Any, rank: int, size: int) -> BaseException:
     group = PrivateGroup.of(torch_group)
     error = caught(lambda: group.send(1, bytes(5)) if rank == 0 else group.receive(0, 6))
-    assert share(group, "after", lambda: rank, int) == [0, 1]
+    assert Ranks(group).share("after", lambda: rank, int) == [0, 1]
     return error
 
 
-def test_a_message_of_another_length_is_refused_on_both_sides(ranks: Ranks) -> None:
+def test_a_message_of_another_length_is_refused_on_both_sides(ranks: Running) -> None:
     for rank, error in enumerate(ranks(disagree_on_length, 2)):
         assert isinstance(error, pulse.ExchangeError)
         assert error.ranks == (1 - rank,)
@@ -186,7 +189,7 @@ def work_behind(torch_group: Any, rank: int, size: int) -> bool:
 
     def background() -> None:
         for step in range(50):
-            assert share(group, "step", lambda step=step: step, int) == size * [step]  # type: ignore[misc]
+            assert Ranks(group).share("step", lambda step=step: step, int) == size * [step]  # type: ignore[misc]
         done.append(True)
 
     thread = threading.Thread(target=background)
@@ -199,7 +202,7 @@ def work_behind(torch_group: Any, rank: int, size: int) -> bool:
     return done == [True]
 
 
-def test_a_private_group_works_in_the_background_of_the_callers(ranks: Ranks) -> None:
+def test_a_private_group_works_in_the_background_of_the_callers(ranks: Running) -> None:
     assert all(good(ranks(work_behind, 3)))
 
 
@@ -209,7 +212,7 @@ def leave_out(rank: int, size: int) -> BaseException | None:
     pair = dist.new_group([0, 1])
     if rank == 2:
         return caught(lambda: PrivateGroup.of(pair))
-    assert share(PrivateGroup.of(pair), "it", lambda: rank, int) == [0, 1]
+    assert Ranks(PrivateGroup.of(pair)).share("it", lambda: rank, int) == [0, 1]
     return None
 
 
@@ -246,32 +249,17 @@ def test_without_torch_distributed_the_error_says_what_to_call() -> None:
         PrivateGroup.of()
 
 
-def release(torch_group: Any, rank: int, size: int) -> BaseException | None:
-    """Rank 1 gives the group up before the others are done with it."""
-    group = PrivateGroup.of(torch_group)
-    share(group, "it", lambda: None, type(None))
-    if rank == 1:
-        group.release()
-    return caught(lambda: share(group, "the next one", lambda: None, type(None)))
-
-
-def test_who_releases_a_group_is_missed_at_once(ranks: Ranks) -> None:
-    for error in ranks(release, 3):
-        assert isinstance(error, pulse.ExchangeError)
-        assert error.ranks == (1,)
-
-
 def work_apart(torch_group: Any, rank: int, size: int) -> BaseException:
     group = PrivateGroup.of(torch_group)
-    return caught(lambda: share(group, f"version {rank // 2}", lambda: None, type(None)))
+    return caught(lambda: Ranks(group).share(f"version {rank // 2}", lambda: None, type(None)))
 
 
-def test_ranks_at_different_work_are_all_told(ranks: Ranks) -> None:
+def test_ranks_at_different_work_are_all_told(ranks: Running) -> None:
     for rank, error in enumerate(ranks(work_apart, 3)):
         assert isinstance(error, pulse.ExchangeError)
         assert error.ranks == ((0, 1) if rank == 2 else (2,))
 
 
 def test_the_room_imports_without_torch() -> None:
-    code = "import sys; from pulse_rl.group import agreement, private, sharing; sys.exit('torch' in sys.modules)"
+    code = "import sys; from pulse_rl.group import agreement, private, ranks; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,7 +15,7 @@ import pulse_rl as pulse
 from pulse_rl.group import agreement, private
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.private import PrivateGroup
-from pulse_rl.group.sharing import share
+from pulse_rl.group.ranks import Ranks
 
 ADVICE = "nothing was published"
 
@@ -25,7 +25,7 @@ def _die(*_: Any) -> Any:
 
 
 def _share(group: PrivateGroup, rank: int, size: int) -> None:
-    share(group, "the publish", lambda: rank, int)
+    Ranks(group).share("the publish", lambda: rank, int)
 
 
 def _compare(group: PrivateGroup, rank: int, size: int) -> None:
@@ -66,7 +66,7 @@ def lose(rank: int, size: int, call: str, lost: int, after: int) -> tuple[BaseEx
 
     def calls() -> None:
         CALLS[call](group, rank, size)
-        share(group, "the next one", lambda: rank, int)
+        Ranks(group).share("the next one", lambda: rank, int)
 
     error = caught(calls)
     seconds = time.monotonic() - clock
@@ -104,7 +104,9 @@ def arrive_late(rank: int, size: int) -> tuple[BaseException, float]:
     """Rank 1's work takes longer than the others wait."""
     group = PrivateGroup.of(timeout=1)
     clock = time.monotonic()
-    error = caught(lambda: share(group, "the publish", lambda: time.sleep(2.5) if rank == 1 else None, type(None)))
+    error = caught(
+        lambda: Ranks(group).share("the publish", lambda: time.sleep(2.5) if rank == 1 else None, type(None))
+    )
     return error, time.monotonic() - clock
 
 
@@ -128,8 +130,8 @@ def interrupt_wait(rank: int, size: int) -> tuple[BaseException, BaseException]:
             time.sleep(0.5)
 
     def calls() -> None:
-        share(group, "the publish", work, type(None))
-        share(group, "the next one", lambda: None, type(None))
+        Ranks(group).share("the publish", work, type(None))
+        Ranks(group).share("the next one", lambda: None, type(None))
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return caught(calls), caught(calls)

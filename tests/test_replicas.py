@@ -13,8 +13,8 @@ import pulse_rl as pulse
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.format import unpack
 from pulse_rl.patch.live import by_name
-from pulse_rl.sync.group import shares
-from pulse_rl.sync.group.shares import Share
+from pulse_rl.sync import shares
+from pulse_rl.sync.shares import Share
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import whole
 from pulse_rl.weights.layout import layout

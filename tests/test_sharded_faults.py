@@ -79,7 +79,7 @@ def interrupt_outside(group: Any, rank: int, size: int, store: str, where: str) 
     owner, name = {
         "the checks": (publisher, "check_successor"),
         "the thread": (publisher, "_InFlight"),
-        "the anchor": (anchors, "_owned"),
+        "the anchor": (anchors, "_nbytes"),
     }[where]
     begun, errors = time.monotonic(), list[BaseException]()
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +117,7 @@ def interrupt_the_making(group: Any, rank: int, size: int, store: str) -> tuple[
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(subscriber, "RankPeers", stop)
+            patch.setattr(subscriber, "Kept", stop)
             return type(caught(lambda: pulse.Subscriber(store, group=group, group_timeout=20))).__name__, (), 0.0
         made = pulse.Subscriber(store, group=group, group_timeout=20)
     begun = time.monotonic()

@@ -18,7 +18,7 @@ from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.restore import restore
 from pulse_rl.history.search import FaultLog
-from pulse_rl.sync.group.shares import _Held, make_plan
+from pulse_rl.sync.shares import _Held, make_plan
 from pulse_rl.weights.digests import digest
 
 

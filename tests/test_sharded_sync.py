@@ -453,7 +453,7 @@ def one_rank_anew(group: Any, rank: int, size: int, store: Path) -> tuple[str, s
     subscriber.sync(live, version=2)
     if rank == 0:
         live = zeros("mixed", rank, size)
-        subscriber._proof = type(subscriber._proof)(subscriber._peers, 0)  # as after a restart
+        subscriber._proof = type(subscriber._proof)(subscriber._ranks, 0)  # as after a restart
     report = subscriber.sync(live)
     assert equal(live, VERSIONS - 1)
     return report.route, report.recovered

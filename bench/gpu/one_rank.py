@@ -39,7 +39,7 @@ def _bucket() -> dict[str, object]:
     calls: dict[str, Callable[[], object]] = {
         "broadcast": lambda: group.broadcast(0, bucket, len(data)),
         "gather": lambda: group.gather(data, len(data))[0],
-        "all_to_all": lambda: group.all_to_all([data], len(data))[0],
+        "all_to_all": lambda: group.all_to_all([data], [len(data)])[0],
     }
     for name, call in calls.items():
         assert bytes(call()) == data  # type: ignore[call-overload]

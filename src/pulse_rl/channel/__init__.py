@@ -6,7 +6,7 @@
     receiver  what a receiver does in each step
     meeting   what the ranks say to each other at the start, and who needs what
     sides     which rank holds and owns what, among the senders and among the receivers
-    wire      bytes in bounded buckets, and work that all ranks do or none
+    wire      bytes in bounded buckets
     sparse    the changes: found and coded by each sender, kept and proved by each receiver
     dense     all bits: for a receiver without the base, and to compare every bit
     reports   what one send did; the cost model

@@ -114,7 +114,7 @@ class Channel:
     def _connect(self, group: dist.ProcessGroup | None, source: int | Sequence[int]) -> None:
         sources = (source,) if isinstance(source, int) else tuple(source)
         self._wire = Wire(group, self._settings.bucket_nbytes, self._timeout)
-        size = self._wire.size
+        size = self._wire.ranks.size
         if not sources or len(set(sources)) < len(sources) or not all(0 <= rank < size for rank in sources):
             raise ValueError(f"source: expected ranks from 0 to {size - 1}, each once, found {source!r}")
         if len(sources) == size and not self._settings.observe:
@@ -139,7 +139,7 @@ class Channel:
     @property
     def version(self) -> int | None:
         """The version that this rank's weights hold, proved, or that it sent last; None if that is not known."""
-        held = (self._sender if self._wire.rank in self._settings.source else self._receiver).held
+        held = (self._sender if self._wire.ranks.rank in self._settings.source else self._receiver).held
         return held.version if held else None
 
     @in_turn
@@ -187,7 +187,7 @@ class Channel:
 
     def _call(self, end: Sender | Receiver, weights: Any, version: int | None) -> ChannelReport:
         start, before = time.perf_counter(), self._wire.sent_nbytes
-        with self._wire.call():
+        with self._wire.ranks.collective():
             tensors, meeting = self._steps.meet(end, weights, version)
             standing, meeting = self._steps.agree(end, tensors, meeting)
             self._wire.count_anew()

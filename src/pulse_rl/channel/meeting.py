@@ -3,13 +3,13 @@
 All ranks come to the same view by themselves, of the same shared results: what is wrong, and who needs what.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from pulse_rl.channel.wire import Wire
 from pulse_rl.errors import ExchangeError
+from pulse_rl.group.agreement import require_same
 from pulse_rl.group.collectives import name_ranks
 
 Role: TypeAlias = Literal["send", "receive"]
@@ -77,34 +77,30 @@ class Meeting(NamedTuple):
         return any(sharded for rank, sharded in enumerate(self.sharded) if rank not in self.sources)
 
 
-def meet(wire: Wire, sources: Sequence[int], hello: Callable[[], Hello]) -> Meeting:
-    """Share what all ranks say. A collective. Raises on all ranks if they do not fit together."""
-    said = wire.share("the start of a send", hello, Hello)
-    _check_settings(wire, said)
-    expected = ["send" if rank in sources else "receive" for rank in range(wire.size)]
+def meet(said: Sequence[Hello], sources: Sequence[int]) -> Meeting:
+    """What follows from what all ranks said, on all alike. Raises ExchangeError or ValueError if it does not fit."""
+    size = len(said)
+    require_same("Channel", [msgspec.structs.asdict(one.settings) for one in said], "all weights are as they were")
+    expected = ["send" if rank in sources else "receive" for rank in range(size)]
     odd = [rank for rank, one in enumerate(said) if one.role != expected[rank]]
     if odd:
-        wire.refuse(
-            ExchangeError(
-                f"expected send on {name_ranks(sources, wire.size)} (source=…) and receive elsewhere, found "
-                f"{said[odd[0]].role} on {name_ranks(odd, wire.size)}; all weights are as they were",
-                ranks=odd,
-            )
+        raise ExchangeError(
+            f"expected send on {name_ranks(sources, size)} (source=…) and receive elsewhere, found "
+            f"{said[odd[0]].role} on {name_ranks(odd, size)}; all weights are as they were",
+            ranks=odd,
         )
     versions = {rank: said[rank].version for rank in sources}
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{version} on rank {rank}" for rank, version in versions.items())
-        wire.refuse(ExchangeError(f"expected one version on all senders, found {found}", ranks=sources))
+        raise ExchangeError(f"expected one version on all senders, found {found}", ranks=sources)
     version = versions[sources[0]]
     assert version is not None  # a sender has one
     bases = {said[rank].held for rank in sources}
     base = said[sources[0]].held if len(bases) == 1 else None
     if base is not None and version < base.version:
-        wire.refuse(
-            ValueError(
-                f"version: expected at least {base.version}, which this channel sent before, found {version}; all "
-                "weights are as they were"
-            )
+        raise ValueError(
+            f"version: expected at least {base.version}, which this channel sent before, found {version}; all "
+            "weights are as they were"
         )
     return Meeting(
         version,
@@ -115,18 +111,3 @@ def meet(wire: Wire, sources: Sequence[int], hello: Callable[[], Hello]) -> Meet
         any(one.moved for one in said),
         said[sources[0]].sends,
     )
-
-
-def _check_settings(wire: Wire, said: Sequence[Hello]) -> None:
-    first = said[0].settings
-    for rank, one in enumerate(said):
-        for name in Settings.__struct_fields__:
-            here, there = getattr(first, name), getattr(one.settings, name)
-            if here != there:
-                wire.refuse(
-                    ExchangeError(
-                        f"Channel: expected the same settings on all ranks, found {name}={here!r} on rank 0 and "
-                        f"{there!r} on rank {rank}",
-                        ranks=(rank,),
-                    )
-                )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pulse_rl.channel.dense import Reader
 from pulse_rl.channel.meeting import Found, Meeting, Role, State
 from pulse_rl.channel.reports import Payload
-from pulse_rl.channel.sides import Standing, print_of
+from pulse_rl.channel.sides import Standing
 from pulse_rl.channel.sparse import Collected, Finder, Made, kinds, payload
+from pulse_rl.channel.wire import giving
 from pulse_rl.errors import IntegrityError
 from pulse_rl.group.collectives import Bytes
 from pulse_rl.patch.format import check_version
+from pulse_rl.sync.shares import fingerprint_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.layout import Layout, layout
@@ -68,7 +68,7 @@ class Sender:
 
     def can_go_on(self, standing: Standing) -> bool:
         """Whether changes can be found against the base: not where this sender owns other pieces than before."""
-        return self._base is None or self._base.pieces == print_of(standing.share.own)
+        return self._base is None or self._base.pieces == fingerprint_of(standing.share.own)
 
     def find(self, meeting: Meeting, standing: Standing, bandwidth: float | None) -> Found:
         """Find and code the changes since the base; without one, copy what this sender owns."""
@@ -137,27 +137,17 @@ class Sender:
         made, base = self._made, meeting.base
         assert made is not None
         assert base is not None
-        data = np.frombuffer(
-            made.coded.finish(
-                base=base.version,
-                target=target.version,
-                base_digest=int(base.digest, 16),
-                target_digest=int(target.digest, 16),
-                part=meeting.sources.index(standing.rank),
-                parts=len(meeting.sources),
-            ).data,
-            np.uint8,
-        )
+        data = made.coded.finish(
+            base=base.version,
+            target=target.version,
+            base_digest=int(base.digest, 16),
+            target_digest=int(target.digest, 16),
+            part=meeting.sources.index(standing.rank),
+            parts=len(meeting.sources),
+        ).data
         if len(data) != made.head.nbytes:
             raise IntegrityError("the part of this sender has another size than it announced")
-        at = 0
-
-        def take(size: int) -> Bytes:
-            nonlocal at
-            at += size
-            return data[at - size : at]
-
-        return take
+        return giving(data)
 
     def everything(self) -> Callable[[int], Bytes]:
         """Give all bits of what this sender owns, one after another, read from the weights."""
@@ -172,5 +162,5 @@ class Sender:
             tensors = base.tensors
         elif self._made is not None and self._collected is not None:
             self._collected.clear()
-        self._base = _Base(target, self._digest, tensors, print_of(self._own))
+        self._base = _Base(target, self._digest, tensors, fingerprint_of(self._own))
         self.sends += 1

@@ -14,11 +14,11 @@ from pulse_rl.channel.meeting import Found, Hello, Meeting, Settings, State, mee
 from pulse_rl.channel.receiver import Receiver
 from pulse_rl.channel.reports import Sent
 from pulse_rl.channel.sender import Sender
-from pulse_rl.channel.sides import Standing, agree, print_of
-from pulse_rl.channel.wire import Wire
+from pulse_rl.channel.sides import Standing, agree
+from pulse_rl.channel.wire import Wire, giving
 from pulse_rl.errors import IntegrityError
 from pulse_rl.group.collectives import Bytes, name_ranks
-from pulse_rl.sync.group.shares import unequal_replicas
+from pulse_rl.sync.shares import fingerprint_of, unequal_replicas
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
@@ -53,86 +53,75 @@ class Steps:
     """
 
     def __init__(self, wire: Wire, settings: Settings) -> None:
-        self.wire, self.settings = wire, settings
+        self.wire, self.ranks, self.settings = wire, wire.ranks, settings
         self.sources = settings.source
         self.tables: list[Table] = []  # of each sender
         self._print: bytes | None = None  # of what this rank held when it was last agreed who owns what
         self._standing: Standing | None = None
 
     def meet(self, end: Sender | Receiver, weights: Any, version: int | None) -> tuple[Layout, Meeting]:
-        tensors = Layout()
-
-        def hello() -> Hello:
-            nonlocal tensors
+        def hello() -> tuple[Layout, Hello]:
             tensors = end.view(weights, version)
-            moved = print_of(tensors) != self._print
-            return Hello(end.role, version, end.held, tensors.sharded, moved, end.sends, self.settings)
+            moved = fingerprint_of(tensors) != self._print
+            return tensors, Hello(end.role, version, end.held, tensors.sharded, moved, end.sends, self.settings)
 
-        meeting = meet(self.wire, self.sources, hello)  # which sets the tensors
-        return tensors, meeting
+        tensors, said = self.ranks.do_and_share("the start of a send", hello, Hello)
+        return tensors, meet(said, self.sources)
 
     def agree(self, end: Sender | Receiver, tensors: Layout, meeting: Meeting) -> tuple[Standing, Meeting]:
         """Agree who owns what, and tell receivers what the senders own; where that is known, nothing is exchanged."""
-        known = None if meeting.moved else self._standing
-        standing = agree(self.wire, tensors, self.sources, meeting.sharded, known)
         if not meeting.moved:
-            assert standing is not None
-            return standing, meeting
+            assert self._standing is not None  # of what is as it was
+            return self._standing.again(tensors), meeting
         self._print = None  # until all ranks have agreed
-        mine = b""
 
-        def describe() -> _Described:
-            nonlocal mine
-            assert standing is not None  # what failed is raised before this
+        def describe() -> tuple[tuple[Standing, bytes], _Described]:
+            standing = agree(self.ranks, tensors, self.sources, meeting.sharded)
             if isinstance(end, Receiver):
-                return _Described(0, True)
+                return (standing, b""), _Described(0, True)
             mine = Table.of(standing.share.own).encoded
-            return _Described(len(mine), end.can_go_on(standing))
+            return (standing, mine), _Described(len(mine), end.can_go_on(standing))
 
-        described = self.wire.share("the shares of the ranks", describe, _Described)
-        assert standing is not None
+        (standing, mine), described = self.ranks.do_and_share("the shares of the ranks", describe, _Described)
         if not all(one.can_go_on for one in described):
             meeting = meeting._replace(base=None)
         tables = dict.fromkeys(self.sources, mine)
         for rank in self.sources:
             received = bytearray()
-            self.wire.stream(rank, described[rank].nbytes, _giving(mine), received.extend)
-            if rank != self.wire.rank:
+            self.wire.stream(rank, described[rank].nbytes, giving(mine), received.extend)
+            if rank != self.ranks.rank:
                 tables[rank] = bytes(received)
 
-        def learn() -> bool:
+        def learn() -> None:
             self.tables = [Table.decode(tables[rank]) for rank in self.sources]
             if isinstance(end, Receiver):
                 end.learn(self.tables, standing)
-            return True
 
-        self.wire.share("the tensors of the ranks", learn, bool)
-        self._standing, self._print = standing, print_of(tensors)
+        self.ranks.do("the tensors of the ranks", learn)
+        self._standing, self._print = standing, fingerprint_of(tensors)
         return standing, meeting
 
     def find(self, end: Sender | Receiver, meeting: Meeting, standing: Standing) -> Plan:
         """Find the changes, and who needs what."""
         what = f"the changes of version {meeting.version}"
-        found = self.wire.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), Found)
+        found = self.ranks.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), Found)
         senders = [found[rank] for rank in self.sources]
-        unequal = unequal_replicas(self.wire, [one.replicas for one in found], standing.replica_digests)
+        unequal = unequal_replicas(self.ranks, [one.replicas for one in found], standing.replica_digests)
         if unequal is not None:
-            self.wire.refuse(unequal)
+            raise unequal
         if meeting.base is None:
             total = sum(int(sender.digest or "0", 16) for sender in senders)
         else:
             total = int(meeting.base.digest, 16) + sum(int(sender.delta or "0", 16) for sender in senders)
         target = State(meeting.version, digests.to_hex(total))
         if meeting.base is not None and meeting.base.version == target.version and meeting.base != target:
-            self.wire.refuse(
-                ValueError(
-                    f"version: expected more than {target.version}, which was sent with other bits (digest "
-                    f"{meeting.base.digest}), found {target.version} with digest {target.digest}; all weights are as "
-                    "they were"
-                )
+            raise ValueError(
+                f"version: expected more than {target.version}, which was sent with other bits (digest "
+                f"{meeting.base.digest}), found {target.version} with digest {target.digest}; all weights are as "
+                "they were"
             )
         engines: dict[int, list[int]] = {}
-        for rank in range(self.wire.size):
+        for rank in range(self.ranks.size):
             if rank not in self.sources:
                 engines.setdefault(found[rank].engine, []).append(rank)
         sparse, dense = list[int](), list[int]()
@@ -144,7 +133,7 @@ class Steps:
 
     def bulk(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
         """Send what is needed: changes by broadcast, all bits by broadcast or, where few need them, to those."""
-        me = self.wire.rank
+        me = self.ranks.rank
         for number, rank in enumerate(self.sources):
             if plan.sparse:
                 sender = plan.found[rank]
@@ -167,7 +156,7 @@ class Steps:
                     self.wire.stream(rank, nbytes, give, take)
 
     def _prepared(self, prepare: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-        return self.wire.attempt(prepare) or _ignore
+        return self.ranks.attempt(prepare) or _ignore
 
     def prove(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
         """Prove the version on all receivers."""
@@ -177,7 +166,7 @@ class Steps:
                 return end.prove(meeting.base, plan.target, standing)
             return None
 
-        proofs = self.wire.share(f"the proof of version {plan.target.version}", work, str | None)  # type: ignore[arg-type]
+        proofs = self.ranks.share(f"the proof of version {plan.target.version}", work, str | None)  # type: ignore[arg-type]
         for members in plan.engines.values():
             found = sum(int(proofs[rank] or "0", 16) for rank in members)
             if members[0] in plan.sparse:
@@ -186,49 +175,45 @@ class Steps:
             elif members[0] not in plan.dense:
                 continue
             if digests.to_hex(found) != plan.target.digest:
-                if self.wire.rank in members and isinstance(end, Receiver):
+                if self.ranks.rank in members and isinstance(end, Receiver):
                     end.distrust()
-                where = name_ranks(members, self.wire.size)
-                self.wire.refuse(
-                    IntegrityError(
-                        f"version {plan.target.version} cannot be proved on {where}: expected digest "
-                        f"{plan.target.digest}, found {digests.to_hex(found)}: something other than this channel has "
-                        "written to its weights; nothing was written on any rank, and the next send repairs them",
-                        expected=plan.target.digest,
-                        found=digests.to_hex(found),
-                        ranks=members,
-                    )
+                where = name_ranks(members, self.ranks.size)
+                raise IntegrityError(
+                    f"version {plan.target.version} cannot be proved on {where}: expected digest "
+                    f"{plan.target.digest}, found {digests.to_hex(found)}: something other than this channel has "
+                    "written to its weights; nothing was written on any rank, and the next send repairs them",
+                    expected=plan.target.digest,
+                    found=digests.to_hex(found),
+                    ranks=members,
                 )
 
     def write(self, end: Sender | Receiver, plan: Plan) -> None:
         """Write on all receivers; the senders' base is the new version."""
 
-        def work() -> bool:
+        def work() -> None:
             if isinstance(end, Sender):
                 end.commit(plan.target)
             elif not self.settings.observe:
                 end.write(plan.target)
-            return True
 
-        self.wire.share(f"the write of version {plan.target.version}", work, bool)
+        self.ranks.do(f"the write of version {plan.target.version}", work)
 
     def validate(self, end: Sender | Receiver, plan: Plan, standing: Standing) -> None:
         """Compare every bit."""
         del standing
         for number, rank in enumerate(self.sources):
             give, take = _nothing()
-            if self.wire.rank == rank and isinstance(end, Sender):
+            if self.ranks.rank == rank and isinstance(end, Sender):
                 give = end.everything()
             if isinstance(end, Receiver):
                 take = end.compare(number).feed
             self.wire.stream(rank, self.tables[number].nbytes, give, take)
 
-        def work() -> bool:
+        def work() -> None:
             if isinstance(end, Receiver):
                 end.check(plan.target.version)
-            return True
 
-        self.wire.share(f"the validation of version {plan.target.version}", work, bool)
+        self.ranks.do(f"the validation of version {plan.target.version}", work)
 
 
 def _digest_of(found: Sequence[Found], held: State | None) -> str:
@@ -238,18 +223,6 @@ def _digest_of(found: Sequence[Found], held: State | None) -> str:
     if any(not one.digest for one in found):
         return ""
     return digests.to_hex(sum(int(one.digest or "0", 16) for one in found))
-
-
-def _giving(data: bytes) -> Callable[[int], Bytes]:
-    """Give bytes, one after another."""
-    view, at = np.frombuffer(data, np.uint8), 0
-
-    def take(size: int) -> Bytes:
-        nonlocal at
-        at += size
-        return view[at - size : at]
-
-    return take
 
 
 def _ignore(data: Any) -> None:

@@ -19,13 +19,12 @@ import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.errors import FormatError, UnmappedError, VersionNotFoundError, one_line
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import read_headers, read_share
 from pulse_rl.history.restore import scratch
 from pulse_rl.history.search import FaultLog
-from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.ranks import Alone, Ranks
 from pulse_rl.sync.subscribe.counting import recognise
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, as_bits
@@ -42,7 +41,7 @@ class _Head(msgspec.Struct):
 
 
 def prove(
-    views: Mapping[str, Any], kept: Mapping[str, Any], history: History, checkpoint: Path | None, ranks: Ranks | None
+    views: Mapping[str, Any], kept: Mapping[str, Any], history: History, checkpoint: Path | None, ranks: Ranks
 ) -> int | None:
     """Prove that views hold what their names say. A collective of the ranks.
 
@@ -50,14 +49,12 @@ def prove(
     files that the engine has loaded. Returns the version of the history that they hold; None if they are proved by the
     files. Raises UnmappedError where neither holds.
     """
-    peers = RankPeers(ranks or Alone())
-    different = "the files that it was loaded from are not known"
 
-    def compare() -> int:
-        nonlocal different
+    def compare() -> tuple[str, bool]:
+        different = "the files that it was loaded from are not known"
         if checkpoint is not None:
             different = _difference(views, kept, checkpoint)
-        return bool(different)
+        return different, bool(different)
 
     def find_head() -> _Head:
         head = history.head()
@@ -65,14 +62,14 @@ def prove(
             raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
         return _Head(head)
 
-    differing = peers.add_up("compare the weights with the files", compare)
-    source = None if differing else checkpoint  # files that the rest differs from are of another version
-    head = peers.lead("find the newest version", find_head, _Head).manifest
-    peers.add_up("fill in what the engine does not hold", lambda: _fill(kept, history, head, source))
-    if not differing:
+    different, differing = ranks.do_and_share("compare the weights with the files", compare, bool, alike=True)
+    source = None if any(differing) else checkpoint  # files that the rest differs from are of another version
+    head = ranks.lead("find the newest version", find_head, _Head).manifest
+    ranks.do("fill in what the engine does not hold", lambda: _fill(kept, history, head, source), alike=True)
+    if not any(differing):
         return None
-    live = Held(LiveWeights({**views, **kept}), peers.ranks, None, {})
-    state = recognise(history, peers, live, head, FaultLog())
+    live = Held(LiveWeights({**views, **kept}), ranks, None, {})
+    state = recognise(history, ranks, live, head, FaultLog())
     if state is None:
         files = different or "another rank's differ from the files"
         reason = f"they hold no version of {history.store.url} that patches lead from, and {files}"
@@ -109,8 +106,8 @@ def _equal(bits: Bits, file: Bits) -> bool:
     return True
 
 
-def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> int:
-    """Fill in what the engine does not hold: from these files, or from the newest anchor. Returns how many."""
+def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint: Path | None) -> None:
+    """Fill in what the engine does not hold: from these files, or from the newest anchor."""
     targets = {name: as_bits(tensor) for name, tensor in kept.items()}
     if checkpoint is not None and targets:
         files = open_checkpoint(checkpoint)
@@ -125,7 +122,6 @@ def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint:
             for name, target in targets.items():
                 for piece in pieces_of(read[name]):
                     _copy(piece.bits, target)
-    return len(kept)
 
 
 def _copy(source: Bits, target: Bits) -> None:

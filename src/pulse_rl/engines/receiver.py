@@ -2,7 +2,7 @@
 
 An engine calls it between its steps, in the thread that runs them, and all ranks get the same calls in the same order.
 What takes long is done in a thread, one job after the other, so all ranks do the same jobs too, and each job's ranks
-agree (`Ranks.share`) before they go on: none waits for one that has failed.
+agree (`Ranks.do`) before they go on: none waits for one that has failed.
 
 Two things are done in the engine's own thread: finding the map and proving what is derived, since the model's loader
 runs for it and no step may run meanwhile (the thread asks, and the next call does it), and applying.
@@ -29,6 +29,7 @@ from pulse_rl.engines.pins import pinned
 from pulse_rl.engines.ranks import Applied, RankState
 from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
 from pulse_rl.history.partial import tensors_of
@@ -37,10 +38,8 @@ from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
 from pulse_rl.store.opening import open_store
 from pulse_rl.sync.freed import return_freed
-from pulse_rl.sync.group.peers import WORDING, RankPeers
-from pulse_rl.sync.group.ranks import Ranks, ranks_of
 from pulse_rl.sync.subscribe.staging import Staged
-from pulse_rl.sync.subscribe.subscriber import Subscriber
+from pulse_rl.sync.subscribe.subscriber import WORDING, Subscriber
 from pulse_rl.weights.layout import TensorSpec
 
 if TYPE_CHECKING:
@@ -226,10 +225,11 @@ class Receiver:
             return before
         self._drop_staged()  # of a history that is not wanted any more
         if self._ranks is None:
-            self._ranks = ranks_of(self._group, WORDING)
+            self._ranks = Ranks.of(self._group, WORDING)
+        do = self._ranks.do
         with self._ranks.collective():
-            allowed = self._share("look what is pinned", lambda: pinned(wanted))
-            store = self._share("open the store", lambda: self._opens(allowed))
+            allowed = do("look what is pinned", lambda: pinned(wanted))
+            store = do("open the store", lambda: self._opens(allowed))
             subscriber = Subscriber(
                 store,
                 public_key=allowed.public_key,
@@ -238,17 +238,17 @@ class Receiver:
                 group=self._group,
                 overwrite=False,
             )
-            head = self._share("read the newest version", lambda: _newest(subscriber.history))
-            tensors = self._share("read which tensors it has", lambda: tensors_of(subscriber.history, head))
+            head = do("read the newest version", lambda: _newest(subscriber.history))
+            tensors = do("read which tensors it has", lambda: tensors_of(subscriber.history, head))
             if before is not None and (before.tensors, before.head.tied) == (tensors, head.tied):
                 views = before.views
             else:
                 if self._compiling is not None:
                     self._compiling.join()
                 find = partial(self._find_views, tensors, head.tied)
-                views = self._share("find the weights", lambda: self._in_engine(find))
+                views = do("find the weights", lambda: self._in_engine(find))
                 views.prove(subscriber.history, self._checkpoint, self._ranks)
-                self._share("prove what is derived from the weights", lambda: self._in_engine(views.prove_derived))
+                do("prove what is derived from the weights", lambda: self._in_engine(views.prove_derived))
             subscriber.overwrite = True  # the memory is proved, whether by a version or by the engine's own files
         mapped = Mapped(len(views.weights()), tuple(views.ignored), time.perf_counter() - start)
         opened = _Opened(wanted, subscriber, head, tensors, views, mapped)
@@ -260,15 +260,15 @@ class Receiver:
         """Whether a store holds another history than when it was opened. What cannot be read tells nothing."""
         assert self._ranks is not None
 
-        def look() -> int:
+        def look() -> bool:
             try:
                 check_same_history(_newest(opened.subscriber.history), opened.head)
             except PulseError as error:
                 return isinstance(error, IntegrityError)
-            return 0
+            return False
 
         with self._ranks.collective():
-            return RankPeers(self._ranks).add_up("look at the history", look) > 0
+            return any(self._ranks.share("look at the history", look, bool, alike=True))
 
     def _stage(self, version: int | None, wanted: Follow | None) -> None:
         opened = self._open(wanted)
@@ -301,7 +301,7 @@ class Receiver:
             raise VersionNotFoundError("no version is staged: the engine follows no history yet")
         subscriber, views = self._opened.subscriber, self._opened.views
         with self._ranks.collective():
-            staged = self._share("apply", lambda: self._take(version))
+            staged = self._ranks.do("apply", lambda: self._take(version))
             before = subscriber.version
             try:
                 staged.apply()
@@ -311,7 +311,7 @@ class Receiver:
                 self._stopped |= before is None or subscriber.version != before
                 raise
             self._stopped = True
-            self._share("rebuild what is derived from the weights", views.refresh)
+            self._ranks.do("rebuild what is derived from the weights", views.refresh)
             self._stopped, self._synced = False, True
 
     def _take(self, version: int | None) -> Staged:
@@ -349,18 +349,6 @@ class Receiver:
                 self._thread = threading.Thread(target=work, name="pulse-rl", daemon=True)
                 self._thread.start()
             self._jobs.put((during, job))
-
-    def _share(self, what: str, work: Callable[[], T]) -> T:
-        """Do work on every rank. If it fails on one, all raise."""
-        assert self._ranks is not None
-        found: list[T] = []
-
-        def attempt() -> int:
-            found.append(work())
-            return 0
-
-        self._ranks.share(what, attempt, int)
-        return found[0]
 
     def _drop_staged(self) -> None:
         with self._lock:

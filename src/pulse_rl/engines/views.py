@@ -18,9 +18,9 @@ from pulse_rl.engines.derived import Derived, Rebuilding
 from pulse_rl.engines.geometry import NotBoxes, cells
 from pulse_rl.engines.tracing import LoadWeights, Written, storage_of, torch_dtype, trace
 from pulse_rl.errors import UnmappedError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.logs import logger
-from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box, whole
 from pulse_rl.weights.layout import TensorSpec
@@ -110,7 +110,8 @@ class LiveViews:
         the version of the history that it holds, by digest; None if it was proved bit by bit against the files. Raises
         UnmappedError where neither holds.
         """
-        if ranks is not None and ranks.size > 1:
+        ranks = ranks or Ranks()
+        if ranks.size > 1:
             passed = ranks.share("find what no rank holds", lambda: list(self._kept), list[str])
             self._ignored = tuple(name for name in passed[0] if all(name in names for names in passed))
             self._kept = {name: self._kept[name] for name in self._ignored} if ranks.rank == 0 else {}

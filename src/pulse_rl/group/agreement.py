@@ -1,10 +1,10 @@
-"""What all ranks must hold alike: numbers and digests, with the ranks named that differ from the majority."""
+"""What must be alike on all ranks: what they hold and what they were asked for, with the ranks named that differ."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from pulse_rl.errors import IntegrityError
+from pulse_rl.errors import ExchangeError, IntegrityError
 from pulse_rl.group.collectives import Group, name_ranks
 
 T = TypeVar("T", bound=Hashable)
@@ -27,6 +27,20 @@ def compare(group: Group, values: Mapping[str, int | str], when: str, remedy: st
                 f"{remedy}",
                 expected=shown(majority),
                 found=shown(column[odd[0]]),
+                ranks=odd,
+            )
+
+
+def require_same(call: str, found: Sequence[Mapping[str, object]], then: str = "") -> None:
+    """Raise ExchangeError, on all ranks alike, unless they were asked for the same.
+
+    found: of each rank, what it was asked for by name. then: how things stand.
+    """
+    for name, expected in found[0].items():
+        if odd := [rank for rank, one in enumerate(found) if one[name] != expected]:
+            raise ExchangeError(
+                f"{call}: expected the same {name} on all ranks: {expected!r} on rank 0, found "
+                f"{found[odd[0]][name]!r} on {name_ranks(odd, len(found))}{then and f'; {then}'}",
                 ranks=odd,
             )
 

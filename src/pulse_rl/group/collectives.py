@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-_FAILED = -1  # in place of a length: this rank cannot go on
+_LENGTH, _ROW = 8, 64  # bytes of a message's length, and of what is sent together with it
 _RELEASED: Any = object()  # instead of a process group; None would be torch's default one
 _SHOWN = 16  # ranks in a message
 
@@ -136,26 +136,30 @@ class Group:
         return self._gather(values).reshape(self.size, -1)
 
     def gather(self, data: bytes, limit: int) -> list[memoryview]:
-        """The bytes of each rank, padded to the longest on the network.
+        """The bytes of each rank. A second call of the network, padded to the longest, where one has more than 56.
 
-        Raises ExchangeError if a rank has more than `limit` bytes, or failed (`report_failure`).
+        Raises ExchangeError if a rank has more than `limit` bytes.
         """
-        lengths = self.gather_numbers([len(data)])[:, 0]
-        self._check(lengths, limit)
-        padded = np.zeros(int(lengths.max()), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = self._gather(padded).reshape(self.size, -1)
-        return [memoryview(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]  # type: ignore[arg-type]
+        mine = np.frombuffer(data, np.uint8)
+        row = np.zeros(_ROW, np.uint8)
+        row[:_LENGTH] = np.array([len(mine)], np.int64).view(np.uint8)
+        row[_LENGTH : _LENGTH + len(mine)] = mine[: _ROW - _LENGTH]
+        rows = self._gather(row).reshape(self.size, -1)
+        lengths = np.ascontiguousarray(rows[:, :_LENGTH]).view(np.int64)[:, 0].tolist()
+        check_lengths(dict(enumerate(lengths)), limit)
+        rows, longest = rows[:, _LENGTH:], max(lengths)
+        if longest > _ROW - _LENGTH:
+            padded = np.zeros(longest, np.uint8)
+            padded[: len(mine)] = mine
+            rows = self._gather(padded).reshape(self.size, -1)
+        return [memoryview(row[:length]) for row, length in zip(rows, lengths, strict=True)]  # type: ignore[arg-type]
 
-    def all_to_all(self, data: Sequence[bytes], limit: int) -> list[memoryview]:
-        """Send data[r] to rank r; returns what each rank sent here. Raises ExchangeError as `gather` does."""
-        table = self.gather_numbers([len(piece) for piece in data])
-        self._check(table, limit)
-        lengths = table[:, self.rank]
+    def all_to_all(self, data: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview]:
+        """Send data[r] to rank r; returns what each rank sent here, of which the bytes are known."""
         mine = np.frombuffer(b"".join(data), np.uint8).copy()
-        found = self._all_to_all(mine, [len(piece) for piece in data], lengths.tolist())
+        found = self._all_to_all(mine, [len(piece) for piece in data], list(lengths))
         ends = np.cumsum(lengths).tolist()
-        return [memoryview(found[end - n : end]) for end, n in zip(ends, lengths.tolist(), strict=True)]  # type: ignore[arg-type]
+        return [memoryview(found[end - n : end]) for end, n in zip(ends, lengths, strict=True)]  # type: ignore[arg-type]
 
     def all_to_all_floats(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Send values[r] of (W, k) to rank r; returns what each rank sent here, (W, k)."""
@@ -170,8 +174,7 @@ class Group:
         mine = writable(data) if data is not None and self.rank == source else np.empty(0, np.uint8)
         length = np.array([len(mine)], np.int64)
         self._broadcast(source, length)
-        if length[0] > limit:
-            raise _too_long(source, int(length[0]), limit)
+        check_lengths({source: int(length[0])}, limit)
         found = mine if self.rank == source else np.empty(int(length[0]), np.uint8)
         if len(found):
             self._broadcast(source, found)
@@ -196,22 +199,6 @@ class Group:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             dist.recv(tensor, group=self.handle, group_src=source)
             return tensor.cpu().numpy()
-
-    def report_failure(self, lengths: int) -> None:
-        """Take part in `gather` (1 length) or `all_to_all` (W lengths) only to report that this rank cannot go on."""
-        self.gather_numbers([_FAILED] * lengths)
-
-    def rank_failed(self, rank: int, why: str, *, at_fault: Sequence[int] = ()) -> ExchangeError:
-        """The error that all others raise when one rank cannot go on. at_fault: by default that rank."""
-        what = f"rank {rank} could not go on, so no rank does"
-        return ExchangeError(self.wording.with_advice(what, why), ranks=at_fault or (rank,))
-
-    def _check(self, lengths: NDArray[np.int64], limit: int) -> None:
-        for rank, row in enumerate(lengths.reshape(len(lengths), -1)):
-            if row.min() <= _FAILED:
-                raise self.rank_failed(rank, "its own error says why")
-            if row.max() > limit:
-                raise _too_long(rank, int(row.max()), limit)
 
     def _gather(self, mine: NDArray[Any]) -> NDArray[Any]:
         import torch
@@ -264,8 +251,13 @@ def name_ranks(ranks: Sequence[int], size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown} of {size}"
 
 
-def _too_long(rank: int, found: int, limit: int) -> ExchangeError:
-    return ExchangeError(f"rank {rank}: expected payloads of at most {limit} bytes, found {found}", ranks=(rank,))
+def check_lengths(found: Mapping[int, int], limit: int) -> None:
+    """Raise ExchangeError if a rank has more than `limit` bytes. found: by rank."""
+    for rank, nbytes in found.items():
+        if nbytes > limit:
+            raise ExchangeError(
+                f"rank {rank}: expected payloads of at most {limit} bytes, found {nbytes}", ranks=(rank,)
+            )
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.errors import ExchangeError
-from pulse_rl.group.collectives import PLAIN, Bytes, Group, Wording, name_ranks, torch_errors, writable
+from pulse_rl.group.collectives import PLAIN, Bytes, Group, Wording, check_lengths, name_ranks, torch_errors, writable
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -98,18 +98,6 @@ class PrivateGroup(Group):
         group._timeout = seconds
         return group
 
-    def release(self) -> None:
-        """End the connections. The others' calls that wait for this rank raise."""
-        if self._left is None:
-            self._left = f"rank {self.rank} has released this group", (self.rank,)
-        super().release()
-        self._in_flight.clear()
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this rank has left, so that every call raises."""
-        return self._left is not None
-
     def leave(self, why: str) -> None:
         """Leave the group and say so: the others learn in their next call that this rank is lost.
 
@@ -118,27 +106,28 @@ class PrivateGroup(Group):
         if self._left is None:
             self._say_goodbye(self.wording.with_advice(why), (self.rank,))
 
-    def gather(self, data: bytes, limit: int) -> list[memoryview]:
-        """As `Group.gather`. One message to each rank where all are short, and nothing is padded."""
+    def gather(self, data: bytes, limit: int, numbers: Sequence[int] | None = None) -> list[memoryview]:
+        """As `Group.gather`. One message to each rank where all are short, and nothing is padded.
+
+        numbers: the ranks that gather, in their order, where these are some only; the others make no call.
+        """
+        numbers = numbers or range(self.size)
         mine, short = np.frombuffer(data, np.uint8), min(limit, SHORT_NBYTES)
         row = np.concatenate([np.array([len(mine)], np.int64).view(np.uint8), mine[:short]])
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in numbers if rank != self.rank]
         with self._leaving_on_error():
             found = self._swap(dict.fromkeys(others, row), dict.fromkeys(others, _LENGTH + short))
-            lengths = np.array(
-                [found[rank][:_LENGTH].view(np.int64)[0] if rank in found else len(mine) for rank in range(self.size)]
-            )
-            self._check(lengths, limit)
-            rest = np.maximum(lengths - short, 0)
+            lengths = {rank: int(message[:_LENGTH].view(np.int64)[0]) for rank, message in found.items()}
+            check_lengths({self.rank: len(mine), **lengths}, limit)
+            rest = {rank: max(0, length - short) for rank, length in lengths.items()}
             more = {}
-            if rest.any():
-                sizes = {rank: int(rest[rank]) for rank in others}
-                more = self._swap(dict.fromkeys(others, mine[short:]), sizes)
-        gathered = [memoryview(data)] * self.size
+            if len(mine) > short or any(rest.values()):
+                more = self._swap(dict.fromkeys(others, mine[short:]), rest)
+        gathered = {self.rank: memoryview(data)}
         for rank, message in found.items():
-            start = message[_LENGTH : _LENGTH + int(lengths[rank])]
+            start = message[_LENGTH : _LENGTH + lengths[rank]]
             gathered[rank] = memoryview(np.concatenate([start, more[rank]]) if rest[rank] else start)  # type: ignore[arg-type]
-        return gathered
+        return [gathered[rank] for rank in numbers]
 
     def send(self, to: int, data: Bytes | bytes) -> None:
         with self._leaving_on_error():

@@ -3,8 +3,8 @@
 Each patch is fetched while the one before is used, proved against the weights, and handed on to a `Landing`, which
 writes it at once or keeps it for later. Objects that are missing or damaged are avoided.
 
-Several processes may follow together, each with a share of the weights. Then one of them chooses the chain, what each
-proves is added up, and a fault that one of them meets is all the others' too: so all make the same decisions.
+Ranks may follow together, each with a share of the weights. Then the first chooses the chain, what each proves is added
+up, and a fault that one of them meets is all the others' too: so all make the same decisions.
 """
 
 import time
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
@@ -27,8 +28,6 @@ from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -51,33 +50,6 @@ class Effort:
             yield
         finally:
             setattr(self, name, getattr(self, name) + time.perf_counter() - start)
-
-
-class Peers(Protocol):
-    """The processes that follow a history together. Each method is called by all of them, in the same order."""
-
-    def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
-        """Run work in the first process and return, in all, what it returned there.
-
-        what: the name of the work, for errors. kind: the type of what it returns, as msgspec reads it. If it fails,
-        all raise: there the error itself, elsewhere one of the same class.
-        """
-
-    def add_up(self, what: str, work: Callable[[], int]) -> int:
-        """Run work in every process and return the sum, mod 2^64. If it fails in one, all raise as `lead`."""
-
-
-class Alone:
-    """A process that follows a history by itself."""
-
-    def lead(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
-        return work()
-
-    def add_up(self, what: str, work: Callable[[], int]) -> int:
-        return work() & digests.MASK
-
-
-ALONE = Alone()
 
 
 class Landing(Protocol):
@@ -160,7 +132,7 @@ class _Choice(msgspec.Struct):
 
 
 def find_chain(
-    history: History, held: State, target: Manifest, faults: FaultLog, peers: Peers, limit: int | None = None
+    history: History, held: State, target: Manifest, faults: FaultLog, ranks: Ranks, limit: int | None = None
 ) -> list[PatchLink] | None:
     """The cheapest chain of patches between two versions; None without one, or where it costs `limit` bytes or more.
 
@@ -174,7 +146,7 @@ def find_chain(
             chain = None
         return _Choice(chain, faults.state())
 
-    choice = peers.lead("find patches", choose, _Choice)
+    choice = ranks.lead("find patches", choose, _Choice)
     faults.take(choice.faults)
     return choice.chain
 
@@ -188,7 +160,7 @@ def follow(
     faults: FaultLog,
     *,
     sure: bool,
-    peers: Peers = ALONE,
+    ranks: Ranks,
     chain: list[PatchLink] | None = None,
 ) -> State:
     """Bring weights from the version that they hold to another, by the cheapest chain of patches. A collective.
@@ -200,31 +172,30 @@ def follow(
     the store is unreachable.
     """
     while held.sequence != target.sequence:
-        chain = chain or find_chain(history, held, target, faults, peers)
+        chain = chain or find_chain(history, held, target, faults, ranks)
         if chain is None:
             break
         with closing(_Ahead(history, chain, landing)) as ahead:
             for link in chain:
-                step = _Step(link, landing, effort, peers)
                 try:
-                    step.fetch(ahead.next, held, target)
+                    fetched = _fetch(ahead.next, link, held, target, landing, effort, ranks)
                 except (FormatError, IntegrityError, StoreError) as error:
                     faults.add(link.ref.name, error)
                     break
                 try:
-                    step.prove()
+                    application = _prove(link, fetched, landing, effort, ranks)
                 except (FormatError, IntegrityError, BaseMismatchError) as error:
                     if not sure and not isinstance(error, FormatError):
                         raise
                     # From other bits than the base's, some codecs do not decode either.
-                    if not sure and step.conditional:
+                    if not sure and any(part.codec.conditional for part in fetched.parts):
                         name = link.ref.name
                         raise IntegrityError(f"{name} on these weights: {error}", name=name) from error
                     faults.add(link.ref.name, error)
                     break
-                landing.land(step.application, link.to)
+                landing.land(application, link.to)
                 held = link.to
-                del step  # else memory holds three patches: one more is being fetched
+                del fetched, application  # else memory holds three patches: one more is being fetched
         chain = None
     return held
 
@@ -257,48 +228,48 @@ class _Ahead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Step:
-    """One patch of a chain, from its fetch to its proof."""
+def _fetch(
+    wait: Callable[[], Fetched],
+    link: PatchLink,
+    held: State,
+    target: Manifest,
+    landing: Landing,
+    effort: Effort,
+    ranks: Ranks,
+) -> Fetched:
+    """Wait for the next patch, and check where it leads. A collective. Raises as `fetch_patch`."""
 
-    def __init__(self, link: PatchLink, landing: Landing, effort: Effort, peers: Peers) -> None:
-        self._link, self._landing, self._effort, self._peers = link, landing, effort, peers
+    def receive() -> tuple[Fetched, int]:
+        with effort.timing("fetch_s"):
+            fetched = wait()
+        check_promised(fetched, link, held, target.tied)
+        return fetched, landing.missing(fetched)
 
-    def fetch(self, wait: Callable[[], Fetched], held: State, target: Manifest) -> None:
-        """Wait for the patch, and check that it leads where the history says. Raises as `fetch_patch`."""
+    fetched, missing = ranks.do_and_share(f"fetch {link.ref.name}", receive, int, alike=True)
+    if any(missing):
+        landing.complete()
+    return fetched
 
-        def receive() -> int:
-            with self._effort.timing("fetch_s"):
-                fetched = wait()
-            check_promised(fetched, self._link, held, target.tied)
-            self._fetched = fetched
-            return self._landing.missing(fetched)
 
-        if self._peers.add_up(f"fetch {self._link.ref.name}", receive):
-            self._landing.complete()
+def _prove(link: PatchLink, fetched: Fetched, landing: Landing, effort: Effort, ranks: Ranks) -> Application:
+    """Decode and prove a patch. A collective. Raises PatchFormatError, IntegrityError or BaseMismatchError."""
 
-    @property
-    def conditional(self) -> bool:
-        """Whether decoding the patch reads old bits."""
-        return any(part.codec.conditional for part in self._fetched.parts)
+    def decode() -> tuple[Application, int]:
+        live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
+        application = Application(fetched.parts, live, landing.keep_nbytes, landing.before(live))
+        try:
+            return application, application.own_delta(sparing=landing.later) & digests.MASK
+        finally:
+            effort.decode_s += application.decode_s
+            effort.prove_s += application.prove_s
 
-    def prove(self) -> None:
-        """Decode and prove the patch. Raises PatchFormatError, IntegrityError or BaseMismatchError."""
-        fetched, landing, effort = self._fetched, self._landing, self._effort
-
-        def decode() -> int:
-            live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
-            self.application = Application(fetched.parts, live, landing.keep_nbytes, landing.before(live))
-            try:
-                return self.application.own_delta(sparing=landing.later)
-            finally:
-                effort.decode_s += self.application.decode_s
-                effort.prove_s += self.application.prove_s
-
-        delta = self._peers.add_up(f"prove {self._link.ref.name}", decode)
-        self.application.prove(int(fetched.first.header.base_digest, 16), lambda mine: delta)
-        effort.nbytes += fetched.nbytes
-        effort.patches += 1
-        effort.changes += fetched.changes
+    application, deltas = ranks.do_and_share(f"prove {link.ref.name}", decode, int, alike=True)
+    delta = sum(deltas) & digests.MASK
+    application.prove(int(fetched.first.header.base_digest, 16), lambda mine: delta)
+    effort.nbytes += fetched.nbytes
+    effort.patches += 1
+    effort.changes += fetched.changes
+    return application
 
 
 def prove(fetched: Fetched, weights: Layout, effort: Effort) -> Application:

@@ -28,7 +28,8 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
-from pulse_rl.history.follow import ALONE, Effort, Landing, Peers, Written, follow
+from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.follow import Effort, Landing, Written, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import cut, read_headers, read_share
@@ -88,8 +89,7 @@ class Wanted:
 
     pieces: Layout
     tensors: Mapping[str, HasLayout]
-    peers: Peers
-    first: bool  # whether this process counts the tensors without elements
+    ranks: Ranks
     landing: Callable[[Layout], Landing]  # for patches to the pieces
     sides: Sides  # of these weights with the version, for errors
 
@@ -119,7 +119,7 @@ def restore(
     wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
     limit = limit_of(target.full_nbytes if model_nbytes is None else model_nbytes)
-    peers = wanted.peers if wanted else ALONE
+    ranks = wanted.ranks if wanted else Ranks()
     anchors = find_anchors(history, target, faults)
 
     def choose() -> _Start:
@@ -131,7 +131,7 @@ def restore(
         return _Start(None, faults.state())
 
     while True:
-        start = peers.lead("find an anchor", choose, _Start)
+        start = ranks.lead("find an anchor", choose, _Start)
         faults.take(start.faults)
         anchor = start.anchor
         if anchor is None:
@@ -151,7 +151,7 @@ def restore(
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
-        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, peers=peers)
+        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, ranks=ranks)
         if held.sequence == target.sequence:
             return tensors
         shutil.rmtree(files)
@@ -180,10 +180,8 @@ def _load_share(
     Where the store reads no ranges, or what was read is not proved, the files are read whole, which proves their
     hashes. Raises as `load_anchor`, and BaseMismatchError if the anchor is of other tensors.
     """
-    found = Layout()
 
-    def read(whole: bool) -> int:
-        nonlocal found
+    def read(whole: bool) -> tuple[Layout, int]:
         if whole:
             tensors = load_anchor(history, anchor, directory, effort, limit)
             _check_tied(target, tensors)
@@ -199,31 +197,32 @@ def _load_share(
                 found, more = read_share(history.store, stored, wanted.pieces, directory)
                 effort.nbytes += nbytes + more
         with effort.timing("prove_s"):
-            return _own_digest(found, target, wanted)
+            return found, _own_digest(found, target, wanted)
 
     for whole in (False, True):
         try:
-            total = wanted.peers.add_up(f"load version {anchor.version}", partial(read, whole))
+            what = f"load version {anchor.version}"
+            found, shares = wanted.ranks.do_and_share(what, partial(read, whole), int, alike=True)
         except (CannotReadRangeError, IntegrityError):
             if whole:
                 raise
             continue
-        if digests.to_hex(total) == anchor.digest:
+        if (digest := digests.to_hex(sum(shares))) == anchor.digest:
             return found
     raise IntegrityError(
-        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digests.to_hex(total)}",
+        f"the anchor of version {anchor.version}: expected digest {anchor.digest}, found {digest}",
         expected=anchor.digest,
-        found=digests.to_hex(total),
+        found=digest,
     )
 
 
 def _own_digest(found: Layout, target: Manifest, wanted: Wanted) -> int:
     total = digests.state_digest({name: bits for name, bits in found.items() if bits.size})
-    if wanted.first:
+    if wanted.ranks.rank == 0:
         for name, spec in wanted.tensors.items():
             if name not in target.tied and math.prod(spec.shape) == 0:
                 total += digests.mix(digests.seed(name, spec.dtype, tuple(spec.shape)))
-    return total
+    return total & digests.MASK
 
 
 def _check_tensors(target: Manifest, tensors: Mapping[str, HasLayout], wanted: Wanted) -> None:

@@ -3,7 +3,7 @@
     gate, payload           what one trainer sends of a segment, and its bytes
     exchange                the mean of what all send
     masters, checkpoint     what a trainer holds, and its state as a dict
-    contributions, verdicts, collect, outcome
+    contributions, collect, outcome
                             what a trainer adds to a round, whether it can, and the exchange of the round
     members, membership     who takes part: a fixed group, trainers that come and go (elastic, lighthouse), or trainers
                             that reach each other only through a store (meeting)

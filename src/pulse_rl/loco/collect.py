@@ -1,16 +1,20 @@
 """The exchange of one round over a group, until all have received everything. No trainer's state is changed here."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
+
+import msgspec
 
 from pulse_rl.errors import ExchangeError
 from pulse_rl.group.collectives import Group
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.loco.contributions import Contribution, NonFinite
 from pulse_rl.loco.exchange import Timings
+from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.sums import Mean
-from pulse_rl.loco.verdicts import Readiness, Verdict, gather_verdicts
 
 
 class Exchanging(Protocol):
@@ -31,6 +35,13 @@ class Exchanging(Protocol):
         """
 
 
+class _Report(msgspec.Struct, array_like=True):
+    """What one rank says before a round is exchanged."""
+
+    non_finite: int | None  # the number of the first segment whose pseudo-gradient holds an infinity or NaN
+    counts: list[int]  # elements that it sends of each fragment
+
+
 def collect(
     members: Exchanging,
     masters: Masters,
@@ -45,28 +56,33 @@ def collect(
     Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
     FloatingPointError for a pseudo-gradient or mean with an infinity or NaN, and as `check`.
     """
-    try:
+
+    @cache  # it does not depend on who takes part
+    def find() -> list[Sends] | NonFinite:
         found = contribution.find()
-    except Exception:
-        gather_verdicts(members.group, Verdict.failed(len(masters.fragments)))
-        raise
-    timings.spent("gate")
-    if isinstance(found, NonFinite):
-        sends, verdict = [], Verdict.non_finite(found.segment, len(masters.fragments))
-    else:
-        sends, verdict = found, Verdict.ready(contribution.counts(found))
+        timings.spent("gate")
+        return found
+
+    def report() -> tuple[list[Sends], _Report]:
+        found = find()
+        if isinstance(found, NonFinite):
+            return [], _Report(found.segment, [])
+        return found, _Report(None, contribution.counts(found))
+
     while True:
         outcome = None
         try:
-            counts = _ready_counts(members, masters, verdict, round, timings)
+            group = members.group
+            sends, reports = Ranks(group).do_and_share("find what to send", report, _Report)
+            timings.spent("exchange")
+            _require_finite(members, masters, reports, round)
             methods, means = [], []
-            for fragment, by_rank in zip(masters.fragments, counts, strict=True):
-                method, found_means = contribution.exchange(members.group, fragment, sends, by_rank, timings)
+            for fragment, *counts in zip(masters.fragments, *(each.counts for each in reports), strict=True):
+                method, found_means = contribution.exchange(group, fragment, sends, counts, timings)
                 methods.append(method)
                 means += found_means
             check(means)
-            workers = members.group.size
-            outcome = Outcome(workers, sends, sum(verdict.counts), methods, means, timings)
+            outcome = Outcome(group.size, sends, sum(reports[group.rank].counts), methods, means, timings)
         except ExchangeError as error:
             # Where trainers come and go, those at fault go, and the others exchange again.
             if not members.elastic or members.group.rank in error.ranks:
@@ -77,21 +93,14 @@ def collect(
             return outcome
 
 
-def _ready_counts(
-    members: Exchanging, masters: Masters, mine: Verdict, round: int, timings: Timings
-) -> list[tuple[int, ...]]:
-    """Of each fragment, how many elements each rank sends. A collective; raises unless all ranks are ready."""
-    verdicts = gather_verdicts(members.group, mine)
-    timings.spent("exchange")
-    for rank, verdict in enumerate(verdicts):
-        if verdict.readiness is Readiness.FAILED:
-            raise members.group.rank_failed(rank, "its own error says why")
-        if verdict.readiness is Readiness.NON_FINITE:
+def _require_finite(members: Exchanging, masters: Masters, reports: Sequence[_Report], round: int) -> None:
+    """Raise on all ranks if a pseudo-gradient holds an infinity or NaN."""
+    for rank, report in enumerate(reports):
+        if report.non_finite is not None:
             message = (
                 f"rank {rank}, round {round}: expected finite numbers in the pseudo-gradient of "
-                f"{masters.segments[verdict.segment].name!r}, found an infinity or NaN"
+                f"{masters.segments[report.non_finite].name!r}, found an infinity or NaN"
             )
             if members.elastic and rank != members.group.rank:
                 raise ExchangeError(message, ranks=(rank,))
             raise FloatingPointError(message)
-    return list(zip(*(verdict.counts for verdict in verdicts), strict=True))

@@ -8,14 +8,14 @@ n · (1 − Π(1 − k_r / n)); each of these takes the bits of a float32 value,
 methods add in rank order from +0 in float32 and divide by W once (`sums`), so they agree to the bit. What a round holds
 are sends and means, both sparse.
 
-Decoding and adding up can fail on one rank alone: so each such phase ends in one small report from every rank, and when
-one cannot go on, none does (`fail_together`).
+Encoding, decoding and adding up can fail on one rank alone: so each is the work of a step of `Ranks`, and when one
+cannot go on, none does.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -23,6 +23,7 @@ import numpy as np
 
 from pulse_rl.errors import ExchangeError, FormatError, translate
 from pulse_rl.group.collectives import Group
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.kernels.cpu.loco import F32
 from pulse_rl.loco import payload
 from pulse_rl.loco.gate import cast
@@ -32,8 +33,6 @@ from pulse_rl.parallel import ordered_map
 
 Exchange: TypeAlias = Literal["auto", "gather", "split"]
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
-FAILURE_CHARACTERS = 1000  # of an error's text, as one rank reports it to the others
-FAILURE_NBYTES = 1 << 16
 SENT_BITS = {"log8": 5, "bfloat16": 13, "float32": 29}  # about, of an element with its position: as measured
 
 
@@ -90,13 +89,6 @@ class Timings:
         self._begun = now
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why a rank cannot go on, as it reports it to the others."""
-
-    at_fault: tuple[int, ...]  # the ranks whose payload it could not read; itself for any other error
-    error: str
-
-
 def choose(counts: Sequence[int], elements: int, value_dtype: str) -> Literal["gather", "split"]:
     """The method with fewer bytes to receive, from each rank's number of sends and the number of elements."""
     payload = SENT_BITS[value_dtype] * sum(counts) / len(counts)
@@ -106,56 +98,72 @@ def choose(counts: Sequence[int], elements: int, value_dtype: str) -> Literal["g
 
 def gather(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     """Every rank gets every payload and adds up all segments."""
-    with report_failure(group, lengths=1):
-        mine = fragment.encode()
-    timings.spent("encode")
-    payloads = group.gather(mine, fragment.limit)
+    ranks = Ranks(group)
+
+    def encode() -> bytes:
+        data = fragment.encode()
+        timings.spent("encode")
+        return data
+
+    payloads = ranks.gather("encode what is sent", encode, fragment.limit)
     timings.spent("exchange")
-    timings.sent_nbytes += len(mine)
-    timings.received_nbytes += sum(map(len, payloads)) - len(mine)
-    with fail_together(group):
+    nbytes = [len(data) for data in payloads]
+    timings.sent_nbytes += nbytes[group.rank]
+    timings.received_nbytes += sum(nbytes) - nbytes[group.rank]
+
+    def add() -> list[Mean]:
         means = add_up(dict(enumerate(payloads)), fragment, group.rank)
         timings.spent("decode")
+        return means
+
+    means = ranks.do("add up what was sent", add)
     timings.spent("exchange")
     return means
 
 
 def split(group: Group, fragment: Fragment, timings: Timings) -> list[Mean]:
     """Every rank adds up one range of segments, then all gather the means."""
-    limit = fragment.limit
+    ranks, limit = Ranks(group), fragment.limit
     ranges = owned(fragment.segments, group.size)
     own = fragment.only(ranges[group.rank])
 
     # 1. Each rank sends, of each range, its payload to the range's owner.
-    with report_failure(group, lengths=group.size):
+    def encode() -> list[bytes]:
         outgoing = [fragment.only(numbers).encode() for numbers in ranges]
-    timings.spent("encode")
-    incoming = group.all_to_all(outgoing, limit)
-    timings.spent("exchange")
+        timings.spent("encode")
+        timings.sent_nbytes += sum(map(len, outgoing)) - len(outgoing[group.rank])
+        return outgoing
 
-    # 2. The owner adds up all payloads of its range, and encodes the means as one more payload.
-    with fail_together(group):
+    incoming = ranks.exchange("encode what is sent", encode, limit)
+    timings.spent("exchange")
+    timings.received_nbytes += sum(map(len, incoming)) - len(incoming[group.rank])
+
+    # 2. The owner adds up all payloads of its range, and encodes the means as one more payload, which all gather.
+    def add() -> tuple[list[Mean], bytes]:
         means = add_up(dict(enumerate(incoming)), own, group.rank)
         timings.spent("decode")
         encoded = own.of_means(means).encode()
         timings.spent("encode")
+        return means, encoded
 
-    # 3. All gather all means.
-    gathered = group.gather(encoded, limit)
+    means, gathered = ranks.do_and_gather("add up what was sent", add, limit)
     timings.spent("exchange")
-    timings.sent_nbytes += sum(map(len, outgoing)) - len(outgoing[group.rank]) + len(encoded)
-    timings.received_nbytes += sum(map(len, incoming)) - len(incoming[group.rank])
-    timings.received_nbytes += sum(map(len, gathered)) - len(encoded)
+    nbytes = [len(data) for data in gathered]
+    timings.sent_nbytes += nbytes[group.rank]
+    timings.received_nbytes += sum(nbytes) - nbytes[group.rank]
 
-    # 4. Each rank decodes the others' means.
-    with fail_together(group):
+    # 3. Each rank decodes the others' means.
+    def decode() -> list[Mean]:
         by_range = [
             means if rank == group.rank else _decode_means(rank, gathered[rank], fragment.only(numbers))
             for rank, numbers in enumerate(ranges)
         ]
         timings.spent("decode")
+        return [mean for each in by_range for mean in each]
+
+    found = ranks.do("decode the means", decode)
     timings.spent("exchange")
-    return [mean for each in by_range for mean in each]
+    return found
 
 
 def dense(group: Group, values: F32, timings: Timings) -> F32:
@@ -178,42 +186,6 @@ def dense(group: Group, values: F32, timings: Timings) -> F32:
     found = group.gather_floats(total).reshape(-1)[: len(values)]
     timings.spent("exchange")
     return found
-
-
-@contextmanager
-def report_failure(group: Group, lengths: int) -> Iterator[None]:
-    """Run work of this rank that precedes a `gather` (1 length) or `all_to_all` (W): if it fails, they report it."""
-    try:
-        yield
-    except Exception:
-        group.report_failure(lengths)
-        raise
-
-
-@contextmanager
-def fail_together(group: Group) -> Iterator[None]:
-    """Run each rank's own work, without collectives; afterwards all know whether a rank failed. A collective.
-
-    Raises what was raised here; on all other ranks ExchangeError with the ranks at fault: those whose payload could not
-    be read, or the one that failed.
-    """
-    mine: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
-        mine = error
-    failure = b""
-    if mine is not None:
-        at_fault = mine.ranks if isinstance(mine, ExchangeError) else (group.rank,)
-        failure = msgspec.msgpack.encode(Failure(at_fault, f"{type(mine).__name__}: {mine}"[:FAILURE_CHARACTERS]))
-    reports = group.gather(failure, FAILURE_NBYTES)
-    if mine is not None:
-        raise mine
-    failures = {rank: _decode_failure(rank, report) for rank, report in enumerate(reports) if report}
-    if failures:
-        rank, found = next(iter(failures.items()))
-        at_fault = tuple(sorted({fault for each in failures.values() for fault in each.at_fault}))
-        raise group.rank_failed(rank, found.error, at_fault=at_fault)
 
 
 def owned(segments: Sequence[SharedSegment], ranks: int) -> list[range]:
@@ -268,8 +240,3 @@ def _decode_means(rank: int, data: memoryview, part: Fragment) -> list[Mean]:
     with sent_by(rank):
         means = part.of_means()
         return [Mean(*sends) for sends in payload.decode(data, means.segments, means.coding)]
-
-
-def _decode_failure(rank: int, data: memoryview) -> Failure:
-    with sent_by(rank):
-        return msgspec.msgpack.decode(data, type=Failure)

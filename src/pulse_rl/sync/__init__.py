@@ -4,7 +4,7 @@
                  version may follow, has `encoding` make and prove its patch, and `delivery` put and commit it
     subscribe    `subscriber` brings live weights to a version and proves it: `routes` decides how, `landings` writes
                  what is proved or keeps it, `loading` takes a whole version, `counting` recounts a digest
-    group        what ranks that hold shares agree on
+    shares       what each rank holds and owns of weights that several hold together
 
 `turn` refuses a second thread; each side has its `report`. How a history is stored, read and searched is not here but
 in `history`.

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from pulse_rl.errors import ExchangeError, IntegrityError, one_line
 from pulse_rl.group.collectives import name_ranks
-from pulse_rl.loco.exchange import FAILURE_CHARACTERS, Timings
+from pulse_rl.group.ranks import TEXT_CHARACTERS
+from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.meeting import names, parcels
 from pulse_rl.loco.meeting.board import Board, Look
@@ -120,7 +121,7 @@ class Meeting:
     def stop(self, round: int, reason: str, *, refused: bool = False, rank: int | None = None) -> None:
         """Tell the others why this trainer cannot take part. rank: whose fault it is; None for its own."""
         board, fault = self.board, self.rank if rank is None else rank
-        stop = Stop(run=board.run_id, round=round, rank=fault, refused=refused, reason=reason[:FAILURE_CHARACTERS])
+        stop = Stop(run=board.run_id, round=round, rank=fault, refused=refused, reason=reason[:TEXT_CHARACTERS])
         board.post(names.stop_name(round, board.rank, board.life), stop)
 
     def ignore_stops(self, look: Look) -> None:
@@ -150,7 +151,7 @@ class Meeting:
                 good = [offer for offer in good if offer.rank not in error.ranks]
                 if not broken or not good:
                     raise
-                reason = one_line(error, FAILURE_CHARACTERS)
+                reason = one_line(error, TEXT_CHARACTERS)
                 refused += [Refusal(rank=offer.rank, life=offer.life, reason=reason) for offer in broken]
         for each in refused:
             log.warning("round %d: rank %d does not count: %s", round, each.rank, each.reason)

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 from pulse_rl.errors import ExchangeError, ObjectNotFoundError, one_line
-from pulse_rl.loco.exchange import FAILURE_CHARACTERS
+from pulse_rl.group.ranks import TEXT_CHARACTERS
 from pulse_rl.loco.meeting import anchors, names
 from pulse_rl.loco.meeting.board import Board, Look
 from pulse_rl.loco.meeting.documents import Lack
@@ -62,7 +62,7 @@ class Repairs:
             time.sleep(PAUSE_S)
 
     def _ask(self, current: int, round: int, error: ExchangeError) -> None:
-        board, reason = self._board, one_line(error, FAILURE_CHARACTERS)
+        board, reason = self._board, one_line(error, TEXT_CHARACTERS)
         lack = Lack(run=board.run_id, round=current, rank=board.rank, lacks=round, reason=reason)
         board.post(names.lack_name(current, board.rank, board.life), lack)
 

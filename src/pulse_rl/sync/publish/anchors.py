@@ -5,9 +5,10 @@ send them. Then all put their files into the store at once. An anchor is rare, s
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.checkpoint.shards import SHARD_NBYTES, Shard, in_file_order, plan_shards, shard_header
 from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import check_digest, put_assets, put_shards
 from pulse_rl.history.restore import scratch
 from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box, Run, whole
 from pulse_rl.weights.layout import Layout
@@ -57,23 +58,18 @@ def put_anchor_together(
     shards, index = plan_shards(plan.tensors, size)
     mine = shards[ranks.rank :: ranks.size]
     with ExitStack() as stack:
-        places: list[Path] = []
 
-        def make_room() -> bool:
-            places.append(stack.enter_context(scratch()))
+        def make_room() -> Path:
+            place = stack.enter_context(scratch())
             for shard in mine:
-                (places[0] / shard.name).write_bytes(shard_header(plan.tensors, shard.tensors))
-            return True
+                (place / shard.name).write_bytes(shard_header(plan.tensors, shard.tensors))
+            return place
 
-        ranks.share("make room for an anchor", make_room, bool)
-        place = places[0]
-        failures: list[OSError] = []
+        place = ranks.do("make room for an anchor", make_room)
         for start in range(0, len(shards), ranks.size):
-            _gather(ranks, place, own, plan, shards[start : start + ranks.size], failures)
+            _gather(ranks, place, own, plan, shards[start : start + ranks.size])
 
         def put() -> _Put:
-            for failure in failures:
-                raise failure
             tensors = open_checkpoint(place) if mine else Layout()
             refs, found = put_shards(store, directory, tensors, mine)
             found += digests.empty_digest(own)
@@ -91,38 +87,29 @@ def _order(ref: ObjectRef) -> tuple[bool, str]:
     return not ref.name.endswith(".safetensors"), ref.name
 
 
-def _gather(
-    ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard], failures: list[OSError]
-) -> None:
-    """Bring one file of each rank together. A collective.
-
-    A file that cannot be written is noted in failures: this rank still sends what the others need, and all hear of it
-    afterwards.
-    """
+def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard]) -> None:
+    """Bring one file of each rank together. A collective."""
     schedules = [list(_chunks(plan, shard)) for shard in shards]  # of rank 0, 1, …
-    file: BinaryIO | None = None
-    try:
-        if ranks.rank < len(shards):
-            try:
-                file = (place / shards[ranks.rank].name).open("ab")
-            except OSError as error:
-                failures.append(error)
-        for step in range(max(map(len, schedules))):
-            chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
-            chunks += [None] * (ranks.size - len(chunks))
-            outgoing = [b"" if chunk is None else _owned(ranks, own, plan, chunk) for chunk in chunks]
-            limit = max(_nbytes(plan, chunk) for chunk in chunks if chunk is not None)
-            incoming = ranks.exchange(outgoing, limit)
-            chunk = chunks[ranks.rank]
-            if file is not None and chunk is not None and not failures:
-                try:
-                    file.write(_assemble(plan, chunk, incoming))
-                except OSError as error:
-                    failures.append(error)
-    finally:
-        if file is not None:
-            with suppress(OSError):  # what could not be written is noted already, or found by reading
-                file.close()
+    path = place / shards[ranks.rank].name if ranks.rank < len(shards) else None
+    for step in range(max(map(len, schedules))):
+        chunks = [schedule[step] if step < len(schedule) else None for schedule in schedules]
+        chunks += [None] * (ranks.size - len(chunks))
+        outgoing = partial(_outgoing, ranks, own, plan, chunks)
+        limit = max(_nbytes(plan, chunk) for chunk in chunks if chunk is not None)
+        incoming = ranks.exchange("bring an anchor together", outgoing, limit)
+        chunk = chunks[ranks.rank]
+        if path is not None and chunk is not None:
+            ranks.attempt(partial(_append, path, _assemble(plan, chunk, incoming)))
+
+
+def _outgoing(ranks: Ranks, own: Layout, plan: SharePlan, chunks: list[_Chunk | None]) -> list[bytes]:
+    """What this rank sends each of a chunk that is in its file."""
+    return [b"" if chunk is None else _owned(ranks, own, plan, chunk) for chunk in chunks]
+
+
+def _append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
 
 
 def _chunks(plan: SharePlan, shard: Shard) -> Iterator[_Chunk]:

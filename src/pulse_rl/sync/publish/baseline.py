@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay
-from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.layout import Layout, device_at
 from pulse_rl.weights.pieces import place_view
 

@@ -1,11 +1,8 @@
 """What ranks agree on before a version: that they publish the same one, with the same settings, after the same one."""
 
-from collections.abc import Callable, Sequence
-
 import msgspec
 
-from pulse_rl.errors import ExchangeError
-from pulse_rl.group.collectives import Wording, name_ranks
+from pulse_rl.group.collectives import Wording
 
 WORDING = Wording(
     failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
@@ -26,6 +23,11 @@ class Wish(msgspec.Struct, array_like=True):
     settings: str
     print: bytes  # of what the rank holds (`print_of`); empty of one process alone
 
+    @property
+    def asked(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        return {name: getattr(self, name) for name in ("version", "anchor", "background", "settings")}
+
 
 class Beginning(msgspec.Struct, array_like=True):
     """Where one rank stands. From `sequence` on it is the first rank that knows."""
@@ -37,21 +39,3 @@ class Beginning(msgspec.Struct, array_like=True):
     blind: bool = False  # whether nothing is rebuilt, as an anchor was asked for
     bandwidth: float | None = None  # bits per second, for the choice of a codec
     token: str = ""  # of this attempt
-
-
-def check_wishes(wishes: Sequence[Wish]) -> None:
-    """Raise ExchangeError on all ranks unless they were asked for the same."""
-    checks: list[tuple[str, Callable[[Wish], object]]] = [
-        ("version", lambda wish: wish.version),
-        ("anchor", lambda wish: wish.anchor),
-        ("background", lambda wish: wish.background),
-        ("settings", lambda wish: wish.settings),
-    ]
-    for what, value in checks:
-        odd = [rank for rank, wish in enumerate(wishes) if value(wish) != value(wishes[0])]
-        if odd:
-            raise ExchangeError(
-                f"publish: expected the same {what} on all ranks: {value(wishes[0])!r} on rank 0, found "
-                f"{value(wishes[odd[0]])!r} on {name_ranks(odd, len(wishes))}; nothing was published",
-                ranks=odd,
-            )

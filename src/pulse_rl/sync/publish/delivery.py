@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from pulse_rl.codecs.base import Codec
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.errors import CannotListError, PulseError, StoreError, VersionSkewError, one_line
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import put_anchor
 from pulse_rl.history.ending import END
 from pulse_rl.history.log import History
@@ -40,11 +42,10 @@ from pulse_rl.parallel import submit
 from pulse_rl.patch.encode import Coded, EncodedPatch
 from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.freed import return_freed
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import SharePlan
 from pulse_rl.sync.publish.anchors import put_anchor_together
 from pulse_rl.sync.publish.baseline import Move
 from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
@@ -142,7 +143,7 @@ class Delivery:
             manifest = self._commit(upcoming, manifest)
         except BaseException:
             # The first rank knows whether it commits; another one only where all know that a step has failed.
-            if self._committing != upcoming.token and (self._ranks.rank == 0 or self._ranks.told):
+            if self._committing != upcoming.token and (self._ranks.rank == 0 or self._ranks.failure_is_shared):
                 self._delete_objects(upcoming.manifest.sequence, upcoming.token)
             raise
         try:
@@ -308,20 +309,20 @@ class Delivery:
 
     def _make_skips(self, upcoming: Upcoming, manifest: Manifest, before: Manifest) -> int:
         move, now = upcoming.move, state_of(manifest)
-        due: list[tuple[State, Overlay]] = []
 
-        def add() -> list[int]:
+        def add() -> tuple[list[tuple[State, Overlay]], list[int]]:
+            due: list[tuple[State, Overlay]] = []
             if move.replaced is None:
                 self._skips.clear()
             else:
-                due.extend(self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes))
-            return [base.sequence for base, _ in due]
+                due = self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes)
+            return due, [base.sequence for base, _ in due]
 
         if now.sequence % SPANS[0]:
             add()
             return 0
         # A rank whose overlay grew too large has none: then nobody makes this one.
-        everywhere = self._ranks.share("find skip patches", add, list[int])
+        due, everywhere = self._ranks.do_and_share("find skip patches", add, list[int])
         assert upcoming.patch is not None  # the caller has looked
         codec, newest = CODECS[upcoming.patch.header.codec], move.baseline.tensors
         return sum(
@@ -332,30 +333,23 @@ class Delivery:
 
     def _put_skip(self, base: State, now: State, overlay: Overlay, newest: Layout, codec: Codec) -> int:
         """Code, prove and put one skip patch. Returns its bytes."""
-        coded: list[Coded] = []
-        proved: list[EncodedPatch] = []
 
-        def find() -> _Skip:
-            coded.append(find_skip(overlay, newest, codec))
-            return _Skip(coded[0].delta, new_token())
+        def find() -> tuple[Coded, _Skip]:
+            coded = find_skip(overlay, newest, codec)
+            return coded, _Skip(coded.delta, new_token())
 
-        found = self._ranks.share("code a skip patch", find, _Skip)
+        coded, found = self._ranks.do_and_share("code a skip patch", find, _Skip)
         delta = sum(one.delta for one in found)
+        prove = partial(prove_skip, coded, base, now, overlay, newest, delta, self._ranks)
+        proved = self._ranks.do("prove a skip patch", prove)
+        ref, _ = self._put_patch("put a skip patch", proved, now.sequence, found[0].token)
 
-        def prove() -> bool:
-            proved.append(prove_skip(coded[0], base, now, overlay, newest, delta, self._ranks))
-            return True
-
-        self._ranks.share("prove a skip patch", prove, bool)
-        ref, _ = self._put_patch("put a skip patch", proved[0], now.sequence, found[0].token)
-
-        def put_first() -> bool:
+        def put_first() -> None:
             if self._ranks.rank == 0:
-                self._history.store.put(ref.name, self._first_object(proved[0], ref))
+                self._history.store.put(ref.name, self._first_object(proved, ref))
                 self._unlisted.append(PatchLink(ref, base.sequence, now))
-            return True
 
-        self._ranks.share("list a skip patch", put_first, bool)
+        self._ranks.do("list a skip patch", put_first)
         return ref.total_nbytes
 
 

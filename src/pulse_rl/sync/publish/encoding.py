@@ -12,17 +12,17 @@ from typing import NamedTuple
 import msgspec
 
 from pulse_rl.codecs.choose import Chooser, Trial
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch, find
 from pulse_rl.patch.live import each_alone
 from pulse_rl.patch.overlay import Overlay, Recorder
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, unequal_replicas
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn
 from pulse_rl.sync.publish.skips import MAX_OVERLAY
 from pulse_rl.sync.publish.successor import check_parts
+from pulse_rl.sync.shares import Share, unequal_replicas
 from pulse_rl.weights import digests, finite
 from pulse_rl.weights.layout import Layout
 
@@ -109,29 +109,27 @@ class Encoder:
         """The patch by each codec that is worth a try, proved."""
         patch = baseline.manifest.patch
         codecs = self._chooser.codecs(bandwidth, self._taken or (patch.codec if patch else None))
-        coded: list[Coded] = []
 
-        def find_mine() -> _Found:
+        def find_mine() -> tuple[list[Coded], _Found]:
             with Recorder(baseline.tensors.held_nbytes * MAX_OVERLAY) as recorder:
-                coded.extend(find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied, recorder=recorder))
+                coded = find(baseline.tensors, share.own, codecs=codecs, tied=share.plan.tied, recorder=recorder)
                 self._replaced = _overlay(recorder, version)
             replicas = share.replicas(self._ranks.rank)
             first = coded[0]
-            return _Found(first.delta, first.changes, replicas, first.nonfinite, first.spoilt)
+            return coded, _Found(first.delta, first.changes, replicas, first.nonfinite, first.spoilt)
 
-        found = self._ranks.share("find changes", find_mine, _Found)
+        coded, found = self._ranks.do_and_share("find changes", find_mine, _Found)
         _check_replicas(self._ranks, share, found)
         self._changes = sum(one.changes for one in found)
         self._nonfinite = baseline.manifest.nonfinite + sum(one.nonfinite for one in found)
         self._spoilt = _spoilt(found)
         total = sum(one.delta for one in found)
-        made: list[tuple[Trial, Application, EncodedPatch]] = []
 
-        def prove_mine() -> list[Trial]:
-            made.extend(self._prove(baseline, one, version, total) for one in coded)
-            return [trial for trial, _, _ in made]
+        def prove_mine() -> tuple[list[tuple[Trial, Application, EncodedPatch]], list[Trial]]:
+            made = [self._prove(baseline, one, version, total) for one in coded]
+            return made, [trial for trial, _, _ in made]
 
-        proved = self._ranks.share("prove a patch", prove_mine, list[Trial])
+        made, proved = self._ranks.do_and_share("prove a patch", prove_mine, list[Trial])
         trials = [_together(mine) for mine in zip(*proved, strict=True)]
         return {trial: (application, patch) for trial, (_, application, patch) in zip(trials, made, strict=True)}
 
@@ -182,20 +180,20 @@ def copy_whole(share: Share, ranks: Ranks, kept_on: KeptOn) -> tuple[Layout, Enc
     kept_on: where the copy is kept. Raises ExchangeError if replicas differ, ValueError as `check_parts`.
     """
     start = time.perf_counter()
-    copies: list[Layout] = []
 
-    def copy_mine() -> _Found:
+    def copy_mine() -> tuple[Layout, _Found]:
         check_parts(share)
-        copies.append(share.own.clone(None if kept_on == "host" else share.own, pinned=kept_on == "pinned"))
-        counts = finite.count(copies[0])
+        copy = share.own.clone(None if kept_on == "host" else share.own, pinned=kept_on == "pinned")
+        counts = finite.count(copy)
         spoilt = next(iter(counts), "")
-        return _Found(digests.state_digest(copies[0]), 0, share.replicas(ranks.rank), sum(counts.values()), spoilt)
+        replicas = share.replicas(ranks.rank)
+        return copy, _Found(digests.state_digest(copy), 0, replicas, sum(counts.values()), spoilt)
 
-    found = ranks.share("copy the weights", copy_mine, _Found)
+    copy, found = ranks.do_and_share("copy the weights", copy_mine, _Found)
     _check_replicas(ranks, share, found)
     digest = digests.to_hex(sum(one.delta for one in found))
     nonfinite, seconds = sum(one.nonfinite for one in found), time.perf_counter() - start
-    return copies[0], Encoded(digest, None, 0, 0, None, None, seconds, 0.0, 0.0, nonfinite, _spoilt(found))
+    return copy, Encoded(digest, None, 0, 0, None, None, seconds, 0.0, 0.0, nonfinite, _spoilt(found))
 
 
 def _spoilt(found: list[_Found]) -> str:

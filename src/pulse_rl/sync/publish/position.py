@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from pulse_rl.errors import BaseMismatchError, StoreError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
@@ -20,12 +21,10 @@ from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.overlay import Overlay
-from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, taken, whole_share
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
+from pulse_rl.sync.shares import Share, taken, whole_share
 from pulse_rl.sync.subscribe.landings import InFiles
 from pulse_rl.weights.layout import Layout, next_in_store
 
@@ -73,14 +72,14 @@ class Position:
         if first.before is None:
             return first, None, None
         if any(one.known != first.before for one in found):
-            self._ranks.share("read the newest version", partial(self._read, first.before), int)
+            self._ranks.do("read the newest version", partial(self._read, first.before))
         blind = first.blind or (anchor and not all(one.ready for one in found))
         ready = all(one.ready and one.known == first.before for one in found)
         if not ready and not blind:
             if self._head is not None and (share is not None or self._ranks.size == 1):
                 log.info("reading and proving version %d, to continue after it", self._head.version)
             if self._ranks.size == 1:
-                self._ranks.share("rebuild the newest version", partial(self._rebuild, share, resumed), int)
+                self._ranks.do("rebuild the newest version", partial(self._rebuild, share, resumed))
             elif share is not None:
                 self._rebuild_share(share, resumed)
         return first, self._head, None if blind else self.baseline
@@ -117,13 +116,12 @@ class Position:
         before = head.sequence if head else None
         return Beginning(known, self.baseline is not None, sequence, before, blind, bandwidth, new_token())
 
-    def _read(self, sequence: int) -> int:
+    def _read(self, sequence: int) -> None:
         """Read the version before, where this rank does not know it."""
         if self._ranks.rank:
             self._head = self._history.read(sequence)
-        return sequence
 
-    def _rebuild(self, share: Share | None, resumed: Callable[[Manifest], None]) -> int:
+    def _rebuild(self, share: Share | None, resumed: Callable[[Manifest], None]) -> None:
         """Rebuild the newest version as the baseline of one process alone."""
         head = self._head
         assert head is not None  # the caller has looked
@@ -134,45 +132,39 @@ class Position:
             own = files.clone(self._beside(share), pinned=self._pinned)
             own.tied = dict(head.tied)
             self._take_up(Baseline(own, head, whole_share(own).plan), faults, resumed)
-        return head.sequence
 
     def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:
         """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
         head = self._head
         assert head is not None  # the caller has looked
-        faults, effort, peers = FaultLog(), Effort(), RankPeers(self._ranks)
+        faults, effort, ranks = FaultLog(), Effort(), self._ranks
         with add_recovery_hint(), ExitStack() as files:
-            share = share.called(names_beside(self._history, head, share.plan.tied, peers), head.tied)
-            places: list[Path] = []
+            share = share.called(names_beside(self._history, head, share.plan.tied, ranks), head.tied)
 
-            def make_room() -> int:
+            def make_room() -> Path:
                 if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):
                     raise BaseMismatchError(
                         f"version {head.version} ties {apart[0]!r} to {head.tied[apart[0]]!r}, and these weights hold "
                         "them apart",
                         unexpected=apart,
                     )
-                places.append(files.enter_context(scratch()))
-                return 0
+                return files.enter_context(scratch())
 
-            peers.add_up("make room for the newest version", make_room)
-            first = self._ranks.rank == 0
+            directory = ranks.do("make room for the newest version", make_room, alike=True)
             wanted = Wanted(
                 share.own,
                 share.plan.tensors,
-                peers,
-                first,
-                lambda found: InFiles(found, share, peers, effort),
+                ranks,
+                lambda found: InFiles(found, share, ranks, effort),
                 next_in_store(head.version, self._history.store.url),
             )
-            found = restore(self._history, head, places[0], effort, faults, share.plan.nbytes, wanted)
+            found = restore(self._history, head, directory, effort, faults, share.plan.nbytes, wanted)
 
-            def take_up() -> int:
+            def take_up() -> None:
                 own = taken(found, share.own).clone(self._beside(share), pinned=self._pinned)
                 self._take_up(Baseline(own, head, share.plan), faults, resumed)
-                return head.sequence
 
-            self._ranks.share("take up the newest version", take_up, int)
+            ranks.do("take up the newest version", take_up)
 
     def _take_up(self, baseline: Baseline, faults: FaultLog, resumed: Callable[[Manifest], None]) -> None:
         """Continue after a version that was rebuilt."""
@@ -234,14 +226,9 @@ class Position:
         """
         base, self.baseline = self.baseline, None
         assert base is not None
-        moved: list[Move] = []
-
-        def move_mine() -> int:
-            moved.append(base.move(application, replaced, manifest))
-            return manifest.sequence
-
+        moved: list[Move] = []  # also where another rank fails
         try:
-            self._ranks.share("move the baseline", move_mine, int)
+            self._ranks.do("move the baseline", lambda: moved.append(base.move(application, replaced, manifest)))
         except BaseException:
             if moved:  # another rank could not
                 self.baseline = moved[0].undo()

@@ -28,7 +28,7 @@ With anchor=True, empty and broken publish an anchor and rebuild nothing. Two ru
 `baseline` is of `committed` or None; and what changes the baseline's memory takes it out of the field first, and puts
 it back when it is known what the memory holds. So an interruption leaves the publisher broken at worst.
 
-Ranks of a group take each step together: what can fail is done in a `share`, so that it fails on all of them.
+Ranks of a group take each step together: what can fail is done in a step of `Ranks`, so that it fails on all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import VersionNotFoundError
+from pulse_rl.group.agreement import require_same
 from pulse_rl.group.collectives import default_place
+from pulse_rl.group.ranks import Ranks, collective
 from pulse_rl.history.anchor import check_assets, model_config
 from pulse_rl.history.find import holds
 from pulse_rl.history.log import History
@@ -56,10 +58,8 @@ from pulse_rl.logs import logger
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.group.ranks import collective, making, ranks_of
-from pulse_rl.sync.group.shares import Share, SharePlan, print_of, share_of
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
-from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish, check_wishes
+from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish
 from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.publish.position import Position
@@ -75,6 +75,7 @@ from pulse_rl.sync.publish.successor import (
     next_version,
     without_copies,
 )
+from pulse_rl.sync.shares import Share, SharePlan, print_of, share_of
 from pulse_rl.sync.turn import Turn, in_turn
 from pulse_rl.weights import streamed
 from pulse_rl.weights.bits import Bits
@@ -173,7 +174,7 @@ class Publisher:
         group_timeout: float | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        self._ranks = ranks_of(group, WORDING, group_timeout)
+        self._ranks = Ranks.of(group, WORDING, group_timeout)
         self._unaware = group is None and default_place() is None  # as WORLD is None before there is a process group
 
         def make() -> tuple[History, Encoder, Delivery, str | None]:
@@ -192,8 +193,9 @@ class Publisher:
             self._tied = check_ties(tied)
             return history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind
 
-        with making(self._ranks, "make a publisher", make) as (history, self._encoder, self._delivery, self._cast):
-            self.history = history
+        with self._ranks.collective():
+            made = self._ranks.make("make a publisher", make)
+            self.history, self._encoder, self._delivery, self._cast = made
             self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
             self._kept = Kept()
             self._plan: SharePlan | None = None  # who owns what, as it was agreed last
@@ -251,7 +253,7 @@ class Publisher:
             StoreError: The store failed, or another publisher has committed since.
             ValueError: The history is signed, and this publisher has no key.
         """
-        self._ranks.share("publish the version in flight", lambda: self.flush() is None, bool)
+        self._ranks.do("publish the version in flight", self.flush)
         _, head, _ = self._begin(anchor=False, share=None)
         return head.version if head else None
 
@@ -318,13 +320,8 @@ class Publisher:
                 kept = self._keep(weights, cast, Path(directory))
                 report = self.publish(kept, assets=assets, metadata=metadata, **options)
             return replace(report, total_s=clock.seconds)
-        found: list[Layout] = []
-        files = dict(assets or {})
-        noted: dict[str, Scalar] | None = None
-        kind: str | None = None  # the name of the dtype to cast to
 
-        def check() -> Wish:
-            nonlocal noted, kind
+        def check() -> tuple[_Checked, Wish]:
             if self._ranks.size > 1:
                 self.flush()  # the ranks are at one thing at a time
             if version is not None:
@@ -336,20 +333,21 @@ class Publisher:
                 self._unaware = False
                 log.warning(_ALONE, place.rank, place.size)
             kind = self._cast if cast is None else cast_name(cast)
+            files = dict(assets or {})
             check_assets(files)
             refuse_adapters(weights)
             for name, data in model_config(weights if like is None else like, kind).items():
                 files.setdefault(name, data)
-            found.append(self._kept.layout(weights, kind))
+            tensors = self._kept.layout(weights, kind)
             settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
             settings += f", tied={self._tied}" if self._tied else ""
-            mine = print_of(found[0], self._plan) if self._ranks.size > 1 else b""
-            return Wish(version, anchor, background, settings, mine)
+            mine = print_of(tensors, self._plan) if self._ranks.size > 1 else b""
+            return _Checked(tensors, files, noted), Wish(version, anchor, background, settings, mine)
 
-        wishes = self._ranks.share("check the weights", check, Wish)
-        check_wishes(wishes)
+        checked, wishes = self._ranks.do_and_share("check the weights", check, Wish)
+        require_same("publish", [wish.asked for wish in wishes], "nothing was published")
         prints = [wish.print for wish in wishes] if self._ranks.size > 1 else None
-        share = share_of(self._ranks, found[0], self._plan, prints)
+        share = share_of(self._ranks, checked.tensors, self._plan, prints)
         self._plan = share.plan
         check_tensors(share.plan)
         share = without_copies(self._ranks, share, self._tied)
@@ -366,7 +364,13 @@ class Publisher:
         else:
             warn_of_prefix(plan.tensors)
         make_manifest = partial(
-            new_manifest, sequence, number, tensors=plan, head=head, publisher=self._position.token, metadata=noted
+            new_manifest,
+            sequence,
+            number,
+            tensors=plan,
+            head=head,
+            publisher=self._position.token,
+            metadata=checked.metadata,
         )
         if head is None or base is None:
             own, encoded = copy_whole(share, self._ranks, self._kept_on)
@@ -381,7 +385,7 @@ class Publisher:
         if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
             found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
             log.warning("version %d: %s", number, found_odd)
-        upcoming = Upcoming(move, encoded.patch, files, plan, beginning.token)
+        upcoming = Upcoming(move, encoded.patch, checked.files, plan, beginning.token)
         if background:
             return self._deliver_in_background(upcoming, looked, encoded, clock)
         try:
@@ -393,17 +397,14 @@ class Publisher:
 
     def _keep(self, stream: Iterator[Any], cast: str | torch.dtype | None, directory: Path) -> Mapping[str, Bits]:
         """Keep the bits of a stream in a file. A collective."""
-        kept: dict[str, Bits] = {}
 
-        def read() -> bool:
+        def read() -> Mapping[str, Bits]:
             try:
-                kept.update(streamed.keep(stream, self._cast if cast is None else cast_name(cast), directory / "bits"))
+                return streamed.keep(stream, self._cast if cast is None else cast_name(cast), directory / "bits")
             except OSError as error:
                 raise no_room(error) from error
-            return True
 
-        self._ranks.share("read the weights", read, bool)
-        return kept
+        return self._ranks.do("read the weights", read)
 
     @in_turn
     def flush(self) -> PublishReport | None:
@@ -439,13 +440,13 @@ class Publisher:
             StoreError: Likewise; or another publisher has committed.
             ValueError: The history is signed, and this publisher has no key.
         """
-        self._ranks.share("mark the end", self._mark_end, bool)
+        self._ranks.do("mark the end", self._mark_end)
 
-    def _mark_end(self) -> bool:
+    def _mark_end(self) -> None:
         """Wait for the version in flight, and on the first rank mark the newest as the last one."""
         self.flush()
         if self._ranks.rank:
-            return True
+            return
         head = self.history.head()
         self._position.check_end(head)
         if head is None:
@@ -454,7 +455,6 @@ class Publisher:
         check_key(self.history, head)
         self._delivery.marked = True
         self.history.mark_end(head)
-        return True
 
     @in_turn
     def close(self) -> None:
@@ -533,6 +533,14 @@ class Publisher:
         """Wait for a version that is put although it is not in flight, as the call that began it was interrupted."""
         if self._pool is not None:
             self._pool.shutdown()
+
+
+class _Checked(NamedTuple):
+    """What is to be published, as one rank has it."""
+
+    tensors: Layout
+    files: dict[str, bytes]  # to put with an anchor
+    metadata: dict[str, Scalar] | None
 
 
 class _InFlight(NamedTuple):

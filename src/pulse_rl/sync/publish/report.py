@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest, Scalar
-from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.publish.delivery import Delivered
 from pulse_rl.sync.publish.encoding import Encoded
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from pulse_rl.codecs.base import Codec
 from pulse_rl.errors import IntegrityError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.trail import SPANS, State
 from pulse_rl.patch import encode
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch
 from pulse_rl.patch.format import unpack
 from pulse_rl.patch.overlay import Overlay
-from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 

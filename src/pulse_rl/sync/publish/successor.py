@@ -16,6 +16,7 @@ import numpy as np
 from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
 from pulse_rl.history.search import FaultLog, check_line
@@ -23,9 +24,8 @@ from pulse_rl.log.objects import new_token
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.table import entries_of
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, SharePlan
 from pulse_rl.sync.publish.baseline import Baseline
+from pulse_rl.sync.shares import Share, SharePlan
 from pulse_rl.version import SOFTWARE
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import differ

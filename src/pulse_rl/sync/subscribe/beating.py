@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pulse_rl.errors import one_line
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
-from pulse_rl.sync.group.ranks import Ranks
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.sync.subscribe.report import SyncReport
 

@@ -11,13 +11,13 @@ from functools import partial
 import msgspec
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
-from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.shares import Share, unequal_replicas
+from pulse_rl.sync.shares import Share, unequal_replicas
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
@@ -26,7 +26,7 @@ from pulse_rl.weights.boxes import whole
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
 
 
-def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
+def count(ranks: Ranks, held: Held, tied: Mapping[str, str]) -> str:
     """The digest of all live weights. A collective.
 
     tied: the tied tensors of the version that they may hold. Where replicas or tied tensors differ, it is the digest of
@@ -35,7 +35,8 @@ def count(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> str:
     held.tie(tied)
     if not held.shared:
         return digests.to_hex(live_digest(by_name(held.share.held, tied)))
-    return digests.to_hex(peers.add_up("count the weights", lambda: _counted(held, tied, peers.ranks.rank)))
+    counted = ranks.share("count the weights", lambda: _counted(held, tied, ranks.rank), int, alike=True)
+    return digests.to_hex(sum(counted))
 
 
 def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
@@ -45,10 +46,10 @@ def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
         for name, spec in held.plan.tensors.items():
             if not whole(spec.shape).size and name not in tied:
                 total += digests.mix(digests.seed(name, spec.dtype, spec.shape))
-    return total
+    return total & digests.MASK
 
 
-def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityError | None:
+def unequal(ranks: Ranks, held: Held, tied: Mapping[str, str]) -> IntegrityError | None:
     """Find replicas, or tensors that a version ties, that differ in weights whose sum is wrong. A collective.
 
     Returns the error that names them; None without any.
@@ -58,13 +59,15 @@ def unequal(peers: RankPeers, held: Held, tied: Mapping[str, str]) -> IntegrityE
     held.tie(tied)
     share = held.share
     if share.plan.replicated:
-        found = peers.ranks.share("compare replicas", lambda: share.replicas(peers.ranks.rank), dict[str, int])
-        error = unequal_replicas(peers.ranks, found, partial(share.replica_digests, peers.ranks.rank))
+        found = ranks.share("compare replicas", lambda: share.replicas(ranks.rank), dict[str, int])
+        error = unequal_replicas(ranks, found, partial(share.replica_digests, ranks.rank))
         if error is not None:
             return IntegrityError(str(error), ranks=error.ranks)
     aliases = sorted(tied.keys() & share.plan.tensors.keys())
-    if aliases and peers.add_up("compare tied tensors", lambda: _difference(share, tied)):
-        return IntegrityError(str(tied_differ(tied[aliases[0]])))
+    if aliases:
+        terms = ranks.share("compare tied tensors", lambda: _difference(share, tied), int, alike=True)
+        if sum(terms) & digests.MASK:
+            return IntegrityError(str(tied_differ(tied[aliases[0]])))
     return None
 
 
@@ -74,24 +77,24 @@ def _difference(share: Share, tied: Mapping[str, str]) -> int:
     for alias, owner in tied.items():
         if alias in share.plan.tensors:
             total += _terms(owner, share.own.get(alias)) - _terms(owner, share.own.get(owner))
-    return total
+    return total & digests.MASK
 
 
 def _terms(name: str, tensor: Bits | None) -> int:
     return digests.state_digest({name: tensor}) if tensor is not None else 0
 
 
-def check(peers: RankPeers, held: Held, tied: Mapping[str, str], state: State) -> str:
+def check(ranks: Ranks, held: Held, tied: Mapping[str, str], state: State) -> str:
     """Count live weights that should hold a version. A collective. Returns their digest.
 
     tied: the tied tensors of that version. Raises IntegrityError if they do not hold it.
     """
     try:
-        found = count(peers, held, tied)
+        found = count(ranks, held, tied)
     except BaseMismatchError as error:  # a tied copy
         raise IntegrityError(f"{error}: {_ALTERED}", expected=state.digest) from None
     if found != state.digest:
-        if differing := unequal(peers, held, tied):
+        if differing := unequal(ranks, held, tied):
             raise IntegrityError(f"{differing}: {_ALTERED}", expected=state.digest, ranks=differing.ranks)
         raise IntegrityError(
             f"the live weights: expected digest {state.digest} of version {state.version}, found {found}: {_ALTERED}",
@@ -108,10 +111,10 @@ class _Recognised(msgspec.Struct):
     faults: Faults
 
 
-def recognise(history: History, peers: RankPeers, held: Held, target: Manifest, faults: FaultLog) -> State | None:
+def recognise(history: History, ranks: Ranks, held: Held, target: Manifest, faults: FaultLog) -> State | None:
     """Find out whether live weights already hold a version from which patches lead to the target. A collective."""
     try:
-        found = count(peers, held, target.tied)
+        found = count(ranks, held, target.tied)
     except BaseMismatchError:
         return None
 
@@ -119,7 +122,7 @@ def recognise(history: History, peers: RankPeers, held: Held, target: Manifest, 
         states = (state for state in _candidates(history, target, faults) if state.digest == found)
         return _Recognised(next(states, None), faults.state())
 
-    recognised = peers.lead("recognise the weights", look, _Recognised)
+    recognised = ranks.lead("recognise the weights", look, _Recognised)
     faults.take(recognised.faults)
     return recognised.state
 

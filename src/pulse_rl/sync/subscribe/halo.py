@@ -1,6 +1,7 @@
 """Strips of tensors, fetched from the ranks that own them: what a rank needs to decode tiles that it holds in part."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -10,9 +11,9 @@ import zstandard
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES, UINTS
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.patch.live import Copies
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.bits import HostBits
 from pulse_rl.weights.boxes import Box, Shape
 from pulse_rl.weights.pieces import Piece, place_view
@@ -33,14 +34,15 @@ def fetch_strips(
     """
     rows = {name: [(box.offset, box.sizes) for box in boxes] for name, boxes in needed.items()}
     packed = zstandard.ZstdCompressor(3).compress(msgspec.json.encode(rows))
+    gathered = ranks.gather("find which strips are needed", lambda: packed, MAX_NBYTES)
     wishes = [
         {name: [Box(*row) for row in found] for name, found in decode_json(data, _Needs, "strips").items()}
-        for data in (decompress(memoryview(one), MAX_NBYTES, "strips") for one in ranks.gather(packed, MAX_NBYTES))
+        for data in (decompress(one, MAX_NBYTES, "strips") for one in gathered)
     ]
     found: dict[str, list[Piece]] = {}
     for names, limit in _rounds(plan, wishes):
-        outgoing = [b"".join(_owned(ranks.rank, plan, wish, names, held)) for wish in wishes]
-        incoming = ranks.exchange(outgoing, limit)
+        outgoing = partial(_outgoing, ranks.rank, plan, wishes, names, held)
+        incoming = ranks.exchange("bring strips", outgoing, limit)
         taken = [0] * len(incoming)
         for name in names:
             dtype = UINTS[ITEMSIZES[plan.tensors[name].dtype]]
@@ -70,6 +72,13 @@ def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tup
         waiting = [a + b for a, b in zip(waiting, more, strict=True)]
     if names:
         yield names, max(waiting)
+
+
+def _outgoing(
+    rank: int, plan: SharePlan, wishes: list[dict[str, list[Box]]], names: list[str], held: Mapping[str, Copies]
+) -> list[bytes]:
+    """What this rank owns of what each one needs of some tensors."""
+    return [b"".join(_owned(rank, plan, wish, names, held)) for wish in wishes]
 
 
 def _owned(

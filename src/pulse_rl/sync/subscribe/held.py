@@ -13,9 +13,9 @@ from functools import cached_property, lru_cache
 
 from msgspec.structs import replace
 
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.patches import Fetched
-from pulse_rl.sync.group.ranks import Ranks
-from pulse_rl.sync.group.shares import Share, SharePlan, share_of, whole_share
+from pulse_rl.sync.shares import Share, SharePlan, share_of, whole_share
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Effort, Landing
 from pulse_rl.history.patches import Fetched
 from pulse_rl.history.restore import no_room
@@ -19,8 +20,7 @@ from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interr
 from pulse_rl.patch.live import Copies, by_name
 from pulse_rl.patch.merging import Batch, Merged, batches, write_all
 from pulse_rl.patch.overlay import Overlay, Replaced, laid_over
-from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.shares import SharePlan
+from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.subscribe.halo import fetch_strips
 from pulse_rl.sync.subscribe.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
 from pulse_rl.sync.subscribe.loading import Restored
@@ -52,8 +52,8 @@ class HasPlan(Protocol):
 class _Strips:
     """What a rank lacks of the tiles of the patch that was fetched last."""
 
-    def __init__(self, live: HasPlan, peers: RankPeers) -> None:
-        self._live, self._ranks = live, peers.ranks
+    def __init__(self, live: HasPlan, ranks: Ranks) -> None:
+        self._live, self._ranks = live, ranks
         self._needed: dict[str, list[Box]] = {}
         self._tied: Mapping[str, str] = {}
 
@@ -74,9 +74,9 @@ class Writing:
     keep_nbytes: float = KEEP_NBYTES
     later = False
 
-    def __init__(self, live: Held, proof: Proof, peers: RankPeers, effort: Effort) -> None:
-        self._live, self._proof, self._peers, self._effort = live, proof, peers, effort
-        self._strips = _Strips(live, peers)
+    def __init__(self, live: Held, proof: Proof, ranks: Ranks, effort: Effort) -> None:
+        self._live, self._proof, self._ranks, self._effort = live, proof, ranks, effort
+        self._strips = _Strips(live, ranks)
 
     @property
     def weights(self) -> Layout:
@@ -117,19 +117,18 @@ class Writing:
             self._live.drop_halo()
             self._write(restored.write)
         with self._effort.timing("prove_s"):
-            restored.check(self._peers, self._live)
+            restored.check(self._ranks, self._live)
         self._proof.hold(state_of(restored.target), restored.target.tied)
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write on all ranks. If it fails on one, no version is held on any."""
         self._proof.hold(None)
 
-        def timed() -> int:
+        def timed() -> None:
             with self._effort.timing("apply_s"):
                 write()
-            return 0
 
-        self._peers.add_up("write", timed)
+        self._ranks.do("write", timed, alike=True)
 
 
 class InFiles:
@@ -138,9 +137,9 @@ class InFiles:
     keep_nbytes: float = KEEP_NBYTES
     later = False
 
-    def __init__(self, files: Layout, live: HasPlan, peers: RankPeers, effort: Effort) -> None:
-        self._files, self._live, self._peers, self._effort = files, live, peers, effort
-        self._strips = _Strips(live, peers)
+    def __init__(self, files: Layout, live: HasPlan, ranks: Ranks, effort: Effort) -> None:
+        self._files, self._live, self._ranks, self._effort = files, live, ranks, effort
+        self._strips = _Strips(live, ranks)
         self._halo: dict[str, list[Piece]] = {}
         self.added = 0
 
@@ -167,12 +166,11 @@ class InFiles:
         self.added += 1
 
     def land(self, application: Application, to: State) -> None:
-        def write() -> int:
+        def write() -> None:
             with self._effort.timing("apply_s"):
                 application.write()
-            return 0
 
-        self._peers.add_up("write to files", write)
+        self._ranks.do("write to files", write, alike=True)
 
 
 @dataclass(frozen=True)
@@ -196,9 +194,9 @@ class Keeping:
 
     later = True
 
-    def __init__(self, live: Held, peers: RankPeers) -> None:
-        self._live, self._peers = live, peers
-        self._strips = _Strips(live, peers)
+    def __init__(self, live: Held, ranks: Ranks) -> None:
+        self._live, self._ranks = live, ranks
+        self._strips = _Strips(live, ranks)
         self.nbytes = 0  # of decoded changes or files
         self._patches: list[_Patch] = []
         self._halos: list[Halo] = []  # what was added to the halo before each patch
@@ -267,13 +265,13 @@ class Keeping:
         self._halos.append(self._strips.fetch(self.weights, self.before))
 
     def land(self, application: Application, to: State) -> None:
-        self._peers.add_up("keep what is staged", lambda: self._keep(application))
+        self._ranks.do("keep what is staged", lambda: self._keep(application), alike=True)
         self._patches.append(_Patch(application, to))
 
-    def _keep(self, application: Application) -> int:
+    def _keep(self, application: Application) -> None:
         if application.changed_nbytes <= self.keep_nbytes:
             self.nbytes += application.kept_nbytes
-            return 0
+            return
         try:
             overlay = Overlay(Replaced(*found) for found in application.changes())
         except OSError as error:
@@ -281,7 +279,6 @@ class Keeping:
         self._spilled = True
         application.keep_in({(name, place): changes for name, place, changes in overlay.replaced()})
         self.nbytes += overlay.nbytes
-        return 0
 
     def load(self, restored: Restored, files: ExitStack) -> None:
         self.discard()  # patches that did not lead to the version

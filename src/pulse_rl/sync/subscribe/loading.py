@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
-from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.subscribe.counting import count, unequal
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, differ, mirrored
@@ -45,11 +45,11 @@ class Restored:
         """Write every element that this rank holds."""
         finish_despite_interrupt(lambda: _write_all(self._proved, self._live))
 
-    def check(self, peers: RankPeers, live: Held) -> None:
+    def check(self, ranks: Ranks, live: Held) -> None:
         """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
-        found = count(peers, live, self.target.tied)
+        found = count(ranks, live, self.target.tied)
         if found != self.target.digest:
-            raise unequal(peers, live, self.target.tied) or IntegrityError(
+            raise unequal(ranks, live, self.target.tied) or IntegrityError(
                 f"the live weights after loading version {self.target.version}: expected digest {self.target.digest}, "
                 f"found {found}",
                 expected=self.target.digest,

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError
-from pulse_rl.group.collectives import name_ranks
+from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.group.agreement import require_same
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.trail import State
-from pulse_rl.sync.group.peers import RankPeers
-from pulse_rl.sync.group.shares import SharePlan, print_of
+from pulse_rl.sync.shares import SharePlan, print_of
 from pulse_rl.sync.subscribe.counting import check
 from pulse_rl.sync.subscribe.held import Halo, Held
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -37,14 +37,14 @@ class Proof:
     recount_every: syncs; 0 for never. overwrite: whether a version may be loaded over weights that hold none.
     """
 
-    def __init__(self, peers: RankPeers, recount_every: int, overwrite: bool = True) -> None:
+    def __init__(self, ranks: Ranks, recount_every: int, overwrite: bool = True) -> None:
         self.overwrite = overwrite
         self.held: State | None = None  # None while elements are being written, and where it is not known
         self.tied: dict[str, str] = {}  # the tied tensors of that version
         self.known: list[str] | None = None  # the names of the history's tensors, where they were looked up
         self.highest: State | None = None  # the newest version that was ever held
         self.halo: Halo = {}  # strips of other ranks' weights, of that version
-        self._peers = peers
+        self._ranks = ranks
         self._plan: SharePlan | None = None
         self._memory: Memory | None = None  # that was proved to hold it
         self._known: Memory | None = None  # the last that has held a version, whatever it holds now
@@ -82,25 +82,22 @@ class Proof:
 
     def view(self, make: Callable[[], LiveWeights], call: str, version: int | None) -> tuple[Held, str | None]:
         """View the weights. A collective. Returns them, and what is wrong with the versions that the ranks hold."""
-        found: list[LiveWeights] = []
+        together = self._ranks.size > 1
 
-        together = self._peers.ranks.size > 1
-
-        def stand() -> _Standing:
+        def stand() -> tuple[LiveWeights, _Standing]:
             live = make()
             still = self._memory is not None and self._memory.is_still(live.tensors)
             if together or not still:
                 live.layout  # noqa: B018 - what is no tensor is refused here, before anything is forgotten
-            found.append(live)
             if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
             known = self.overwrite or (self._known is not None and self._known.is_same(live.tensors))
             mine = print_of(live.layout, self._plan) if together else b""
-            return _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
+            return live, _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
 
-        standings = self._peers.ranks.share(call, stand, _Standing)
-        self._require_same_wish(call, standings)
+        found, standings = self._ranks.do_and_share(call, stand, _Standing)
+        require_same(call, [{"version": standing.version} for standing in standings])
         states = {standing.held for standing in standings}
         altered = None
         if len(states) > 1:
@@ -109,7 +106,7 @@ class Proof:
             altered = f"the ranks held different versions: {known}"
         prints = [standing.print for standing in standings] if together else None
         halo = self.halo if self.held is not None else {}
-        live = Held(found[0], self._peers.ranks, self._plan, halo, prints, self.known)
+        live = Held(found, self._ranks, self._plan, halo, prints, self.known)
         if together:
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
@@ -118,24 +115,8 @@ class Proof:
 
     def resume(self, look: Callable[[State | None], LiveWeights], call: str) -> Held:
         """View weights that a version was staged on. A collective. look: views them, and raises if it is obsolete."""
-        found: list[LiveWeights] = []
-
-        def view() -> int:
-            found.append(look(self.held))
-            return 0
-
-        self._peers.add_up(call, view)
-        return Held(found[0], self._peers.ranks, self._plan, self.halo, known=self.known)
-
-    def _require_same_wish(self, call: str, standings: list[_Standing]) -> None:
-        wanted = standings[0].version
-        odd = [rank for rank, standing in enumerate(standings) if standing.version != wanted]
-        if odd:
-            raise ExchangeError(
-                f"{call}: expected the same version on all ranks: {wanted} on rank 0, found "
-                f"{standings[odd[0]].version} on {name_ranks(odd, len(standings))}",
-                ranks=odd,
-            )
+        found = self._ranks.do(call, lambda: look(self.held), alike=True)
+        return Held(found, self._ranks, self._plan, self.halo, known=self.known)
 
     def verify(self, held: State, live: Held) -> str:
         """Recount live weights that should hold a version. A collective. Returns their digest.
@@ -143,7 +124,7 @@ class Proof:
         Raises IntegrityError.
         """
         self.held = None  # not known until they are counted
-        found = check(self._peers, live, self.tied, held)
+        found = check(self._ranks, live, self.tied, held)
         self.held, self._memory = held, Memory(live.live.tensors)
         self._recognised = True
         return found

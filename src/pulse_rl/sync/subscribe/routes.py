@@ -5,9 +5,10 @@ bytes than its anchor, it is restored. Objects that are missing or damaged are a
 """
 
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, PulseError, StoreError
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Effort, find_chain, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
@@ -15,7 +16,6 @@ from pulse_rl.history.partial import names_beside
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
-from pulse_rl.sync.group.peers import RankPeers
 from pulse_rl.sync.subscribe.counting import recognise, unequal
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import InFiles, Landings
@@ -28,7 +28,7 @@ from pulse_rl.weights.layout import Sides, in_store
 def advance(
     history: History,
     target: Manifest,
-    peers: RankPeers,
+    ranks: Ranks,
     live: Held,
     landing: Landings,
     proof: Proof,
@@ -42,42 +42,29 @@ def advance(
     """
     if proof.held is None:
         try:
-            proof.known = live.known = names_beside(history, target, live.agreed.plan.tied, peers)
+            proof.known = live.known = names_beside(history, target, live.agreed.plan.tied, ranks)
         except (FormatError, IntegrityError, StoreError) as error:  # perhaps the weights and the version tie the same
             faults.note(str(error))
-        proof.hold(recognise(history, peers, live, target, faults), target.tied)
+        proof.hold(recognise(history, ranks, live, target, faults), target.tied)
     held = proof.held
     # Tied tensors are counted once, so a proof holds only as long as the same names are tied.
     if held is not None and proof.tied == target.tied:
         if held.sequence < target.sequence:
             live.tie(target.tied)
-            held = _patch(history, held, target, peers, live, landing, proof, effort, faults)
+            held = _patch(history, held, target, ranks, live, landing, proof, effort, faults)
         if held == state_of(target):
             return False
     proof.check_overwrite()
     try:
         live.tie(target.tied)
         with ExitStack() as files:
-            places: list[Path] = []
-
-            def make_room() -> int:
-                places.append(files.enter_context(scratch()))
-                return 0
-
-            peers.add_up("make room for the version", make_room)
-            directory = places[0]
+            directory = ranks.do("make room for the version", lambda: files.enter_context(scratch()), alike=True)
             sides = in_store(target.version, history.store.url)
-            share = _share_of(live, peers, effort, sides)
+            share = _share_of(live, ranks, effort, sides)
             nbytes = live.share.held.nbytes if share is None else live.plan.nbytes
             proved = restore(history, target, directory, effort, faults, nbytes, share)
-            found: list[Restored] = []
-
-            def fit() -> int:
-                found.append(Restored(target, proved, live, directory, sides))
-                return 0
-
-            peers.add_up("compare the weights", fit)
-            landing.load(found[0], files.pop_all())
+            fitting = partial(Restored, target, proved, live, directory, sides)
+            landing.load(ranks.do("compare the weights", fitting, alike=True), files.pop_all())
     except PulseError as error:
         before = [message for message in faults.messages if message not in str(error)]
         if before:
@@ -86,27 +73,19 @@ def advance(
     return True
 
 
-def _share_of(live: Held, peers: RankPeers, effort: Effort, sides: Sides) -> Wanted | None:
+def _share_of(live: Held, ranks: Ranks, effort: Effort, sides: Sides) -> Wanted | None:
     """The share of a version that this rank needs; None for all of it, of one process."""
     pieces = wanted(live)
     if pieces is None:
         return None
-    first = peers.ranks.rank == 0
-    return Wanted(
-        pieces,
-        live.tensors,
-        peers,
-        first,
-        lambda files: InFiles(files, live, peers, effort),
-        sides,
-    )
+    return Wanted(pieces, live.tensors, ranks, lambda files: InFiles(files, live, ranks, effort), sides)
 
 
 def _patch(
     history: History,
     held: State,
     target: Manifest,
-    peers: RankPeers,
+    ranks: Ranks,
     live: Held,
     landing: Landings,
     proof: Proof,
@@ -118,16 +97,16 @@ def _patch(
     Returns how far they led; None if these are not the weights that were proved before.
     """
     limit = target.full_nbytes + REQUEST_NBYTES
-    chain = find_chain(history, held, target, faults, peers, limit)
+    chain = find_chain(history, held, target, faults, ranks, limit)
     if chain is None:
         return held
     try:
-        return follow(history, landing, held, target, effort, faults, sure=False, peers=peers, chain=chain)
+        return follow(history, landing, held, target, effort, faults, sure=False, ranks=ranks, chain=chain)
     except BaseMismatchError as error:  # the patch is of other tensors: the weights hold what they held
         faults.note(str(error))
         return proof.held
     except IntegrityError as error:  # these are not the bits that were proved: what they hold is not known
         proof.hold(None)
-        differing = unequal(peers, live, target.tied)
+        differing = unequal(ranks, live, target.tied)
         faults.note(f"{error}; {differing}" if differing else str(error))
         return None

@@ -18,6 +18,8 @@ import msgspec
 
 from pulse_rl.dtypes import torch_name
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, require
+from pulse_rl.group.collectives import Wording
+from pulse_rl.group.ranks import Ranks, collective
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import Heart
 from pulse_rl.history.log import History
@@ -26,8 +28,6 @@ from pulse_rl.history.partial import tensors_of
 from pulse_rl.history.search import FaultLog, Faults
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.group.peers import WORDING, RankPeers
-from pulse_rl.sync.group.ranks import collective, making, ranks_of
 from pulse_rl.sync.subscribe.beating import Beating
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
@@ -47,6 +47,15 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from pulse_rl.log.signing import PublicKey
+
+
+WORDING = Wording(
+    failed="the exchange between subscribing ranks failed: a rank or the network is lost, or the ranks did not make "
+    "the same calls",
+    advice="if a rank is lost, make a new process group and a new Subscriber on all ranks: its first sync repairs the "
+    "weights in place",
+    in_step="when the cause is gone, the same call may be made again on all ranks",
+)
 
 
 class _Found(msgspec.Struct):
@@ -117,7 +126,7 @@ class Subscriber:
         group: dist.ProcessGroup | Literal["world"] | None = None,
         group_timeout: float | None = None,
     ) -> None:
-        self._ranks = ranks_of(group, WORDING, group_timeout)
+        self._ranks = Ranks.of(group, WORDING, group_timeout)
 
         def make() -> tuple[History, Heart | None]:
             if not isinstance(verify_live, int) or verify_live < 0:
@@ -126,12 +135,11 @@ class Subscriber:
             history = History(store, public_key=public_key, patience=patience)
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
-        with making(self._ranks, "make a subscriber", make) as (history, heart):
-            self.history = history
+        with self._ranks.collective():
+            self.history, heart = self._ranks.make("make a subscriber", make)
             self._poll, self._poll_max = poll, poll_max
-            self._peers = RankPeers(self._ranks)
             self._kept = Kept()
-            self._proof = Proof(self._peers, int(verify_live), overwrite)
+            self._proof = Proof(self._ranks, int(verify_live), overwrite)
             self._beating = Beating(heart, self._proof, self._ranks)
             self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
             self._turn = Turn("Subscriber", nested=False)
@@ -292,7 +300,7 @@ class Subscriber:
         with self._beating.failures(start):
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "sync", version, effort)
-            writing = Writing(live, self._proof, self._peers, effort)
+            writing = Writing(live, self._proof, self._ranks, effort)
             arrival = self._advance(live, version, writing, effort, altered)
             self._reached = arrival.target
             return self._report(arrival, live, start)
@@ -323,7 +331,7 @@ class Subscriber:
         with self._beating.failures(start), ExitStack() as undo:
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "stage", version, effort)
-            memory, keeping = Memory(live.live.tensors, keep=True), Keeping(live, self._peers)
+            memory, keeping = Memory(live.live.tensors, keep=True), Keeping(live, self._ranks)
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
             keeping.settle()
@@ -341,7 +349,7 @@ class Subscriber:
             live = self._proof.resume(staged._view, f"apply version {staged.version}")
             keeping, arrival = staged._held()
             try:
-                keeping.write(Writing(live, self._proof, self._peers, arrival.effort))
+                keeping.write(Writing(live, self._proof, self._ranks, arrival.effort))
                 keeping.hand_over_halo(live)
             finally:
                 self._proof.remember(live, before)
@@ -388,11 +396,11 @@ class Subscriber:
             return _Found(target, faults.state())
 
         try:
-            found = self._peers.lead("find the version", find, _Found)
+            found = self._ranks.lead("find the version", find, _Found)
             faults.take(found.faults)
             target = found.target
             self._beating.aim(target.sequence)
-            restored = advance(self.history, target, self._peers, live, landing, self._proof, effort, faults)
+            restored = advance(self.history, target, self._ranks, live, landing, self._proof, effort, faults)
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")

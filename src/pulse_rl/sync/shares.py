@@ -23,7 +23,7 @@ from pulse_rl.codecs.zstd import decompress
 from pulse_rl.documents import decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, shown
-from pulse_rl.sync.group.ranks import Gathering
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, differ
 from pulse_rl.weights.box_sets import BoxSet, cut_apart, joined
@@ -177,28 +177,26 @@ class Share:
 
 
 def share_of(
-    ranks: Gathering,
+    ranks: Ranks,
     tensors: Layout,
     known: SharePlan | None = None,
-    prints: Sequence[bytes] | None = None,
-    numbers: Sequence[int] = (),
+    prints: Sequence[bytes | memoryview] | None = None,
 ) -> Share:
     """Agree who owns what. A collective.
 
     tensors: what this rank holds. known: the plan of the last time, which stands if every rank still holds the same.
-    prints: every rank's `print_of`, where they were exchanged already. numbers: of the ranks, in errors, where they are
-    some of a larger group.
+    prints: every rank's `print_of`, where they were exchanged already.
     Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
     """
     if ranks.size == 1 and not tensors.sharded:
         return whole_share(tensors)
     if prints is None:
-        prints = ranks.gather(print_of(tensors, known), 2 * PRINT_NBYTES)
+        prints = ranks.gather("compare what the ranks hold", lambda: print_of(tensors, known), 2 * PRINT_NBYTES)
     fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
     if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
-        packed = ranks.gather(zstandard.ZstdCompressor(3).compress(_describe(tensors)), MAX_NBYTES)
-        said = [decode_json(decompress(memoryview(data), MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
-        known = make_plan(said, fingerprint, numbers)
+        packed = ranks.gather("describe what the ranks hold", lambda: _packed(tensors), MAX_NBYTES)
+        said = [decode_json(decompress(data, MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
+        known = make_plan(said, fingerprint, ranks.numbers)
     return _assign(ranks.rank, tensors, known)
 
 
@@ -207,7 +205,12 @@ def print_of(tensors: Layout, known: SharePlan | None) -> bytes:
 
     A rank that was interrupted may know another plan than the others: then all make it anew.
     """
-    return tensors.derived(_fingerprint) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+    return fingerprint_of(tensors) + (known.fingerprint if known else bytes(PRINT_NBYTES))
+
+
+def fingerprint_of(tensors: Layout) -> bytes:
+    """The fingerprint of what a rank holds: equal as long as its share need not be agreed anew."""
+    return tensors.derived(_fingerprint)
 
 
 def _fingerprint(tensors: Layout) -> bytes:
@@ -221,6 +224,15 @@ def _describe(tensors: Layout) -> bytes:
         for name, bits in tensors.items()
     ]
     return msgspec.json.encode(_Held(rows, dict(sorted(tensors.tied.items()))))
+
+
+def share_by(plan: SharePlan, rank: int, tensors: Layout) -> Share:
+    """The share of a rank by a plan that stands."""
+    return _assign(rank, tensors, plan) if plan.parts else whole_share(tensors)
+
+
+def _packed(tensors: Layout) -> bytes:
+    return zstandard.ZstdCompressor(3).compress(_describe(tensors))
 
 
 def whole_share(tensors: Layout) -> Share:
@@ -367,7 +379,7 @@ def _nothing(spec: TensorSpec) -> Bits:
 
 
 def unequal_replicas(
-    ranks: Gathering, found: Sequence[Mapping[str, int]], mine: Callable[[str], Mapping[str, int]]
+    ranks: Ranks, found: Sequence[Mapping[str, int]], mine: Callable[[str], Mapping[str, int]]
 ) -> ExchangeError | None:
     """The error that names tensors whose copies differ between two ranks; None if all are equal. Then no collective.
 
@@ -377,8 +389,11 @@ def unequal_replicas(
     if differing is None:
         return None
     first, rank, holders = differing
-    digests_here = mine(holders) if ranks.rank in (first, rank) else {}
-    said = ranks.gather(msgspec.json.encode(digests_here), MAX_NBYTES)
+
+    def here() -> bytes:
+        return msgspec.json.encode(mine(holders) if ranks.rank in (first, rank) else {})
+
+    said = ranks.gather("compare replicas by tensor", here, MAX_NBYTES)
     one, other = (decode_json(said[at], dict[str, int], "replicas") for at in (first, rank))
     names = [name for name in one if one[name] != other.get(name)]
     where = f" of {shown(names)}" if names else ""
