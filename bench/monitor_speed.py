@@ -20,7 +20,7 @@ BATCH = 64
 def main(steps: int) -> None:
     torch.set_num_threads(1)
     loaded = model.load("smollm2", seed=0, dither=0)
-    task = tasks.Task("chain_sum", 0)
+    task = tasks.ProblemStream("chain_sum", 0)
     parameters = list(loaded.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-6, betas=(0.9, 0.999), weight_decay=0, fused=True)
     monitor = SparsityMonitor(loaded.model)

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     loaded = model.load("smollm2", seed=0, dither=0)
-    task = tasks.Task("chain_sum", 0)
+    task = tasks.ProblemStream("chain_sum", 0)
     optimizer = torch.optim.AdamW(
         loaded.model.parameters(), lr=options.lr, betas=(0.9, 0.999), weight_decay=0, fused=True
     )

@@ -1,4 +1,4 @@
-"""Adapters of what runs in an engine: the plug-in's `Receiver`, and the loader for SGLang's slot behind its client.
+"""Adapters of what runs in an engine: the plug-in's `EngineReceiver`, and SGLang's loader behind its client.
 
 The engine is the small one of `conformance_engines`: fused and turned parameters, loaded from files by its own loader.
 """
@@ -19,7 +19,7 @@ from conformance_engines import Engine
 from safetensors.torch import save_file
 
 from pulse_rl.engines.ranks import RankState
-from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.states import Follow
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import EngineError
@@ -87,7 +87,7 @@ class _Following:
 class _Plugin(_Following):
     """The plug-in's receiver, driven as a worker of an engine drives it."""
 
-    def __init__(self, engine: Engine, files: Any, receiver: Receiver, history: Follow) -> None:
+    def __init__(self, engine: Engine, files: Any, receiver: EngineReceiver, history: Follow) -> None:
         super().__init__(engine, files)
         self._receiver = receiver
         self._check(receiver.follow(history))
@@ -126,7 +126,7 @@ class _Plugin(_Following):
 
 
 class Plugins:
-    """`Receiver`, as in each worker of vLLM and each rank of SGLang."""
+    """`EngineReceiver`, as in each worker of vLLM and each rank of SGLang."""
 
     name = "plug-in of an engine"
     reads: Literal["store"] = "store"
@@ -139,7 +139,7 @@ class Plugins:
         def find(tensors: dict[str, TensorSpec], tied: dict[str, str]) -> LiveViews:
             return LiveViews.of(engine, engine.load_weights, tensors, tied=tied)
 
-        receiver = Receiver(
+        receiver = EngineReceiver(
             find, checkpoint=save(weights, Path(files.name)), compiles=False, opens=lambda wanted: source.store
         )
         return _Plugin(engine, files, receiver, Follow(store=source.url, patience=0))

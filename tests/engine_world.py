@@ -22,7 +22,7 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.engines.adoption import prove
 from pulse_rl.engines.ranks import Outside
-from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.service import Service, serve
 from pulse_rl.engines.states import PauseMode
 from pulse_rl.errors import UnmappedError
@@ -93,7 +93,7 @@ class SmallEngine:
         self.unmapped = self.refresh_fails = False
         self.refreshed, self.steps, self.pauses, self.resets = 0, 0, list[PauseMode](), 0
         self.broken: Callable[[str, str], bool] = lambda method, path: False  # whether to hang up instead of answering
-        self.receiver = Receiver(self._views, compiles=False)
+        self.receiver = EngineReceiver(self._views, compiles=False)
         self._paused, self._version = False, "default"
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._ended = threading.Event()

@@ -11,7 +11,7 @@ from pulse_rl.flow.data.curators import All, Curator
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.journal import FILE
-from pulse_rl.flow.samples import Episode, Group, PolicyGroup, Task, Turn
+from pulse_rl.flow.samples import Episode, EpisodeGroup, PolicyGroup, Task, Turn
 
 
 class Clock:
@@ -36,7 +36,7 @@ def group(
     versions: Mapping[str, int] | None = None,
     rewards: Sequence[float] = (0.0, 1.0),
     solved: float | None = None,
-) -> Group:
+) -> EpisodeGroup:
     """A worker's group: in each episode one turn of each policy. versions: None for those that the task names."""
     made = {name: version if versions is None else versions[name] for name, version in task.versions.items()}
     facts = {} if solved is None else {"solved": solved}
@@ -44,7 +44,7 @@ def group(
         Episode([turn(name, [int(v or 0)] * 2) for name, v in made.items()], dict.fromkeys(made, reward), facts)
         for reward in rewards
     ]
-    return Group(task, worker, episodes)
+    return EpisodeGroup(task, worker, episodes)
 
 
 def part(number: int, version: int, rewards: Sequence[float] = (0.0, 1.0), *, repeated: bool = False) -> PolicyGroup:

@@ -9,7 +9,6 @@ from pulse_rl.study.results import (
     SPANS,
     Bounds,
     Exponent,
-    Group,
     KStepSparsity,
     Prediction,
     Recurrence,
@@ -17,6 +16,7 @@ from pulse_rl.study.results import (
     Settings,
     StepStudy,
     Summary,
+    TensorGroup,
     TensorStudy,
     Version,
     Visible,
@@ -160,13 +160,13 @@ def _step(t: int, density: NDArray[np.float64], elements: int, settings: bool) -
     )
 
 
-def _groups(members: dict[str, list[TensorStudy]], steps: int) -> tuple[Group, ...]:
+def _groups(members: dict[str, list[TensorStudy]], steps: int) -> tuple[TensorGroup, ...]:
     found = []
     for name, tensors in members.items():
         elements, changes = sum(t.elements for t in tensors), sum(t.changes for t in tensors)
         density = changes / elements / steps
         found.append(
-            Group(
+            TensorGroup(
                 name=name,
                 tensors=len(tensors),
                 elements=elements,

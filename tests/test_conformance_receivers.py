@@ -15,7 +15,7 @@ from pulse_rl.kernels.cpu import beside
 from pulse_rl.testing import Check, checks
 from pulse_rl.testing.models import LLM
 from pulse_rl.testing.recorded import record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 OBJECTS = {"torn-object", "missing-object", "exchanged-objects"}
 FAILING = {"failing-call", "outage", "recovery", "torn-read", "failing-stage"}
@@ -59,7 +59,7 @@ def test_a_receiver_in_an_engine(check: Check, skipped: bool) -> None:
 
 def test_what_torch_does_not_count_is_found_by_verify_and_repaired_by_the_next_update() -> None:
     """As the loaders of engines write."""
-    with Trial(Plugins(), record(LLM, 3)) as trial:
+    with ReceiverTrial(Plugins(), record(LLM, 3)) as trial:
         trial.sync()
         plugin: Any = trial.receiver
         plugin.verify()

@@ -104,8 +104,8 @@ def test_header_bytes_are_aligned_and_read_back(name: bytes, n: int) -> None:
     header = safetensors_header.parse(memoryview(head + bytes(2 * n + 3)))
     assert header.metadata == {"k": text}
     assert header.entries == {
-        text: safetensors_header.Entry("U16", (n,), 0, 2 * n),
-        "b" + text: safetensors_header.Entry("U8", (3,), 2 * n, 2 * n + 3),
+        text: safetensors_header.HeaderEntry("U16", (n,), 0, 2 * n),
+        "b" + text: safetensors_header.HeaderEntry("U8", (3,), 2 * n, 2 * n + 3),
     }
     assert header.offset == len(head)
 

@@ -362,7 +362,7 @@ def test_a_store_that_begins_anew_is_followed_when_that_is_said_again(run: Run, 
 def test_a_history_is_refused_while_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(beside, "compile_missing", lambda: end.wait(20))
-    found = receiver.Receiver(lambda *_: pytest.fail("there is nothing to map"), compiles=True)
+    found = receiver.EngineReceiver(lambda *_: pytest.fail("there is nothing to map"), compiles=True)
     found.follow(Follow(store=str(tmp_path / "nothing"), patience=0))
     until(lambda: not found.state().working)
     failure = found.state().failure

@@ -10,7 +10,7 @@ from vllm_world import tied_model
 
 import pulse_rl as pulse
 from pulse_rl.flow import model, policy, recipe_file
-from pulse_rl.flow.rollout.sampler import Settings
+from pulse_rl.flow.rollout.sampler import SamplerSettings
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
 
     Both compute in BF16 by other kernels, so they differ a little; from the version before they differ by much.
     """
-    config = Settings(store_url=(tmp_path / "store").as_uri(), group_size=3, max_new_tokens=6, temperature=1.2)
+    config = SamplerSettings(store_url=(tmp_path / "store").as_uri(), group_size=3, max_new_tokens=6, temperature=1.2)
     publisher = pulse.Publisher(config.store_url)
     publisher.publish(loaded.model, version=0)
     sampler = VllmSampler("worker-0", config, model.assets(loaded))
@@ -56,7 +56,7 @@ def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Load
     assert sampler.verify() == publisher.digest
 
 
-def _distance(module: Any, done: policy.Completions, config: Settings) -> float:
+def _distance(module: Any, done: policy.Completions, config: SamplerSettings) -> float:
     """The mean difference of the tokens' log-probabilities, as scored and as sampled."""
     with torch.no_grad():
         scored = policy.score(module, done, config.temperature)

@@ -11,11 +11,11 @@ from bench.__main__ import main
 from bench.flow.setup import Setup
 from bench.flow.simulation import Simulation
 from bench.flow.size import FlowReport
-from pulse_rl.flow.data.balance import WINDOW, Balance, Region, Share, WaitRule
+from pulse_rl.flow.data.balance import WINDOW, Balance, DutyCycle, Region, WaitRule
 
 
 def test_a_share_follows_what_happens() -> None:
-    share = Share(window=10.0)
+    share = DutyCycle(window=10.0)
     assert share.value(0) == 0
     share.set(1, 0)
     assert share.value(5) == 1

@@ -5,7 +5,7 @@ import pytest
 from flow_world import part
 
 from pulse_rl.flow.data.buffer import PATIENCE, Order, PolicyBuffer, PolicySettings
-from pulse_rl.flow.data.curators import All, Curator, DropSolved, Greso, Outcome
+from pulse_rl.flow.data.curators import All, Curator, DropSolved, Greso, GroupOutcome
 from pulse_rl.flow.data.filters import drop_equal
 from pulse_rl.flow.data.replay import Candidate, Recent
 from pulse_rl.flow.samples import PolicyGroup
@@ -270,9 +270,9 @@ def test_a_deterministic_batch_is_given_again_as_it_was() -> None:
 # --- curators -------------------------------------------------------------------------------------------------------
 
 
-def _outcome(problem: int, rewards: list[float]) -> Outcome:
+def _outcome(problem: int, rewards: list[float]) -> GroupOutcome:
     found = np.array(rewards, np.float32)
-    return Outcome(0, problem, {"p": found}, float((found >= 1).mean()))
+    return GroupOutcome(0, problem, {"p": found}, float((found >= 1).mean()))
 
 
 def test_all_plays_each_problem_once_an_epoch() -> None:

@@ -23,7 +23,7 @@ from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.filters import drop_equal
 from pulse_rl.flow.data.replay import Recent
 from pulse_rl.flow.data.state import KEPT
-from pulse_rl.flow.samples import Episode, Group, Task, Turn, split
+from pulse_rl.flow.samples import Episode, EpisodeGroup, Task, Turn, split
 
 
 def _tasks(flow: Dataflow) -> dict[str, int]:
@@ -116,7 +116,7 @@ def test_the_version_that_made_a_token_counts_not_the_one_that_was_wanted() -> N
     turns = group(task, "w0", {"p": 0}).episodes[0].turns
     mixed = turns[0]._replace(versions=np.array([3, 1]))
     flow.publish("p", 4, "d", 0)
-    assert flow.push(Group(task, "w0", [Episode([mixed], {"p": 1.0}, {}), Episode(turns, {"p": 0.0}, {})]))
+    assert flow.push(EpisodeGroup(task, "w0", [Episode([mixed], {"p": 1.0}, {}), Episode(turns, {"p": 0.0}, {})]))
     part = flow._buffers["p"].state.ready[task.number]
     assert (part.version, part.newest) == (0, 3)
 

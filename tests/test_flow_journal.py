@@ -23,7 +23,7 @@ from pulse_rl.flow.data import events
 from pulse_rl.flow.data.curators import DropSolved
 from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.journal import FILE, Journal
-from pulse_rl.flow.samples import Group
+from pulse_rl.flow.samples import EpisodeGroup
 
 LOG = f"{FILE}-wal"
 
@@ -176,7 +176,7 @@ def test_a_group_that_could_not_be_read_back_is_refused(tmp_path: Path, monkeypa
     ]
     for episode in bad:
         with pytest.raises((ValueError, TypeError)):
-            flow.push(Group(task, "w0", [episode]))
+            flow.push(EpisodeGroup(task, "w0", [episode]))
         assert kept(flow) == before
     with monkeypatch.context() as patch:
         patch.setattr("pulse_rl.flow.data.state.LARGEST", 100)

@@ -13,8 +13,8 @@ import pulse_rl as pulse
 from pulse_rl.cli.summary import reward_change
 from pulse_rl.flow import directory, metrics, model, model_name, policy
 from pulse_rl.flow.engine import ProcessHandle, Remote, least_loaded
-from pulse_rl.flow.rollout.sampler import BuiltinSampler, Settings
-from pulse_rl.flow.tasks import LISTING, Task
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, SamplerSettings
+from pulse_rl.flow.tasks import LISTING, ProblemStream
 from pulse_rl.store.base import ObjectInfo
 
 # --- policy ---------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_sampling_is_seeded_and_stops(tiny: model.Loaded) -> None:
 
 
 def test_rewards() -> None:
-    task = Task("chain_sum", seed=0)
+    task = ProblemStream("chain_sum", seed=0)
     problem = task.problem(5)
     answer = problem.entry["answer"]
     assert problem.prompt.endswith(" =")
@@ -92,20 +92,20 @@ def test_rewards() -> None:
 
 
 def test_other_tasks_and_bad_ones() -> None:
-    task = Task("spell_backward:min_word_len=3,max_word_len=3", seed=0)
+    task = ProblemStream("spell_backward:min_word_len=3,max_word_len=3", seed=0)
     problem = task.problem(0)
     assert problem.prompt.endswith("Answer:")
     assert task.reward(problem, " " + problem.entry["answer"]) == 1
     with pytest.raises(ValueError, match="did you mean chain_sum or"):
-        Task("chainsum", seed=0)
+        ProblemStream("chainsum", seed=0)
     listed = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
     assert {"chain_sum", "spell_backward"} < set(listed.stdout.split())
     with pytest.raises(ValueError, match="'colour'; it has min_terms, max_terms, min_digits"):
-        Task("chain_sum:colour=3", seed=0)
+        ProblemStream("chain_sum:colour=3", seed=0)
     with pytest.raises(ValueError, match="'chain_sum:min_terms=9': max_terms must be"):
-        Task("chain_sum:min_terms=9", seed=0)
+        ProblemStream("chain_sum:min_terms=9", seed=0)
     with pytest.raises(ValueError, match="expected key=value, found 'x'"):
-        Task("chain_sum:x", seed=0)
+        ProblemStream("chain_sum:x", seed=0)
 
 
 def test_assets_build_the_same_model_elsewhere(tiny: model.Loaded) -> None:
@@ -206,7 +206,7 @@ def test_a_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_sampler_lists_the_store_once_a_version(tiny: model.Loaded, tmp_path: Path) -> None:
-    settings = Settings(store_url=tmp_path.as_uri())
+    settings = SamplerSettings(store_url=tmp_path.as_uri())
     sampler = BuiltinSampler("worker-0", settings, model.assets(tiny))
     store, listings = sampler.subscriber.history.store, []
     listed = store.list

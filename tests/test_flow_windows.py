@@ -3,7 +3,7 @@
 from typing import Any
 
 from pulse_rl.flow import recipe_file
-from pulse_rl.flow.data.evaluation import Windows, window_of
+from pulse_rl.flow.data.evaluation import EvaluationWindows, window_of
 from pulse_rl.flow.driver.windows import Evaluations
 
 
@@ -11,7 +11,7 @@ class Dataflow:
     """What opens windows. done: whether all of them have been played."""
 
     def __init__(self) -> None:
-        self._windows = Windows()
+        self._windows = EvaluationWindows()
         self.done = False
 
     def evaluate(self, window: str, problems: list[int], versions: dict[str, int | None]) -> str:

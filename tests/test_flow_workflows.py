@@ -13,7 +13,7 @@ from pulse_rl import flow
 from pulse_rl.flow import Conversation, Echo, Episode, Policy, Rewards, Scripted, Tools, Turn, play, recipe_file
 from pulse_rl.flow.playing.workflow import build
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.tasks import Task
+from pulse_rl.flow.tasks import ProblemStream
 
 GAME = Path(__file__).parents[1] / "examples" / "sum_game.toml"
 
@@ -145,7 +145,7 @@ def test_completions_have_at_most_the_recipes_tokens() -> None:
 
 
 def test_math_is_the_task_of_the_run() -> None:
-    workflow, task = _build("math"), Task("chain_sum", 3)
+    workflow, task = _build("math"), ProblemStream("chain_sum", 3)
     for number in range(5):
         problem = task.problem(number)
         answer = str(problem.entry["answer"])

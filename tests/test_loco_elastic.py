@@ -5,20 +5,20 @@ from typing import Any
 import pytest
 
 from pulse_rl.loco.elastic import Decision, decide
-from pulse_rl.loco.lighthouse import Offer, Quorum
+from pulse_rl.loco.lighthouse import Quorum, QuorumReport
 
 
-def decided(**offers: Offer) -> Decision:
-    return decide(Quorum("0002", offers, {id_: f"{id_}:1" for id_ in offers}))
+def decided(**reports: QuorumReport) -> Decision:
+    return decide(Quorum("0002", reports, {id_: f"{id_}:1" for id_ in reports}))
 
 
-def member(**fields: Any) -> Offer:
+def member(**fields: Any) -> QuorumReport:
     """One of the group "0001", with all of its round."""
     standard: dict[str, Any] = {"round": 5, "whole": True, "arrived": True, "group": "0001", "options": "x"}
-    return Offer(**standard | fields)
+    return QuorumReport(**standard | fields)
 
 
-def newcomer(**fields: Any) -> Offer:
+def newcomer(**fields: Any) -> QuorumReport:
     return member(**{"round": 0, "arrived": False, "group": ""} | fields)
 
 

@@ -216,17 +216,17 @@ def test_parts_that_are_not_there_are_left_out(report: Report, plots: int) -> No
 
 def test_numbers_that_cannot_be_drawn_are_left_out() -> None:
     points = [(1, 0.5), (2, None), (3, math.nan), (4, math.inf), (5, 0.0), (6, 0.25)]
-    linear = charts.lines({"a": points}, charts.Axis("x"), charts.Axis("y"))
-    log = charts.lines({"a": points}, charts.Axis("x"), charts.Axis("y", log=True))
+    linear = charts.lines({"a": points}, charts.ChartAxis("x"), charts.ChartAxis("y"))
+    log = charts.lines({"a": points}, charts.ChartAxis("x"), charts.ChartAxis("y", log=True))
     assert linear is not None
     assert log is not None
     assert [row["x"] for row in linear["data"]["values"]] == [1, 5, 6]
     assert [row["x"] for row in log["data"]["values"]] == [1, 6]
-    assert charts.lines({"a": points[:1], "b": []}, charts.Axis("x"), charts.Axis("y")) is None
-    ranges = charts.ranges([("a", math.nan, 0.0, 1.0)], charts.Axis("x"))
+    assert charts.lines({"a": points[:1], "b": []}, charts.ChartAxis("x"), charts.ChartAxis("y")) is None
+    ranges = charts.ranges([("a", math.nan, 0.0, 1.0)], charts.ChartAxis("x"))
     assert ranges is not None
     assert ranges["data"]["values"] == [{"series": "a", "x": None, "low": 0.0, "high": 1.0}]
-    many = charts.lines({"a": [(n, n % 2) for n in range(10_000)]}, charts.Axis("x"), charts.Axis("y"))
+    many = charts.lines({"a": [(n, n % 2) for n in range(10_000)]}, charts.ChartAxis("x"), charts.ChartAxis("y"))
     assert many is not None
     assert len(many["data"]["values"]) == charts.POINTS
     assert sum(row["y"] for row in many["data"]["values"]) / charts.POINTS == pytest.approx(0.5)

@@ -16,13 +16,23 @@ import pulse_rl as pulse
 from pulse_rl import units
 from pulse_rl.cli.main import main
 from pulse_rl.loco import exchange
-from pulse_rl.planner import MEANS_RATES, RATES, SENT_RATES, Channel, Plan, bandwidth_needed, bits, plan, utilization
+from pulse_rl.planner import (
+    MEANS_RATES,
+    RATES,
+    SENT_RATES,
+    Plan,
+    WeightTransfer,
+    bandwidth_needed,
+    bits,
+    plan,
+    utilization,
+)
 
 ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "bench/measured.md"
 
 
-def of(found: Plan, name: str) -> Channel:
+def of(found: Plan, name: str) -> WeightTransfer:
     return next(channel for channel in found.weights if channel.name == name)
 
 

@@ -58,7 +58,7 @@ class Trained(Source):
         self._cast()
 
     def _draw(self) -> Iterator[list[Any]]:
-        task, number = tasks.Task("chain_sum", 0), 0
+        task, number = tasks.ProblemStream("chain_sum", 0), 0
         while True:
             yield [task.problem(number + i) for i in range(_BATCH)]
             number += _BATCH

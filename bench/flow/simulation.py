@@ -24,7 +24,7 @@ from pulse_rl.flow.data.balance import WaitRule
 from pulse_rl.flow.data.buffer import PolicySettings
 from pulse_rl.flow.data.curators import All
 from pulse_rl.flow.data.dataflow import Dataflow
-from pulse_rl.flow.samples import Episode, Group, Task, Turn
+from pulse_rl.flow.samples import Episode, EpisodeGroup, Task, Turn
 
 IDLE_S = (0.02, 0.2)  # between a worker's questions, as in `flow.worker`
 POLL_S = 0.1  # between a trainer's
@@ -220,10 +220,10 @@ class Simulation:
         worker.pause = IDLE_S[0]
         self._ask_soon(worker, 0.0)
 
-    def _group(self, worker: _Worker, task: Task, versions: dict[str, int]) -> Group:
+    def _group(self, worker: _Worker, task: Task, versions: dict[str, int]) -> EpisodeGroup:
         turns = [self._turn(name, version) for name, version in versions.items()]
         rewards = [dict.fromkeys(versions, float(play % 2)) for play in range(PLAYS)]
-        return Group(task, worker.name, [Episode(turns, reward, {}) for reward in rewards])
+        return EpisodeGroup(task, worker.name, [Episode(turns, reward, {}) for reward in rewards])
 
     def _turn(self, name: str, version: int) -> Turn:
         if (name, version) not in self._turns:

@@ -179,7 +179,7 @@ def words_of(value: Any) -> tuple[Any, list[int]]:
         return types.BaseTuple.from_types(kinds, type(value)), list(chain.from_iterable(parts))
     if not isinstance(value, torch.Tensor):
         return typeof(value), [int(value)]
-    seen = device.View(value).__cuda_array_interface__
+    seen = device.CudaArray(value).__cuda_array_interface__
     dtype, shape = np.dtype(seen["typestr"]), seen["shape"]
     strides = [dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
     words = [0, 0, int(np.prod(shape)), dtype.itemsize, seen["data"][0], *shape, *strides]

@@ -80,7 +80,7 @@ def copied(tree: Any) -> Any:
     return tree.clone() if isinstance(tree, torch.Tensor) else tree
 
 
-def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: tasks.Task, first: int) -> float:
+def inner_steps(loaded: model.Loaded, optimizer: torch.optim.Optimizer, task: tasks.ProblemStream, first: int) -> float:
     """Take SYNC_EVERY inner steps, on problems from step `first` on; returns their mean loss."""
     losses = []
     for step in range(first, first + SYNC_EVERY):
@@ -107,7 +107,7 @@ def measure(name: str, rounds: int, lr: float, value_dtype: Any, scale: float | 
     """Take `rounds` rounds at a learning rate, and time the last one."""
     loaded = model.load(name, seed=0, dither=0 if name == "smollm2" else None)
     net = loaded.model.eval()
-    task = tasks.Task("chain_sum", 0)
+    task = tasks.ProblemStream("chain_sum", 0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0, fused=True)
     loco = pulse.PulseLoCo(
         net, optimizer, sync_every=SYNC_EVERY, exchange="gather", value_dtype=value_dtype, gate_scale=scale

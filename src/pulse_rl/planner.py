@@ -45,7 +45,7 @@ SENT_RATES = Rates(math.inf, 1.05, entropy=0.82)
 MEANS_RATES = Rates(1.9, 27.0)
 
 
-class Channel(msgspec.Struct, frozen=True):
+class WeightTransfer(msgspec.Struct, frozen=True):
     """The weights of one version, from the trainer to the rollout workers: as a full checkpoint or as a patch.
 
     Attributes:
@@ -117,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True):
     trainers: int
     sync_every: int
     loco_density: float
-    weights: tuple[Channel, ...]
+    weights: tuple[WeightTransfer, ...]
     rounds: tuple[Round, ...]
 
 
@@ -171,7 +171,7 @@ def plan(
         bandwidth=bandwidth,
         compute_s=compute_s,
         loco_density=loco_density,
-        weights=tuple(_channel(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES)),
+        weights=tuple(_transfer(name, params, density, bandwidth, compute_s, workers) for name in ("full", *RATES)),
         rounds=_rounds(params, bandwidth, sync_every * compute_s, trainers, sync_every, loco_density),
     )
 
@@ -192,12 +192,14 @@ def bits(rates: Rates, density: float) -> float:
     return min(rates.entropy * entropy, rates.positions * density) + rates.rest * density
 
 
-def _channel(name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int) -> Channel:
+def _transfer(
+    name: str, params: int, density: float, bandwidth: float, compute_s: float, workers: int
+) -> WeightTransfer:
     full = params * BF16
     rates = RATES.get(name)
     nbytes = full if rates is None else params * bits(rates, density) / 8
     seconds = 8 * nbytes / bandwidth
-    return Channel(
+    return WeightTransfer(
         name=name,
         nbytes=round(nbytes),
         reduction=full / nbytes,

@@ -26,7 +26,7 @@ MAX_DIMENSION = (1 << 63) - 1
 BROKEN = "broken safetensors header"
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One tensor of a file: bytes [start, stop) of the data section."""
 
     dtype: str  # as safetensors spells it
@@ -39,7 +39,7 @@ class Header(NamedTuple):
     """What a file's header says."""
 
     metadata: dict[str, str]
-    entries: dict[str, Entry]  # by tensor name, in the file's order
+    entries: dict[str, HeaderEntry]  # by tensor name, in the file's order
     offset: int  # where the data section starts in the file, bytes
 
 
@@ -78,12 +78,14 @@ def _header_length(data: memoryview) -> int:
     return int(length)
 
 
-def _decode(text: memoryview) -> tuple[dict[str, str], dict[str, Entry]]:
+def _decode(text: memoryview) -> tuple[dict[str, str], dict[str, HeaderEntry]]:
     """The metadata and the tensors that the JSON of a header lists."""
     raw = decode_json(text, dict[str, msgspec.Raw], BROKEN)
     metadata = decode_json(raw.pop("__metadata__", msgspec.Raw(b"{}")), dict[str, str], BROKEN)
     parsed = {name: decode_json(entry, _RawEntry, f"{BROKEN}: tensor {name!r}") for name, entry in raw.items()}
-    entries = {name: Entry(entry.dtype, tuple(entry.shape), *entry.data_offsets) for name, entry in parsed.items()}
+    entries = {
+        name: HeaderEntry(entry.dtype, tuple(entry.shape), *entry.data_offsets) for name, entry in parsed.items()
+    }
     # JSON lets a name appear twice, and two readers could take different entries: refuse it.
     with translate(RecursionError, to=lambda text: CheckpointFormatError(f"{BROKEN}: {text}")):
         json.loads(str(text, "utf-8"), object_pairs_hook=_unique)
@@ -97,7 +99,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_coverage(entries: dict[str, Entry], data_nbytes: int) -> None:
+def _check_coverage(entries: dict[str, HeaderEntry], data_nbytes: int) -> None:
     """Check that the tensors are of supported types and cover the data section exactly."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):

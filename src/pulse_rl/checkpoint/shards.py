@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 _ZEROS = bytes(1 << 20)
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """One file of a checkpoint to be written."""
 
     name: str
@@ -40,7 +40,9 @@ def nbytes_of(tensor: Described) -> int:
     return math.prod(tensor.shape) * ITEMSIZES[tensor.dtype]
 
 
-def plan_shards(tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES) -> tuple[list[Shard], bytes | None]:
+def plan_shards(
+    tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYTES
+) -> tuple[list[ShardFile], bytes | None]:
     """Divide tensors into files of at most shard_nbytes, or one tensor.
 
     Returns the files, and the index's bytes if there are several.
@@ -55,8 +57,8 @@ def plan_shards(tensors: Mapping[str, Described], shard_nbytes: int = SHARD_NBYT
         groups[-1].append(name)
         filled += nbytes
     if len(groups) == 1:
-        return [Shard(SINGLE, groups[0])], None
-    shards = [Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, 1)]
+        return [ShardFile(SINGLE, groups[0])], None
+    shards = [ShardFile(f"model-{i:05d}-of-{len(groups):05d}.safetensors", names) for i, names in enumerate(groups, 1)]
     total = sum(map(nbytes_of, tensors.values()))
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

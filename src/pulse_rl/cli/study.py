@@ -16,7 +16,7 @@ from pulse_rl.units import nbytes
 if TYPE_CHECKING:
     from pulse_rl.flow.recipe import PolicyRecipe
     from pulse_rl.study.results import Report, Settings
-    from pulse_rl.study.sources.base import Source
+    from pulse_rl.study.sources.base import StudySource
 
 REPORT, PAGE = "report.json", "report.html"
 
@@ -154,7 +154,7 @@ def _run_notes(target: str) -> list[str]:
     return notes
 
 
-def _open(targets: list[str], stack: ExitStack) -> Source:
+def _open(targets: list[str], stack: ExitStack) -> StudySource:
     """The source that the targets name. Its files are deleted when the stack closes."""
     from pulse_rl import History
     from pulse_rl.flow.directory import store_of

@@ -25,10 +25,10 @@ from pulse_rl.engines.states import (
     During,
     EngineReport,
     EngineState,
+    ErrorBody,
     Failure,
     Follow,
     PauseMode,
-    Refusal,
 )
 from pulse_rl.errors import EngineError, FormatError, one_line, printable
 from pulse_rl.store.urls import as_path, is_url
@@ -304,7 +304,7 @@ class EngineClient:
     def _refused(self, during: str, status: int, body: bytes) -> EngineError:
         """The error for an answer that is no success."""
         try:
-            refusal = decode_json(body, Refusal, "its answer")
+            refusal = decode_json(body, ErrorBody, "its answer")
         except FormatError:
             advice = {
                 401: "it wants its API key",

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from pulse_rl.engines.geometry import Axis, Copied, NotBoxes, Strided, cells, row_major
-from pulse_rl.engines.tracing import Overwritten, Trace, storage_of
+from pulse_rl.engines.geometry import Copied, CopiedAxis, NotBoxes, Strided, cells, row_major
+from pulse_rl.engines.tracing import LoaderOverwrite, Trace, storage_of
 from pulse_rl.errors import UnmappedError
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box
@@ -42,7 +42,7 @@ def check_coverage(model: torch.nn.Module, trace: Trace, derived: Iterable[torch
 
 def _check_order(trace: Trace) -> None:
     """Raise UnmappedError for a tensor whose memory the loader writes again."""
-    others: dict[int, list[Overwritten]] = {}
+    others: dict[int, list[LoaderOverwrite]] = {}
     for other in trace.others:
         others.setdefault(storage_of(other.memory), []).append(other)
     for number, copy in enumerate(trace.copies):
@@ -71,7 +71,7 @@ def _boxes(name: str, parameter: torch.Tensor, part: torch.Tensor) -> list[Box]:
     """A view of a parameter as boxes of it."""
     shape = tuple(parameter.shape)
     along = zip(shape, row_major(shape), parameter.stride(), strict=True)
-    memory = Copied(0, int(parameter.storage_offset()), tuple(Axis(*axis) for axis in along if axis[0] != 1))
+    memory = Copied(0, int(parameter.storage_offset()), tuple(CopiedAxis(*axis) for axis in along if axis[0] != 1))
     try:
         # The view's own layout stands for what it is copied to; only where it lies in the parameter matters.
         copied = memory.view(Strided.of(part), Strided(0, tuple(part.shape), row_major(tuple(part.shape))))

@@ -31,7 +31,7 @@ class Strided(NamedTuple):
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
-class Axis(NamedTuple):
+class CopiedAxis(NamedTuple):
     """One dimension of what is copied."""
 
     size: int
@@ -44,7 +44,7 @@ class Copied(NamedTuple):
 
     source: int  # position of the first element in the published tensor
     target: int  # and in the storage
-    axes: tuple[Axis, ...]
+    axes: tuple[CopiedAxis, ...]
 
     def view(self, part: Strided, target: Strided) -> "Copied":
         """Copy a part of this storage on to another one.
@@ -64,7 +64,7 @@ class Copied(NamedTuple):
             source += place * digit.source
         if left or any(place >= digit.size for place, digit in zip(used, digits, strict=True)):
             raise NotBoxes("elements that were not copied")
-        axes: list[Axis] = []
+        axes: list[CopiedAxis] = []
         along = zip(part.sizes, part.strides, target.strides, strict=True)
         for size, stride, step in sorted((one for one in along if one[0] != 1), key=lambda one: one[1]):
             axes += _split(size, stride, step, digits, used)
@@ -74,7 +74,7 @@ class Copied(NamedTuple):
 def identity(shape: Shape) -> Copied:
     """A contiguous tensor as it is."""
     strides = zip(shape, row_major(shape), strict=True)
-    return Copied(0, 0, tuple(Axis(n, stride, stride) for n, stride in strides if n != 1))
+    return Copied(0, 0, tuple(CopiedAxis(n, stride, stride) for n, stride in strides if n != 1))
 
 
 def row_major(shape: Shape) -> Shape:
@@ -82,13 +82,13 @@ def row_major(shape: Shape) -> Shape:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _split(size: int, stride: int, step: int, digits: list[Axis], used: list[int]) -> list[Axis]:
+def _split(size: int, stride: int, step: int, digits: list[CopiedAxis], used: list[int]) -> list[CopiedAxis]:
     """Divide one dimension of a view among the axes of a storage that it runs through, the smallest first.
 
     stride, step: of the dimension in that storage, and in the one that it is copied to. digits: the storage's axes by
     falling stride. used: the last place that is read of each of them so far; moved on.
     """
-    found: list[Axis] = []
+    found: list[CopiedAxis] = []
     while size > 1:
         at = next((d for d, digit in enumerate(digits) if digit.target <= stride), None)
         if at is None:
@@ -97,13 +97,13 @@ def _split(size: int, stride: int, step: int, digits: list[Axis], used: list[int
         places, rest = divmod(stride, digit.target)
         if not rest and used[at] + places * (size - 1) < digit.size:  # it ends within this axis
             used[at] += places * (size - 1)
-            return [*found, Axis(size, places * digit.source, step)]
+            return [*found, CopiedAxis(size, places * digit.source, step)]
         here, uneven = divmod(digit.size, places)
         further = at and digits[at - 1].target == digit.target * digit.size
         if rest or uneven or size % here or used[at] >= places or not further:
             raise NotBoxes("a range that crosses rows")
         used[at] += places * (here - 1)
-        found.append(Axis(here, places * digit.source, step))
+        found.append(CopiedAxis(here, places * digit.source, step))
         size, stride, step = size // here, digit.target * digit.size, step * here
     return found
 
@@ -122,7 +122,7 @@ def cells(shape: Shape, copied: Copied) -> list[Cell]:
     for d, stride in dimensions:
         first[d], left = divmod(left, stride)
     sizes, strides = [1] * len(shape), [1] * len(shape)
-    moves: list[Axis] = []  # from box to box
+    moves: list[CopiedAxis] = []  # from box to box
     for d, stride in dimensions:
         behind = stride * shape[d]
         merged = _merge([axis for axis in copied.axes if stride <= axis.source < behind])
@@ -143,9 +143,9 @@ def cells(shape: Shape, copied: Copied) -> list[Cell]:
     return found
 
 
-def _merge(axes: list[Axis]) -> list[Axis]:
+def _merge(axes: list[CopiedAxis]) -> list[CopiedAxis]:
     """The axes of one dimension by rising stride; those that continue each other on both sides are one."""
-    found: list[Axis] = []
+    found: list[CopiedAxis] = []
     for axis in sorted(axes, key=lambda axis: axis.source):
         last = found[-1] if found else None
         if last and axis.source == last.source * last.size and axis.target == last.target * last.size:

@@ -86,7 +86,7 @@ def _open_store(wanted: Follow) -> Store:
     return open_store(wanted.store, cache=wanted.cache or False)
 
 
-class Receiver:
+class EngineReceiver:
     """What one process of an engine does for a history. Calls come from one thread, the engine's.
 
     find_views: finds the weights of the history's tensors in this process. group: of the ranks that hold shares of one

@@ -8,8 +8,8 @@
     POST /v1/pulse/resume    go on after a pause
     GET  /pulse/ready        for load balancers: 200 or 503
 
-A pause begins and ends in one request. The engine's processes do the work: a route calls the `Receiver` of each, all at
-once. An `Engine` says how an engine pauses and how its processes are called; the HTTP server is the engine's.
+A pause begins and ends in one request. The engine's processes do the work: a route calls the `EngineReceiver` of each,
+all at once. An `Engine` says how an engine pauses and how its processes are called; the HTTP server is the engine's.
 
 An engine whose server takes no routes of ours, or that has no server, has its service in the client's process: `Local`.
 """
@@ -33,18 +33,18 @@ from pulse_rl.engines.states import (
     During,
     EngineReport,
     EngineState,
+    ErrorBody,
     Failure,
     Follow,
     PauseMode,
     Prepared,
-    Refusal,
     method,
 )
 from pulse_rl.errors import EngineError, one_line
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
-    from pulse_rl.engines.receiver import Receiver  # it compiles kernels, and clients import this
+    from pulse_rl.engines.receiver import EngineReceiver  # it compiles kernels, and clients import this
 
 log = logger(__name__)
 
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """What it says besides: its model, whether it is paused, and the version that it was made to say."""
 
 
-def serve(receiver: Receiver, verb: str, arguments: dict[str, Any]) -> Any:
+def serve(receiver: EngineReceiver, verb: str, arguments: dict[str, Any]) -> Any:
     """One call of a receiver, in the engine's thread. Returns a RankState, or for "apply" an Applied, as plain data."""
     verbs: dict[str, Callable[[], RankState | Applied]] = {
         "state": receiver.state,
@@ -87,13 +87,13 @@ def serve(receiver: Receiver, verb: str, arguments: dict[str, Any]) -> Any:
     return msgspec.to_builtins(verbs[verb]())
 
 
-class Version(msgspec.Struct, frozen=True):
+class StageRequest(msgspec.Struct, frozen=True):
     """The body of /stage."""
 
     version: int | None = None
 
 
-class Apply(msgspec.Struct, frozen=True):
+class ApplyRequest(msgspec.Struct, frozen=True):
     """The body of /apply."""
 
     version: int | None = None
@@ -130,7 +130,7 @@ class Service:
         try:
             return _json(await verbs[verb](body))
         except _RefusedError as error:
-            return _json(Refusal(error.failure, error.state), error.status)
+            return _json(ErrorBody(error.failure, error.state), error.status)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """What answers a method and a path."""
@@ -160,7 +160,7 @@ class Service:
             )
 
     async def _stage(self, request: bytes) -> EngineState:
-        wanted = _body(request, Version, "stage")
+        wanted = _body(request, StageRequest, "stage")
         async with self._updating:
             ranks = await self._idle("stage")
             state = await self._state(ranks)
@@ -183,7 +183,7 @@ class Service:
             return await self._state(ranks)
 
     async def _apply(self, request: bytes) -> EngineReport:
-        wanted = _body(request, Apply, "apply")
+        wanted = _body(request, ApplyRequest, "apply")
         async with self._updating:
             ranks = await self._idle("apply")
             before = await self._state(ranks)
@@ -194,7 +194,7 @@ class Service:
             return await self._apply_staged(wanted, staged, ranks, before)
 
     async def _apply_staged(
-        self, wanted: Apply, staged: Prepared, ranks: list[RankState], before: EngineState
+        self, wanted: ApplyRequest, staged: Prepared, ranks: list[RankState], before: EngineState
     ) -> EngineReport:
         """Pause, write, go on. Who had paused the engine before, resumes it; except where a failed apply has."""
         engine, stopped = self._engine, is_stopped(ranks)

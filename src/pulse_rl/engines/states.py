@@ -172,7 +172,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     reset_caches: bool
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class ErrorBody(msgspec.Struct, frozen=True):
     """The body of an answer that is no success.
 
     Attributes:

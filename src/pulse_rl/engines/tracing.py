@@ -32,7 +32,7 @@ _COPIES = (_aten.clone, _aten.contiguous, _aten._to_copy, _aten.lift_fresh_copy)
 _FILLS = (_aten.fill_, _aten.zero_)
 
 
-class Written(NamedTuple):
+class LoaderCopy(NamedTuple):
     """A copy that the loader makes from a published tensor into live memory."""
 
     name: str
@@ -40,7 +40,7 @@ class Written(NamedTuple):
     copied: Copied  # to the memory's storage
 
 
-class Overwritten(NamedTuple):
+class LoaderOverwrite(NamedTuple):
     """Live memory that the loader writes something else to than a published tensor."""
 
     memory: torch.Tensor
@@ -56,9 +56,9 @@ class Trace(NamedTuple):
     writes.
     """
 
-    copies: list[Written]
+    copies: list[LoaderCopy]
     refused: dict[str, str]
-    others: list[Overwritten]
+    others: list[LoaderOverwrite]
 
 
 class _Known(NamedTuple):
@@ -247,7 +247,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif copied is not None:
             try:
                 copied = copied.view(Strided.of(source.expand(target.shape)), Strided.of(target))
-                self.trace.copies.append(Written(known.names[0], target, copied))
+                self.trace.copies.append(LoaderCopy(known.names[0], target, copied))
                 return
             except NotBoxes as error:
                 reason = f"it is made of {error}"
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(target, False, known.names)
 
     def _note(self, target: torch.Tensor, constant: bool, names: tuple[str, ...] = ()) -> None:
-        self.trace.others.append(Overwritten(target.detach(), len(self.trace.copies), constant, names))
+        self.trace.others.append(LoaderOverwrite(target.detach(), len(self.trace.copies), constant, names))
 
     def _refuse(self, names: Iterable[str], reason: str) -> None:
         for name in names:

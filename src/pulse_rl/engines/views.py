@@ -16,7 +16,7 @@ from pulse_rl.engines.computed import computed, recomputed
 from pulse_rl.engines.coverage import check_coverage
 from pulse_rl.engines.derived import Derived, Rebuilding
 from pulse_rl.engines.geometry import NotBoxes, cells
-from pulse_rl.engines.tracing import LoadWeights, Written, storage_of, torch_dtype, trace
+from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace
 from pulse_rl.errors import UnmappedError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
@@ -78,7 +78,7 @@ class LiveViews:
                 continue
             raise UnmappedError(f"tensor {name!r} cannot be followed in place: {reason}", name=name, reason=reason)
         check_coverage(model, found, (result for one in derived for result in one.results))
-        copies: dict[str, list[Written]] = {}
+        copies: dict[str, list[LoaderCopy]] = {}
         for copy in found.copies:
             if copy.name in sources:
                 continue
@@ -127,7 +127,7 @@ class LiveViews:
         return self._rebuilding.refresh()
 
 
-def _view(name: str, spec: TensorSpec, copies: list[Written], owners: Mapping[int, torch.Tensor]) -> Any:
+def _view(name: str, spec: TensorSpec, copies: list[LoaderCopy], owners: Mapping[int, torch.Tensor]) -> Any:
     """What a process holds of one tensor.
 
     owners: parameters and buffers by their storage. Views of them see torch's count of writes to them, which those that

@@ -27,7 +27,7 @@ SENTENCE = 300  # characters of a failure of Ray
 SHARE = 0.001  # of a region's resource, that each process there takes
 
 
-class Settings(Protocol):
+class RunSettings(Protocol):
     """What the engine needs to know of a run."""
 
     @property
@@ -155,7 +155,7 @@ _handles: WeakSet[ProcessHandle] = WeakSet()  # those not closed: which node has
 
 
 @contextmanager
-def engine(config: Settings) -> Iterator[None]:
+def engine(config: RunSettings) -> Iterator[None]:
     """Ray, on this machine or at an address, in a new namespace; shut down at the end."""
     import ray
 

@@ -1,6 +1,6 @@
 """What moves between the services of a dataflow: tasks out, groups in, batches on to the trainers.
 
-    Dataflow ── Task ──▶ worker: plays a problem group_size times ── Group ──▶ Dataflow ── Batch ──▶ a policy's trainer
+    Dataflow ── Task ──▶ worker: plays it group_size times ── EpisodeGroup ──▶ Dataflow ── Batch ──▶ a policy's trainer
 
 Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all
 policies of its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the
@@ -61,7 +61,7 @@ class Task(NamedTuple):
     evaluation: str | None = None  # the window that it belongs to; None: training
 
 
-class Group(NamedTuple):
+class EpisodeGroup(NamedTuple):
     """What a worker pushes for a task."""
 
     task: Task
@@ -106,7 +106,7 @@ def solved(episode: Episode) -> bool:
     return all(reward >= 1 for reward in episode.rewards.values())
 
 
-def split(group: Group, policy: str) -> PolicyGroup | None:
+def split(group: EpisodeGroup, policy: str) -> PolicyGroup | None:
     """One policy's part of a group; None if the policy made no token in it.
 
     Raises ValueError if an episode has no finite reward for the policy, or if a turn's arrays differ in length or hold

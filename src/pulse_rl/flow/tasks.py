@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     entry: dict[str, Any]
 
 
-class Task:
+class ProblemStream:
     """A stream of problems, reproducible from a seed.
 
     name: a reasoning-gym dataset, optionally with settings ("chain_sum:max_terms=3,max_digits=2"). seed: an int.

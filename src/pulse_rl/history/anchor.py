@@ -11,7 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from pulse_rl.checkpoint.shards import INDEX, Shard, plan_shards, stream_shard
+from pulse_rl.checkpoint.shards import INDEX, ShardFile, plan_shards, stream_shard
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import IntegrityError
 from pulse_rl.history.manifest import is_file_name
@@ -38,7 +38,7 @@ def put_anchor(
 
 
 def put_shards(
-    store: Store, directory: str, tensors: Mapping[str, Bits], shards: Iterable[Shard]
+    store: Store, directory: str, tensors: Mapping[str, Bits], shards: Iterable[ShardFile]
 ) -> tuple[tuple[ObjectRef, ...], int]:
     """Write some files of an anchor. Returns them, and the digest of the elements that were sent."""
     seeds = {name: digests.seed(name, bits.dtype, bits.shape) for name, bits in tensors.items()}

@@ -11,12 +11,12 @@ import msgspec
 from pulse_rl.documents import Count, Digest, Token
 from pulse_rl.errors import FormatError, IntegrityError, ObjectNotFoundError
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.log.sealed import Format, read_sealed
+from pulse_rl.log.sealed import SealedFormat, read_sealed
 from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
 
 END = "end.json"
-FORMAT = Format("pulse-rl/end", 1, "the end of the history", "mark of an end", 4096)  # a signed manifest is none
+FORMAT = SealedFormat("pulse-rl/end", 1, "the end of the history", "mark of an end", 4096)  # a signed manifest is none
 
 
 class Mark(msgspec.Struct, frozen=True):

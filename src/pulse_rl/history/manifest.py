@@ -12,13 +12,13 @@ import msgspec
 from pulse_rl.documents import Count, Digest, HeadHash, Token
 from pulse_rl.errors import IntegrityError
 from pulse_rl.log.objects import ObjectRef, number_in
-from pulse_rl.log.sealed import Format, open_sealed
+from pulse_rl.log.sealed import SealedFormat, open_sealed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 MAX_MANIFEST_NBYTES = 16 << 20
-FORMAT = Format("pulse-rl/history", 1, "the history", "manifest", MAX_MANIFEST_NBYTES)
+FORMAT = SealedFormat("pulse-rl/history", 1, "the history", "manifest", MAX_MANIFEST_NBYTES)
 MAX_SEQUENCE = 10**12 - 1  # the greatest number of 12 digits
 
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

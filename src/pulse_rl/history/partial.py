@@ -38,7 +38,7 @@ AT_ONCE_NBYTES = 64 << 20  # in memory at a time
 Read: TypeAlias = Callable[[Store, ObjectRef, int, int], memoryview]
 
 
-class Stored(NamedTuple):
+class AnchorTensor(NamedTuple):
     """One tensor of an anchor."""
 
     file: ObjectRef
@@ -50,13 +50,13 @@ def _read_part(store: Store, file: ObjectRef, start: int, stop: int) -> memoryvi
     return read_range(store, file.name, start, stop, most=file.nbytes)
 
 
-def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tuple[dict[str, Stored], int]:
+def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tuple[dict[str, AnchorTensor], int]:
     """Where each tensor of an anchor lies, and how many bytes were read to learn it.
 
     read: reads a range of an object. Raises IntegrityError for files that are no checkpoint, and StoreError,
     CannotReadRangeError too.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, AnchorTensor] = {}
     nbytes = 0
     for ref in anchor.anchor:
         if not ref.name.endswith(".safetensors"):
@@ -71,7 +71,7 @@ def read_headers(store: Store, anchor: Manifest, read: Read = _read_part) -> tup
             if name in found:
                 reason = f"{ref.name}: expected each tensor in one file, found {name!r} again"
                 raise IntegrityError(reason, name=ref.name)
-            found[name] = Stored(ref, header.offset + start, TensorSpec(name, dtype, shape))
+            found[name] = AnchorTensor(ref, header.offset + start, TensorSpec(name, dtype, shape))
     return dict(sorted(found.items())), nbytes
 
 
@@ -114,7 +114,7 @@ def names_beside(history: History, manifest: Manifest, ties: Mapping[str, str], 
     return ranks.lead("look up the names", lambda: list(tensors_of(history, manifest)), list[str])
 
 
-def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, directory: Path) -> tuple[Layout, int]:
+def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout, directory: Path) -> tuple[Layout, int]:
     """Read boxes of an anchor's tensors into a file of a directory, a few MB at a time.
 
     wanted: the tensors as pieces; their memory is not looked at. Returns the same pieces in the file, which can be
@@ -145,7 +145,7 @@ def read_share(store: Store, stored: Mapping[str, Stored], wanted: Layout, direc
     return Layout(found), nbytes
 
 
-def _read_box(store: Store, stored: Stored, box: Box) -> Iterator[tuple[list[memoryview], int]]:
+def _read_box(store: Store, stored: AnchorTensor, box: Box) -> Iterator[tuple[list[memoryview], int]]:
     """The bytes of a box in row-major order, some at a time, and how many were read for them."""
     itemsize, file = ITEMSIZES[stored.spec.dtype], stored.file
     rows = box.positions(stored.spec.shape)

@@ -23,7 +23,7 @@ SPACED = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 4}  # names 
 Points = Sequence[tuple[float, float | None]]
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """What an axis shows."""
 
     title: str  # with the unit
@@ -59,7 +59,12 @@ class Axis(NamedTuple):
 
 
 def lines(
-    series: Mapping[str, Points], x: Axis, y: Axis, *, dashed: Sequence[str] = (), colors: Sequence[str] = COLORS
+    series: Mapping[str, Points],
+    x: ChartAxis,
+    y: ChartAxis,
+    *,
+    dashed: Sequence[str] = (),
+    colors: Sequence[str] = COLORS,
 ) -> dict[str, Any] | None:
     """A line for each series of points (x, y); None if none has two points. dashed: names of series not measured."""
     drawn = {name: kept for name, points in series.items() if (kept := _drawn(points, x, y))}
@@ -82,7 +87,7 @@ def lines(
     return _chart(values, {"mark": mark, "encoding": encoding})
 
 
-def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: Axis) -> dict[str, Any] | None:
+def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: ChartAxis) -> dict[str, Any] | None:
     """Upright bars side by side, one per series at each place on x, in the order given; None without any."""
     values = [{"x": place, "y": value, "series": name} for name, bars in shares.items() for place, value in bars]
     if not values:
@@ -98,7 +103,7 @@ def columns(shares: Mapping[str, Sequence[tuple[str, float]]], x: str, y: Axis) 
     return _chart(values, {"mark": "bar", "encoding": encoding})
 
 
-def stacks(parts: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any] | None:
+def stacks(parts: Mapping[str, Points], x: ChartAxis, y: ChartAxis) -> dict[str, Any] | None:
     """The parts of a whole at each x, as stacked areas; None unless one part has two points."""
     drawn = {name: kept for name, points in parts.items() if (kept := _drawn(points, x, y))}
     if max(map(len, drawn.values()), default=0) < 2:
@@ -117,7 +122,7 @@ def stacks(parts: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any] | No
     return _chart(ranked, {"mark": mark, "encoding": encoding})
 
 
-def ranges(rows: Sequence[tuple[str, float, float, float]], x: Axis) -> dict[str, Any] | None:
+def ranges(rows: Sequence[tuple[str, float, float, float]], x: ChartAxis) -> dict[str, Any] | None:
     """A horizontal bar for each (name, value, lowest, highest), with a line from the lowest to the highest."""
     if not rows:
         return None
@@ -142,7 +147,7 @@ def ranges(rows: Sequence[tuple[str, float, float, float]], x: Axis) -> dict[str
     )
 
 
-def stacked_bars(rows: Sequence[tuple[str, str, float]], x: Axis) -> dict[str, Any] | None:
+def stacked_bars(rows: Sequence[tuple[str, str, float]], x: ChartAxis) -> dict[str, Any] | None:
     """A horizontal bar for each name, stacked of its parts (name, part, value)."""
     if not rows:
         return None
@@ -158,7 +163,7 @@ def stacked_bars(rows: Sequence[tuple[str, str, float]], x: Axis) -> dict[str, A
     return _chart(values, {"height": 30 * len(names) + 50, "mark": "bar", "encoding": encoding})
 
 
-def heat(cells: Mapping[tuple[str, int], float], x: str, value: Axis) -> dict[str, Any] | None:
+def heat(cells: Mapping[tuple[str, int], float], x: str, value: ChartAxis) -> dict[str, Any] | None:
     """A cell for each (row, column), coloured by its value."""
     if not cells:
         return None
@@ -238,7 +243,7 @@ def _name() -> dict[str, Any]:
     return {"field": "series", "type": "nominal", "title": " "}
 
 
-def _drawn(points: Points, x: Axis, y: Axis) -> list[tuple[float, float]]:
+def _drawn(points: Points, x: ChartAxis, y: ChartAxis) -> list[tuple[float, float]]:
     """The points that can be drawn; means of neighbours if there are too many."""
     kept = [
         (a, b)

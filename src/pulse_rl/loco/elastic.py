@@ -1,8 +1,8 @@
 """Trainers that come and go: who takes part in a round, agreed on through torchft's lighthouse.
 
 The lighthouse (`torchft_lighthouse --min_replicas 2`) hears every trainer's heartbeat. At the end of an exchange every
-trainer that lives asks it for a quorum, and makes an offer: has all of this round arrived here? The lighthouse
-answers all of them with one table of offers, so all decide the same:
+trainer that lives asks it for a quorum, and reports whether all of this round has arrived here. The lighthouse
+answers all of them with one table of reports, so all decide the same:
 
     all have all of it    all commit the round; trainers that wait to join are in the group of the next
     some have not         none commits it: those that are left form a group and exchange it again, for a mean over
@@ -35,7 +35,7 @@ from pulse_rl.group.collectives import Group, Place, torch_errors
 from pulse_rl.loco.checkpoint import Counters
 from pulse_rl.loco.collect import collect
 from pulse_rl.loco.exchange import Timings
-from pulse_rl.loco.lighthouse import Lighthouse, Offer, Quorum
+from pulse_rl.loco.lighthouse import Lighthouse, Quorum, QuorumReport
 from pulse_rl.loco.members import Trainer, fingerprint
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.wording import TRAINERS
@@ -68,15 +68,15 @@ def decide(quorum: Quorum) -> Decision:
     The holders are those of the newest group, or where all are new those with the most rounds. They commit the round
     only if all of it is at all of them. Newcomers with other options are left out.
     """
-    offers = quorum.offers
-    highest = max(offer.standing for offer in offers.values())
-    holders = [id_ for id_, offer in offers.items() if offer.standing == highest]
-    options = offers[holders[0]].options
-    between = not highest.established or all(offers[id_].arrived for id_ in holders)
+    reports = quorum.reports
+    highest = max(report.progress for report in reports.values())
+    holders = [id_ for id_, report in reports.items() if report.progress == highest]
+    options = reports[holders[0]].options
+    between = not highest.established or all(reports[id_].arrived for id_ in holders)
     ids = [
         id_
-        for id_, offer in sorted(offers.items())
-        if offer.options == options and (id_ in holders or (between and not offer.standing.established))
+        for id_, report in sorted(reports.items())
+        if report.options == options and (id_ in holders or (between and not report.progress.established))
     ]
     rendezvous = f"{quorum.stores[ids[0]]}/pulse/{quorum.name}"
     return Decision(quorum.name, ids, holders, highest.whole, options, between, rendezvous)
@@ -170,7 +170,7 @@ class ElasticMembers:
             self._leave()
         while True:
             quorum = self._lighthouse.ask(
-                Offer(self._trainer.round, self._masters.whole, arrived, self._agreed, self._options)
+                QuorumReport(self._trainer.round, self._masters.whole, arrived, self._agreed, self._options)
             )
             decision = decide(quorum)
             self._check(decision)

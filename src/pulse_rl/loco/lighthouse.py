@@ -1,4 +1,4 @@
-"""torchft's lighthouse: who is alive, and one table of all trainers' offers that is the same for all who ask.
+"""torchft's lighthouse: who is alive, and one table of all trainers' reports that is the same for all who ask.
 
 Only the lower interface of torchft is used (https://docs.pytorch.org/torchft/coordination.html): heartbeats, and one
 question, the quorum. What trainers make of the answer is decided in `elastic`.
@@ -20,8 +20,8 @@ HEARTBEAT = timedelta(milliseconds=100)  # torchft's default; its lighthouse dec
 PATIENCE = timedelta(days=1)  # for an answer: a newcomer waits for the end of a round, however long that takes
 
 
-class Standing(NamedTuple):
-    """How far a trainer's state is; those of the highest standing hold the state of the run."""
+class TrainerProgress(NamedTuple):
+    """How far a trainer's state is; those with the most hold the state of the run."""
 
     established: bool  # whether it ever was in a group
     whole: bool  # False while another trainer's state is transferred to it
@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     group: str  # the last group that it was in; later ones sort higher
 
 
-class Offer(msgspec.Struct, frozen=True):
+class QuorumReport(msgspec.Struct, frozen=True):
     """What a trainer reports to the others when it asks for a quorum."""
 
     round: int  # rounds done
@@ -39,15 +39,15 @@ class Offer(msgspec.Struct, frozen=True):
     options: str  # a hash of what must be the same on all trainers, apart from the state
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.group != "", self.whole, self.round, self.group)
+    def progress(self) -> TrainerProgress:
+        return TrainerProgress(self.group != "", self.whole, self.round, self.group)
 
 
 class Quorum(NamedTuple):
     """The lighthouse's answer, the same for all that are in it."""
 
     name: str  # later ones sort higher
-    offers: dict[str, Offer]  # by trainer
+    reports: dict[str, QuorumReport]  # by trainer
     stores: dict[str, str]  # by trainer: host:port where the others can meet
 
 
@@ -93,27 +93,27 @@ class Lighthouse:
         """Stop the heartbeats."""
         self._server.shutdown()
 
-    def ask(self, offer: Offer) -> Quorum:
-        """Wait until all trainers that live have asked; returns what each offers. Raises ExchangeError."""
+    def ask(self, report: QuorumReport) -> Quorum:
+        """Wait until all trainers that live have asked; returns what each reports. Raises ExchangeError."""
         answers: SimpleQueue[Any] = SimpleQueue()
         # In a thread, since Ctrl-C does not end a call into torchft.
-        threading.Thread(target=self._ask, args=(offer, answers), daemon=True).start()
+        threading.Thread(target=self._ask, args=(report, answers), daemon=True).start()
         answer = answers.get()
         if isinstance(answer, Exception):
             raise self._unreachable(answer) from answer
-        offers, stores = {}, {}
+        reports, stores = {}, {}
         for member in answer.participants:
             try:
-                offers[member.replica_id] = msgspec.convert(member.data, Offer)
+                reports[member.replica_id] = msgspec.convert(member.data, QuorumReport)
             except msgspec.ValidationError as error:
                 raise ExchangeError(
                     f"expected the trainers of one run at the lighthouse {self.url}, found {member.replica_id} "
                     f"({error}): give each run its own lighthouse"
                 ) from error
             stores[member.replica_id] = member.store_address
-        return Quorum(f"{answer.created.seconds:012}.{answer.created.nanos:09}", offers, stores)
+        return Quorum(f"{answer.created.seconds:012}.{answer.created.nanos:09}", reports, stores)
 
-    def _ask(self, offer: Offer, answers: "SimpleQueue[Any]") -> None:
+    def _ask(self, report: QuorumReport, answers: "SimpleQueue[Any]") -> None:
         """Put the answer, or the error after `timeout` seconds of errors."""
         until = None
         while True:
@@ -123,10 +123,10 @@ class Lighthouse:
                     timeout=PATIENCE,
                     address=self._server.address(),
                     store_address=self._address,
-                    step=offer.round,
+                    step=report.round,
                     world_size=1,
                     shrink_only=False,
-                    data=msgspec.to_builtins(offer),
+                    data=msgspec.to_builtins(report),
                 )
                 return answers.put(answer)
             except (RuntimeError, TimeoutError) as error:

@@ -11,9 +11,9 @@ ranks; θ takes one step of SGD with Nesterov momentum along g; the live paramet
 compared. (PULSELoCo: arXiv 2602.03839; DiLoCo: arXiv 2311.08105.) The inner optimizer's state stays each rank's own.
 All ranks take the same number of inner steps: one that skips a step keeps the others waiting.
 
-A trainer is in one of four states:
+A trainer is in one of four phases:
 
-    state        when                                         next
+    phase        when                                         next
     IDLE         outside of the context                       STEPPING when entered
     STEPPING     in the context, no round in the background   EXCHANGING when a round begins with overlap;
                                                               IDLE when left
@@ -22,7 +22,7 @@ A trainer is in one of four states:
     FAILED       a round raised an error or was interrupted   none: start again from a checkpoint
 
 Without overlap a round takes place within an inner step. From a round's begin in the caller's thread to its end, the
-state is FAILED, so that any error or interruption leaves it so.
+phase is FAILED, so that any error or interruption leaves it so.
 
 With overlap=n > 0 a round ends n inner steps after it began:
 
@@ -72,7 +72,7 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.names import named_parameters
 
 
-class State(Enum):
+class Phase(Enum):
     """What a trainer is doing; the module's docstring has the transitions."""
 
     IDLE = "idle"
@@ -135,7 +135,7 @@ class LocalSteps:
         self._inner = inner_optimizer
         self._members = members_of(process_group)
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
-        self._state = State.IDLE
+        self._phase = Phase.IDLE
         self._steps: InnerSteps | None = None  # in the context
         self._background: _Background | None = None  # EXCHANGING
         self._loaded = False  # a state was loaded, and the context not entered since
@@ -169,7 +169,7 @@ class LocalSteps:
             TypeError: The inner optimizer only wraps one, and calls no hooks.
         """
         self._refuse_failed()
-        if self._state is not State.IDLE:
+        if self._phase is not Phase.IDLE:
             raise RuntimeError("this context is entered already")
         steps = InnerSteps(self._model, self._inner, self._stepped)
         try:
@@ -178,7 +178,7 @@ class LocalSteps:
             steps.stop()
             raise
         self._steps = steps
-        self._state = State.STEPPING
+        self._phase = Phase.STEPPING
         return self
 
     def _join(self) -> None:
@@ -211,16 +211,16 @@ class LocalSteps:
         if self._steps is not None:
             self._steps.stop()
             self._steps = None
-        if self._state is State.STEPPING:
-            self._state = State.IDLE
-        elif self._state is State.EXCHANGING:
+        if self._phase is Phase.STEPPING:
+            self._phase = Phase.IDLE
+        elif self._phase is Phase.EXCHANGING:
             try:
                 self.sync()
             except Exception as failed:
                 if not isinstance(exception[1], BaseException):
                     raise
                 exception[1].add_note(f"round {self.round + 1}, whose exchange had begun, failed too: {failed}")
-        if entered and self.inner_steps and self._state is State.IDLE and exception[1] is None:
+        if entered and self.inner_steps and self._phase is Phase.IDLE and exception[1] is None:
             warn_unexchanged(self.inner_steps, self.round)
 
     def state_dict(self, *, workers: int | None = None) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class LocalSteps:
         timings.spent("outer")
         self._members.settle(lambda group: self._prove(group, total), total)
         timings.spent("exchange")
-        self._state = State.IDLE if self._steps is None else State.STEPPING
+        self._phase = Phase.IDLE if self._steps is None else Phase.STEPPING
         timings.stalled += time.perf_counter() - clock
         report = outcome.report(self.round, self._masters.elements, digests.to_hex(total))
         self.reports.append(report)
@@ -334,7 +334,7 @@ class LocalSteps:
     def _begin(self) -> Timings:
         """Begin a round: until it has ended, the state is FAILED."""
         self._refuse_failed()
-        self._state = State.FAILED
+        self._phase = Phase.FAILED
         return Timings()
 
     def _begin_background(self) -> None:
@@ -345,19 +345,19 @@ class LocalSteps:
         self._masters.freeze()
         outcome = self._thread.submit(self._collect, timings)
         self._background = _Background(outcome, self.inner_steps, self.inner_steps + self.overlap)
-        self._state = State.EXCHANGING
+        self._phase = Phase.EXCHANGING
         timings.stalled += time.perf_counter() - clock
 
     def _end_background(self, background: _Background) -> Outcome:
         """Wait for the thread; returns or raises what it did."""
         wait([background.outcome])  # an interruption here leaves the state EXCHANGING
-        self._background, self._state = None, State.FAILED
+        self._background, self._phase = None, Phase.FAILED
         if background.outcome.exception() is not None:
             self._masters.thaw()
         return background.outcome.result()
 
     def _refuse_failed(self) -> None:
-        if self._state is State.FAILED:
+        if self._phase is Phase.FAILED:
             raise ExchangeError("an earlier round failed: start the trainers again from their last checkpoint")
 
     def _rebind(self) -> None:

@@ -8,12 +8,12 @@ import msgspec
 
 from pulse_rl.documents import Count
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError
-from pulse_rl.log.sealed import Format, read_sealed
+from pulse_rl.log.sealed import SealedFormat, read_sealed
 from pulse_rl.log.signing import Keys
 from pulse_rl.store.base import Store
 
 FIRST = "first.json"  # of a history; only after a pruning
-FORMAT = Format("pulse-rl/beginning", 1, "the beginning of the history", "beginning of a history", 4096)
+FORMAT = SealedFormat("pulse-rl/beginning", 1, "the beginning of the history", "beginning of a history", 4096)
 UNSIGNED = Keys(None, None)
 
 

@@ -25,7 +25,7 @@ _SIGNATURE_NBYTES = len(',"signature":""}') + 128
 D = TypeVar("D", bound=msgspec.Struct)
 
 
-class Format(NamedTuple):
+class SealedFormat(NamedTuple):
     """What sealed objects of one format say, and what messages call them."""
 
     name: str  # the member `format`
@@ -55,7 +55,7 @@ def seal(document: msgspec.Struct, sign: Callable[[bytes], bytes] | None) -> byt
 def open_sealed(
     data: bytes | memoryview,
     kind: type[D],
-    form: Format,
+    form: SealedFormat,
     *,
     key: "Ed25519PublicKey | None",
     name: str,
@@ -91,7 +91,7 @@ def open_sealed(
         return decode_json(data, kind, f"{where} is not a {form.noun}")
 
 
-def read_sealed(store: Store, name: str, kind: type[D], form: Format, key: "Ed25519PublicKey | None") -> D:
+def read_sealed(store: Store, name: str, kind: type[D], form: SealedFormat, key: "Ed25519PublicKey | None") -> D:
     """Read a sealed object. Raises ObjectNotFoundError, StoreError, and as `open_sealed`."""
     data = read_up_to(store, name, form.max_nbytes)
     return open_sealed(data, kind, form, key=key, name=name, where=f"{name} in {store.url}")

@@ -51,7 +51,7 @@ CAST = "bfloat16"
 _SIDES = Sides("the tensors of this step and of the last measurement", "the last measurement", "this step")
 
 
-class Kind(msgspec.Struct, frozen=True):
+class KindSparsity(msgspec.Struct, frozen=True):
     """The tensors of one kind of layer.
 
     Attributes:
@@ -88,7 +88,7 @@ class Sparsity(msgspec.Struct, frozen=True):
     density: float
     mean_distance: float
     neighbours: float
-    by_kind: dict[str, Kind]
+    by_kind: dict[str, KindSparsity]
     seconds: float
 
     def scalars(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class SparsityMonitor:
             neighbours=sum(one.neighbours for one in counts) / max(1, changed),
             mean_distance=sum(one.distances for one in counts) / max(1, changed),
             by_kind={
-                name: Kind(n, k, k / n)
+                name: KindSparsity(n, k, k / n)
                 for name in sorted({one.kind for one in counts})
                 for n, k in [_sums([one for one in counts if one.kind == name])]
             },

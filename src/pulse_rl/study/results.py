@@ -219,7 +219,7 @@ class TensorStudy(msgspec.Struct, frozen=True, kw_only=True):
     max: float
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class TensorGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors of one kind, or of one depth, over all steps.
 
     Attributes:
@@ -336,8 +336,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[KStepSparsity, ...]
     steps: tuple[StepStudy, ...]
     tensors: tuple[TensorStudy, ...]
-    kinds: tuple[Group, ...]
-    depths: tuple[Group, ...]
+    kinds: tuple[TensorGroup, ...]
+    depths: tuple[TensorGroup, ...]
     distances: tuple[int, ...]
     exponents: tuple[Exponent, ...]
     recurrence: Recurrence

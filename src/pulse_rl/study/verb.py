@@ -12,7 +12,7 @@ from pulse_rl.study.measure.sweep import count_tensors
 from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.measure.totals import Totals
 from pulse_rl.study.results import Report, Settings
-from pulse_rl.study.sources.base import Source
+from pulse_rl.study.sources.base import StudySource
 from pulse_rl.version import __version__
 
 TOO_FAR = f"no prediction: versions are more than {LONGEST:,} steps apart, if their numbers are steps"
@@ -21,7 +21,7 @@ Progress = Callable[[int, int, str], object]  # (done, total, of which part)
 
 
 def study(
-    source: Source,
+    source: StudySource,
     settings: Settings | None = None,
     *,
     codecs: bool = True,

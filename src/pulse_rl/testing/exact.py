@@ -3,15 +3,15 @@
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.testing import models
 from pulse_rl.testing.memory import Place
-from pulse_rl.testing.models import Model
+from pulse_rl.testing.models import PublishedModel
 from pulse_rl.testing.protocol import Adapter
 from pulse_rl.testing.recorded import record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 
 def _follow(
     adapter: Adapter,
-    model: Model,
+    model: PublishedModel,
     *,
     codec: CodecName = "gap",
     place: Place = "plain",
@@ -20,7 +20,7 @@ def _follow(
 ) -> None:
     """Load a version, then follow some, one by one."""
     recorded = record(model, 1 + patches, codec=codec)
-    with Trial(adapter, recorded, place=place, tied_apart=tied_apart) as trial:
+    with ReceiverTrial(adapter, recorded, place=place, tied_apart=tied_apart) as trial:
         trial.sync()
         for _ in range(patches):
             trial.source.show()

@@ -2,10 +2,10 @@
 
 from contextlib import suppress
 
-from pulse_rl.testing.models import LLM, Model
+from pulse_rl.testing.models import LLM, PublishedModel
 from pulse_rl.testing.protocol import Adapter, CanDisturb, Unsupported
 from pulse_rl.testing.recorded import STEP, Recorded, record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 
 def _long() -> Recorded:
@@ -24,7 +24,7 @@ def _needs_store(adapter: Adapter) -> None:
 def empty_history(adapter: Adapter) -> None:
     """A history without a version is an error, or a wait: no version is reported and no weight is touched."""
     _needs_store(adapter)
-    with Trial(adapter, _short(), shown=0) as trial:
+    with ReceiverTrial(adapter, _short(), shown=0) as trial:
         trial.refused(trial.receiver.sync, "a sync to an empty history")
         trial.source.show()
         trial.sync()
@@ -33,7 +33,7 @@ def empty_history(adapter: Adapter) -> None:
 def unknown_version(adapter: Adapter) -> None:
     """A version that was never published is refused, and the one before stays."""
     _needs_store(adapter)
-    with Trial(adapter, _short()) as trial:
+    with ReceiverTrial(adapter, _short()) as trial:
         trial.sync()
         trial.refused(lambda: trial.receiver.sync(STEP * 77 + 1), "a sync to a version that was never published")
         trial.refused(lambda: trial.receiver.sync(STEP), "a sync to a version that is not published yet")
@@ -45,13 +45,13 @@ def unknown_version(adapter: Adapter) -> None:
 def checkpoint(adapter: Adapter) -> None:
     """A receiver that begins with the bits of a version, as after loading a checkpoint, is brought to the newest."""
     recorded = _short()
-    with Trial(adapter, recorded, start=recorded.states[STEP], shown=4) as trial:
+    with ReceiverTrial(adapter, recorded, start=recorded.states[STEP], shown=4) as trial:
         trial.sync()
 
 
 def catch_up(adapter: Adapter) -> None:
     """Twenty versions behind, once by many small steps and once by a big one."""
-    with Trial(adapter, _long()) as trial:
+    with ReceiverTrial(adapter, _long()) as trial:
         trial.sync()
         trial.source.show(3)
         trial.sync()
@@ -61,7 +61,7 @@ def catch_up(adapter: Adapter) -> None:
 
 def late_start(adapter: Adapter) -> None:
     """A receiver with arbitrary bits joins a long history."""
-    with Trial(adapter, _long(), shown=18) as trial:
+    with ReceiverTrial(adapter, _long(), shown=18) as trial:
         trial.sync()
         trial.source.show(3)
         trial.sync()
@@ -71,7 +71,7 @@ def pruned(adapter: Adapter) -> None:
     """The patches from the version that is held are pruned."""
     _needs_store(adapter)
     recorded = record(LLM, 14, anchor_every=4, retain=3)
-    with Trial(adapter, recorded, shown=2) as trial:
+    with ReceiverTrial(adapter, recorded, shown=2) as trial:
         trial.sync()
         trial.source.show(12)
         trial.source.prune()
@@ -80,7 +80,7 @@ def pruned(adapter: Adapter) -> None:
 
 def older_version(adapter: Adapter) -> None:
     """An older version is loaded, or refused."""
-    with Trial(adapter, _short(), shown=4) as trial:
+    with ReceiverTrial(adapter, _short(), shown=4) as trial:
         trial.sync()
         if trial.attempt(lambda: trial.receiver.sync(STEP)) is None:
             trial.holds(STEP)
@@ -96,13 +96,13 @@ def wrong_base(adapter: Adapter) -> None:
     nearly = {name: bits.copy() for name, bits in recorded.states[0].items()}
     nearly["model.layers.1.norm.weight"][3] ^= 1
     for start in (nearly, _short(seed=1).states[0]):
-        with Trial(adapter, recorded, start=start, shown=2) as trial:
+        with ReceiverTrial(adapter, recorded, start=start, shown=2) as trial:
             trial.sync()
 
 
 def disturbed(adapter: Adapter) -> None:
     """Something else has written to the weights: the next sync repairs them, or it fails and the one after repairs."""
-    with Trial(adapter, _short()) as trial:
+    with ReceiverTrial(adapter, _short()) as trial:
         receiver = trial.receiver
         if not isinstance(receiver, CanDisturb):
             raise Unsupported("the receiver cannot be disturbed")
@@ -119,15 +119,15 @@ def disturbed(adapter: Adapter) -> None:
 def another_run(adapter: Adapter) -> None:
     """Another run has taken the history's place: its versions have the same numbers, and other bits."""
     _needs_store(adapter)
-    with Trial(adapter, _short(), shown=4) as trial:
+    with ReceiverTrial(adapter, _short(), shown=4) as trial:
         trial.sync()
         trial.replace_run(_short(seed=1))
         trial.attempt(trial.receiver.sync)
 
 
-def _refuses(adapter: Adapter, model: Model, why: str) -> None:
+def _refuses(adapter: Adapter, model: PublishedModel, why: str) -> None:
     try:
-        trial = Trial(adapter, _short(), model=model)
+        trial = ReceiverTrial(adapter, _short(), model=model)
     except Unsupported:
         raise
     except Exception:  # noqa: BLE001 - refused early

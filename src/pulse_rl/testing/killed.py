@@ -10,13 +10,13 @@ from pulse_rl.testing.models import LLM
 from pulse_rl.testing.outages import SLOW_POINTS, needs_faults
 from pulse_rl.testing.protocol import Adapter, CanRestart, Unsupported
 from pulse_rl.testing.recorded import record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 POINTS = 5  # of the calls of the store at which a child is killed
 
 
-def _begin(adapter: Adapter) -> Trial:
-    trial = Trial(adapter, record(LLM, 9, anchor_every=3))
+def _begin(adapter: Adapter) -> ReceiverTrial:
+    trial = ReceiverTrial(adapter, record(LLM, 9, anchor_every=3))
     trial.sync()
     return trial
 
@@ -32,7 +32,7 @@ def _adapter(adapter: Adapter) -> Adapter:
     return Children(adapter)
 
 
-def _recovers(trial: Trial) -> None:
+def _recovers(trial: ReceiverTrial) -> None:
     receiver = trial.receiver
     if not isinstance(receiver, CanRestart):
         raise Unsupported("the receiver cannot be restarted")
@@ -42,7 +42,7 @@ def _recovers(trial: Trial) -> None:
     trial.sync()
 
 
-def _kill(trial: Trial, call: Callable[[], object]) -> None:
+def _kill(trial: ReceiverTrial, call: Callable[[], object]) -> None:
     with suppress(Exception):  # the process is gone
         call()
     _recovers(trial)

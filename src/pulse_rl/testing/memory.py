@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from pulse_rl.testing.failure import ConformanceError
-from pulse_rl.testing.models import Model, State, put
+from pulse_rl.testing.models import PublishedModel, State, put
 
 Place: TypeAlias = Literal["plain", "strided", "fused"]
 _FILL = 0xA5  # of memory beside the weights, which nobody may write to
@@ -29,7 +29,7 @@ class Guard(NamedTuple):
 
 
 def make_weights(
-    model: Model, state: State, place: Place, *, tied_apart: bool
+    model: PublishedModel, state: State, place: Place, *, tied_apart: bool
 ) -> tuple[dict[str, torch.Tensor], list[Guard]]:
     """Weights that hold a state, and the memory beside them.
 

@@ -23,7 +23,7 @@ FLOATS = [name for name in TORCH_DTYPES if "float" in name]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Model(NamedTuple):
+class PublishedModel(NamedTuple):
     """What is published."""
 
     name: str
@@ -142,11 +142,11 @@ def keep(name: str, dtype: str, bits: UIntArray, random: np.random.Generator, ve
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}
 
 
-def _model(name: str, dtypes: Iterable[str], shape: tuple[int, ...], step: Step) -> Model:
-    return Model(name, {f"{dtype}.weight": (dtype, shape) for dtype in dtypes}, step)
+def _model(name: str, dtypes: Iterable[str], shape: tuple[int, ...], step: Step) -> PublishedModel:
+    return PublishedModel(name, {f"{dtype}.weight": (dtype, shape) for dtype in dtypes}, step)
 
 
-def of_size(nbytes: int) -> Model:
+def of_size(nbytes: int) -> PublishedModel:
     """A tensor of every dtype whose elements have this many bytes."""
     dtypes = [name for name in TORCH_DTYPES if DTYPES[name][1] == nbytes]
     return _model(str(nbytes), dtypes, (37, 5), redraw)._replace(ordinary=False)
@@ -154,12 +154,12 @@ def of_size(nbytes: int) -> Model:
 
 ZEROS = _model("zeros", [name for name in FLOATS if name not in ("float8_e8m0fnu",)], (33, 6), flip_zeros)
 NANS = _model("nans", _INFINITY, (40, 6), turn_nans)
-PATTERNS = Model(
+PATTERNS = PublishedModel(
     "patterns",
     {"all.16": ("bfloat16", (256, 256)), "all.8": ("uint8", (2, 128)), "half": ("float16", (1 << 16,))},
     roll,
 )
-SHAPES = Model(
+SHAPES = PublishedModel(
     "shapes",
     {
         "scale": ("bfloat16", ()),
@@ -173,12 +173,18 @@ SHAPES = Model(
     },
     nudge,
 )
-SCALARS = Model("scalars", {name: SHAPES.tensors[name] for name in ("scale", "count", "flat")}, nudge)
-EMPTY = Model("empty", {name: SHAPES.tensors[name] for name in ("nothing", "no.columns", "flat")}, nudge)
-DIMENSIONS = Model("dimensions", {"video": ("bfloat16", (4, 3, 2, 3, 5)), "image": ("bfloat16", (6, 3, 5, 7))}, nudge)
-GAPS = Model("gaps", {f"model.layers.0.{part}.weight": ("bfloat16", (577, 601)) for part in ("up", "down")}, leap)
-MANY = Model("many", {f"model.layers.{number}.up.weight": ("bfloat16", (3, 5)) for number in range(300)}, nudge)
-NAMES = Model(
+SCALARS = PublishedModel("scalars", {name: SHAPES.tensors[name] for name in ("scale", "count", "flat")}, nudge)
+EMPTY = PublishedModel("empty", {name: SHAPES.tensors[name] for name in ("nothing", "no.columns", "flat")}, nudge)
+DIMENSIONS = PublishedModel(
+    "dimensions", {"video": ("bfloat16", (4, 3, 2, 3, 5)), "image": ("bfloat16", (6, 3, 5, 7))}, nudge
+)
+GAPS = PublishedModel(
+    "gaps", {f"model.layers.0.{part}.weight": ("bfloat16", (577, 601)) for part in ("up", "down")}, leap
+)
+MANY = PublishedModel(
+    "many", {f"model.layers.{number}.up.weight": ("bfloat16", (3, 5)) for number in range(300)}, nudge
+)
+NAMES = PublishedModel(
     "names",
     {
         f"model.{name}.weight": ("bfloat16", (6, 5))
@@ -196,13 +202,13 @@ _BEYOND: dict[int, dict[str, tuple[int, ...]]] = {  # bits of an index → tenso
 }
 
 
-def beyond(bits: int) -> Model:
+def beyond(bits: int) -> PublishedModel:
     """Tensors with more elements than so many bits count."""
     tensors = {f"model.{name}.weight": ("bfloat16", shape) for name, shape in _BEYOND[bits].items()}
-    return Model(f"beyond {bits}", tensors, spread)
+    return PublishedModel(f"beyond {bits}", tensors, spread)
 
 
-def _transformer(step: Step, name: str, tied: bool = False) -> Model:
+def _transformer(step: Step, name: str, tied: bool = False) -> PublishedModel:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed.weight": ("bfloat16", (96, 32))}
     for layer in range(2):
         at = f"model.layers.{layer}"
@@ -211,7 +217,7 @@ def _transformer(step: Step, name: str, tied: bool = False) -> Model:
         tensors |= {f"{at}.down.weight": ("bfloat16", (32, 48)), f"{at}.norm.weight": ("bfloat16", (32,))}
     if not tied:
         tensors["lm_head.weight"] = ("bfloat16", (96, 32))
-    return Model(name, tensors, step, {"lm_head.weight": "model.embed.weight"} if tied else {})
+    return PublishedModel(name, tensors, step, {"lm_head.weight": "model.embed.weight"} if tied else {})
 
 
 LLM = _transformer(nudge, "llm")
@@ -219,7 +225,7 @@ TIED = _transformer(nudge, "tied", tied=True)
 STILL = _transformer(keep, "still")
 
 
-def torch_tensors(model: Model, state: Mapping[str, UIntArray]) -> dict[str, Any]:
+def torch_tensors(model: PublishedModel, state: Mapping[str, UIntArray]) -> dict[str, Any]:
     """New tensors of a state; tied names have the same tensor."""
     made = {name: tensor_of(model.tensors[name][0], bits) for name, bits in state.items()}
     return made | {alias: made[owner] for alias, owner in model.tied.items()}

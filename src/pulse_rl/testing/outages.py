@@ -6,7 +6,7 @@ from pulse_rl.testing.faults import Fault, Kind
 from pulse_rl.testing.models import LLM
 from pulse_rl.testing.protocol import Adapter, Unsupported
 from pulse_rl.testing.recorded import STEP, Recorded, record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 SLOW_POINTS = 5  # of a receiver in other processes, which takes long to make
 
@@ -20,22 +20,25 @@ def needs_faults(adapter: Adapter) -> None:
         raise Unsupported("the receiver does not read through Source.store")
 
 
-def _first_load(adapter: Adapter) -> Trial:
-    return Trial(adapter, _recorded(), shown=4)
+def _first_load(adapter: Adapter) -> ReceiverTrial:
+    return ReceiverTrial(adapter, _recorded(), shown=4)
 
 
-def _two_behind(adapter: Adapter) -> Trial:
-    trial = Trial(adapter, _recorded())
+def _two_behind(adapter: Adapter) -> ReceiverTrial:
+    trial = ReceiverTrial(adapter, _recorded())
     trial.sync()
     trial.source.show(2)
     return trial
 
 
-BEGINNINGS: tuple[Callable[[Adapter], Trial], ...] = (_first_load, _two_behind)
+BEGINNINGS: tuple[Callable[[Adapter], ReceiverTrial], ...] = (_first_load, _two_behind)
 
 
 def calls_of(
-    adapter: Adapter, begin: Callable[[Adapter], Trial], act: Callable[[Trial], object], points: int = 99
+    adapter: Adapter,
+    begin: Callable[[Adapter], ReceiverTrial],
+    act: Callable[[ReceiverTrial], object],
+    points: int = 99,
 ) -> Iterator[int]:
     """The calls of the store that something makes, by number from 1: all, or `points` of them, spread evenly."""
     with begin(adapter) as trial:
@@ -77,10 +80,10 @@ def torn_read(adapter: Adapter) -> None:
     _try_each(adapter, "flip", "shorten")
 
 
-def _with_objects(adapter: Adapter, change: Callable[[Trial], object]) -> None:
+def _with_objects(adapter: Adapter, change: Callable[[ReceiverTrial], object]) -> None:
     """Change objects of a history, then let a newcomer and a receiver that follows meet them."""
     for shown in (4, 2):
-        with Trial(adapter, _recorded(), shown=shown) as trial:
+        with ReceiverTrial(adapter, _recorded(), shown=shown) as trial:
             if shown == 2:
                 trial.sync()
                 trial.source.show(2)
@@ -133,7 +136,7 @@ def missing_object(adapter: Adapter) -> None:
 def versions_after(adapter: Adapter) -> None:
     """After a failure the receiver follows on: one version after the other."""
     needs_faults(adapter)
-    with Trial(adapter, _recorded()) as trial:
+    with ReceiverTrial(adapter, _recorded()) as trial:
         trial.sync()
         for version in range(1, 4):
             trial.source.show()

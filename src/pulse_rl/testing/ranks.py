@@ -6,11 +6,11 @@ from pulse_rl.testing.models import LLM
 from pulse_rl.testing.outages import calls_of, needs_faults
 from pulse_rl.testing.protocol import Adapter, Unsupported
 from pulse_rl.testing.recorded import record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 
-def _trial(adapter: Adapter) -> Trial:
-    trial = Trial(adapter, record(LLM, 5, anchor_every=3), shown=2)
+def _trial(adapter: Adapter) -> ReceiverTrial:
+    trial = ReceiverTrial(adapter, record(LLM, 5, anchor_every=3), shown=2)
     if len(trial.receiver.held()) == 1:
         trial.close()
         raise Unsupported("the receiver has one rank")

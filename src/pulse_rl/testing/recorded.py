@@ -12,7 +12,7 @@ from pulse_rl.codecs.choose import CodecName
 from pulse_rl.history.log import History
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.sync.publish.publisher import Publisher
-from pulse_rl.testing.models import Model, State, torch_tensors
+from pulse_rl.testing.models import PublishedModel, State, torch_tensors
 
 STEP = 3  # between version numbers, so that no version is its place in the history
 
@@ -20,7 +20,7 @@ STEP = 3  # between version numbers, so that no version is its place in the hist
 class Recorded(NamedTuple):
     """A history in a directory, complete, and the state of each version."""
 
-    model: Model
+    model: PublishedModel
     directory: Path
     states: dict[int, State]  # by version
     pruned: Path | None  # the same history, of which the beginning is pruned
@@ -50,7 +50,7 @@ _known: dict[tuple[object, ...], Recorded] = {}
 
 
 def record(
-    model: Model,
+    model: PublishedModel,
     count: int,
     *,
     codec: CodecName = "gap",

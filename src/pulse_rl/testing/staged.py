@@ -9,13 +9,13 @@ from pulse_rl.testing.models import LLM
 from pulse_rl.testing.outages import BEGINNINGS, calls_of, needs_faults
 from pulse_rl.testing.protocol import Adapter, CanDisturb, StagedVersion, Unsupported
 from pulse_rl.testing.recorded import STEP, record
-from pulse_rl.testing.trial import Trial
+from pulse_rl.testing.trial import ReceiverTrial
 
 BESIDE_S = 0.1  # of a call of apply that the receiver need not account for
 
 
-def _trial(adapter: Adapter, shown: int = 1) -> Trial:
-    trial = Trial(adapter, record(LLM, 5, anchor_every=3), shown=shown)
+def _trial(adapter: Adapter, shown: int = 1) -> ReceiverTrial:
+    trial = ReceiverTrial(adapter, record(LLM, 5, anchor_every=3), shown=shown)
     try:
         trial.staging  # noqa: B018 - raises where there is none
     except BaseException:
@@ -24,7 +24,7 @@ def _trial(adapter: Adapter, shown: int = 1) -> Trial:
     return trial
 
 
-def _apply(trial: Trial, staged: StagedVersion) -> None:
+def _apply(trial: ReceiverTrial, staged: StagedVersion) -> None:
     """An apply that must succeed."""
     version = staged.version
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from pulse_rl.testing.failure import ConformanceError
 from pulse_rl.testing.faults import Fault
 from pulse_rl.testing.memory import Place, make_weights
-from pulse_rl.testing.models import Model, State
+from pulse_rl.testing.models import PublishedModel, State
 from pulse_rl.testing.protocol import Adapter, CanStage, Held, Receiver, StagedVersion, Unsupported
 from pulse_rl.testing.recorded import Recorded
 from pulse_rl.testing.source import Course
@@ -26,7 +26,7 @@ from pulse_rl.weights.layout import layout
 from pulse_rl.weights.pieces import pieces_of
 
 
-def read(ranks: Sequence[Held], model: Model) -> State:
+def read(ranks: Sequence[Held], model: PublishedModel) -> State:
     """What all ranks hold together. Raises ConformanceError where an element is held by no rank, or differently."""
     found: State = {}
     covered: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def read(ranks: Sequence[Held], model: Model) -> State:
     return found
 
 
-def difference(found: State, model: Model, expected: State) -> tuple[str, int] | None:
+def difference(found: State, model: PublishedModel, expected: State) -> tuple[str, int] | None:
     """The first tensor that has other bits than a state, and in how many elements; None if all are alike."""
     for name, bits in found.items():
         other = expected.get(model.tied.get(name, name))
@@ -64,7 +64,7 @@ def difference(found: State, model: Model, expected: State) -> tuple[str, int] |
     return None
 
 
-class Trial:
+class ReceiverTrial:
     """A receiver, the history that it follows, and what it must hold.
 
     place: how the weights lie in memory. start: the bits that the receiver begins with; None for arbitrary ones. shown:
@@ -81,7 +81,7 @@ class Trial:
         start: State | None = None,
         shown: int = 1,
         tied_apart: bool = False,
-        model: Model | None = None,
+        model: PublishedModel | None = None,
     ) -> None:
         self.adapter, self.model = adapter, model or recorded.model
         self._others: list[Recorded] = []  # runs that were in the store before

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 WINDOW = 120.0  # seconds in which past time loses 63 % of its weight
 
 
-class Share:
+class DutyCycle:
     """The share of recent time that something was on. Every change is O(1)."""
 
     def __init__(self, window: float = WINDOW) -> None:
@@ -47,7 +47,7 @@ class _Load:
         self.workers = 0
         self.slots = 0
         self.busy = 0
-        self._busy_share = Share(window)
+        self._busy_share = DutyCycle(window)
 
     def set(self, now: float) -> None:
         self._busy_share.set(self.busy / self.slots if self.slots else 0.0, now)

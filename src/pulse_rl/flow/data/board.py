@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Board:
+class StatusBoard:
     """See the module."""
 
     def __init__(self) -> None:

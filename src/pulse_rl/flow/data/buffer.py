@@ -64,7 +64,7 @@ class PolicySettings:
         return self.ranks * (round_end(step, length=self.round_steps, overlap=self.overlap) - step)
 
 
-class State(msgspec.Struct):
+class BufferState(msgspec.Struct):
     """What a journal keeps of a buffer."""
 
     version: int | None = None  # the newest that was published
@@ -92,9 +92,11 @@ class State(msgspec.Struct):
 class PolicyBuffer:
     """One policy's samples; see the module."""
 
-    def __init__(self, settings: PolicySettings, *, deterministic: bool = False, state: State | None = None) -> None:
+    def __init__(
+        self, settings: PolicySettings, *, deterministic: bool = False, state: BufferState | None = None
+    ) -> None:
         self.settings = settings
-        self.state = state or State()
+        self.state = state or BufferState()
         self._deterministic = deterministic
         self._expected: Counter[int] = Counter()  # version at hand-out → tasks that a worker has
         self._live = 0  # of these tasks, those that can still be fresh

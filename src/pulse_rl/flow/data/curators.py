@@ -16,7 +16,7 @@ import numpy as np
 from pulse_rl.flow.samples import Floats
 
 
-class Outcome(NamedTuple):
+class GroupOutcome(NamedTuple):
     """What a curator is shown of a group."""
 
     number: int  # of the task
@@ -34,7 +34,7 @@ class Curator(Protocol):
         """The problem of a new task. number: of the task."""
         ...
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: GroupOutcome) -> None:
         """A group has come back."""
         ...
 
@@ -61,7 +61,7 @@ class All:
     def choose(self, number: int) -> int:
         return number if self._order is None else self._order.problem(number)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: GroupOutcome) -> None:
         """Outcomes change nothing."""
 
     def state(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class DropSolved(_Skipping):
     def _leave_out(self, problem: int, position: int) -> str | None:
         return "solved" if position // self._problems < self._until.get(problem, 0) else None
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: GroupOutcome) -> None:
         problem = outcome.problem
         if outcome.solved < 1:
             self._solved.pop(problem, None)
@@ -185,7 +185,7 @@ class Greso(_Skipping):
         drawn = float(np.random.default_rng([self._seed, position]).random())
         return kind if drawn >= self._p[kind] ** times else None
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: GroupOutcome) -> None:
         self._found["all"] += 1
         if all(bool((rewards == rewards[0]).all()) for rewards in outcome.rewards.values()):
             kind = "easy" if outcome.solved == 1 else "hard"

@@ -1,6 +1,6 @@
 """The dataflow: the service between rollout workers and trainers, of which an actor is made.
 
-    curator ── problem ──▶ dispatcher ── Task ──▶ workers ── Group ──▶ each policy's buffer ── Batch ──▶ its trainer
+    curator ── problem ──▶ dispatcher ── Task ──▶ workers ── EpisodeGroup ──▶ a policy's buffer ── Batch ──▶ its trainer
 
 A task feeds all policies of its workflow. It is handed out while the policy that lacks most has room for a group that
 will still be fresh when its turn comes. What the others cannot use is dropped and counted. Policies advance at their
@@ -24,13 +24,13 @@ import msgspec
 
 from pulse_rl.documents import Count
 from pulse_rl.flow.data import events
-from pulse_rl.flow.data.balance import Balance, Share
-from pulse_rl.flow.data.board import Board
+from pulse_rl.flow.data.balance import Balance, DutyCycle
+from pulse_rl.flow.data.board import StatusBoard
 from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
 from pulse_rl.flow.data.curators import Curator
 from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Worker
 from pulse_rl.flow.data.state import FlowState
-from pulse_rl.flow.samples import Batch, Group, Orders, Task, split
+from pulse_rl.flow.samples import Batch, EpisodeGroup, Orders, Task, split
 
 QUESTIONS = 500  # for work that find none, of all workers in a second, at most
 Kind = TypeVar("Kind", bound="type[Dataflow]")
@@ -54,7 +54,7 @@ def _safe(kind: Kind) -> Kind:
 
 
 @_safe
-class Dataflow(Board):
+class Dataflow(StatusBoard):
     """See the module.
 
     policies: the settings of each policy's samples; None for one that is not trained.
@@ -92,7 +92,7 @@ class Dataflow(Board):
         self._clock = clock
         self._called = clock()  # when, the last time
         self._now = self._state.at  # seconds in which this process has run
-        self._waits = {name: Share(self._dispatcher.settings.window) for name in self._buffers}
+        self._waits = {name: DutyCycle(self._dispatcher.settings.window) for name in self._buffers}
         self._waiting: set[str] = set()  # policies whose trainers found no batch
         self._behind = 0  # calls of workers that got no task as their weights were too old
 
@@ -154,7 +154,7 @@ class Dataflow(Board):
         self._state.record(events.Leased(now, worker, task, self._versions_of(holder, task), source))
         return task
 
-    def push(self, group: Group) -> bool:
+    def push(self, group: EpisodeGroup) -> bool:
         """A worker delivers a group, which is safe once this returns.
 
         Returns whether it was of use: False if the worker has lost the lease, or it is too old for every policy.
@@ -389,7 +389,7 @@ class Dataflow(Board):
         newest = {name: source.state.version or 0 for name, source in self._buffers.items()}
         return {name: min(holder.versions.get(name, version), version) for name, version in newest.items()}
 
-    def _check(self, group: Group) -> None:
+    def _check(self, group: EpisodeGroup) -> None:
         """Raise ValueError if a group does not fit its task."""
         for name in self._buffers:
             split(group, name)

@@ -64,7 +64,7 @@ class Lease(msgspec.Struct):
     given_up: bool = False  # the task is not handed out anew
 
 
-class Refusal(msgspec.Struct):
+class AbandonedTask(msgspec.Struct):
     """A task that was given up."""
 
     number: int
@@ -72,23 +72,23 @@ class Refusal(msgspec.Struct):
     errors: list[str]
 
 
-class State(msgspec.Struct):
+class DispatchState(msgspec.Struct):
     """What a journal keeps of a dispatcher."""
 
     workers: dict[str, Worker] = {}
     leases: dict[int, Lease] = {}
     returned: list[Task] = []  # to be handed out anew
     errors: dict[int, list[str]] = {}  # of tasks that have failed and are not done
-    given_up: list[Refusal] = []  # the newest
+    given_up: list[AbandonedTask] = []  # the newest
     counts: dict[str, int] = {}
 
 
 class Dispatcher:
     """Workers and their leases; see the module."""
 
-    def __init__(self, settings: DispatchSettings, *, now: float, state: State | None = None) -> None:
+    def __init__(self, settings: DispatchSettings, *, now: float, state: DispatchState | None = None) -> None:
         self.settings = settings
-        self.state = state or State()
+        self.state = state or DispatchState()
         self.loads = Loads(settings.window)
         self._heard: OrderedDict[str, float] = OrderedDict()  # live workers, by when they were heard of
         self._silent: OrderedDict[str, float] = OrderedDict()  # suspects, likewise
@@ -252,7 +252,7 @@ class Dispatcher:
             errors.append(f"{lease.worker}: {error}")
             if len(errors) >= self.settings.tries:
                 del self.state.errors[task.number]
-                self.state.given_up = [*self.state.given_up, Refusal(task.number, task.problem, errors)][-KEPT:]
+                self.state.given_up = [*self.state.given_up, AbandonedTask(task.number, task.problem, errors)][-KEPT:]
                 self._count("given_up")
                 lease.given_up = True
                 return

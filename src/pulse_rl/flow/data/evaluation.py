@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pulse_rl.flow.samples import Group, Task, solved
+from pulse_rl.flow.samples import EpisodeGroup, Task, solved
 
 FIRST = 1 << 40  # number of the first task of a window
 AT = "@"  # between the name of a window in the recipe and the step at which it was opened
@@ -66,7 +66,7 @@ class Window(msgspec.Struct):
         }
 
 
-class State(msgspec.Struct):
+class WindowsState(msgspec.Struct):
     """What a journal keeps of the windows."""
 
     windows: dict[str, Window] = {}  # by opening
@@ -74,11 +74,11 @@ class State(msgspec.Struct):
     next: int = FIRST
 
 
-class Windows:
+class EvaluationWindows:
     """All windows of a run. A window of one name can be opened again and again, at other versions."""
 
-    def __init__(self, state: State | None = None) -> None:
-        self.state = state or State()
+    def __init__(self, state: WindowsState | None = None) -> None:
+        self.state = state or WindowsState()
         self._done: dict[str, dict[str, Any]] = {}  # summaries that do not change any more
 
     def tasks(self, window: str, problems: list[int], versions: dict[str, int | None]) -> tuple[str, list[Task]]:
@@ -102,7 +102,7 @@ class Windows:
     def taken(self) -> None:
         del self.state.waiting[0]
 
-    def add(self, group: Group) -> None:
+    def add(self, group: EpisodeGroup) -> None:
         """A task of a window was played."""
         played = Played(
             group.task.problem,

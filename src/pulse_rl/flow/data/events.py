@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from pulse_rl.flow.samples import Group, Task
+from pulse_rl.flow.samples import EpisodeGroup, Task
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -51,7 +51,7 @@ class Leased(Event, frozen=True):
 
 
 class Pushed(Event, frozen=True):
-    group: Group
+    group: EpisodeGroup
 
 
 class Failed(Event, frozen=True):

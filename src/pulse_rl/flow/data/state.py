@@ -16,12 +16,12 @@ import msgspec
 
 from pulse_rl.flow.data import buffer, dispatch, evaluation, events, waves
 from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
-from pulse_rl.flow.data.curators import Curator, Outcome
+from pulse_rl.flow.data.curators import Curator, GroupOutcome
 from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Lease
-from pulse_rl.flow.data.evaluation import Windows
+from pulse_rl.flow.data.evaluation import EvaluationWindows
 from pulse_rl.flow.data.journal import FILE, LARGEST, Journal
 from pulse_rl.flow.data.waves import Waves
-from pulse_rl.flow.samples import Group, solved, split
+from pulse_rl.flow.samples import EpisodeGroup, solved, split
 from pulse_rl.logs import logger
 
 KEPT = 256  # things of which ranks share values
@@ -39,10 +39,10 @@ class Snapshot(msgspec.Struct):
     ended: bool = False
     dismissed: list[str] = []
     frozen: dict[str, int | None] = {}
-    buffers: dict[str, buffer.State] = {}
-    dispatcher: dispatch.State = msgspec.field(default_factory=dispatch.State)
-    evaluation_windows: evaluation.State = msgspec.field(default_factory=evaluation.State)
-    rounds: waves.State = msgspec.field(default_factory=waves.State)
+    buffers: dict[str, buffer.BufferState] = {}
+    dispatcher: dispatch.DispatchState = msgspec.field(default_factory=dispatch.DispatchState)
+    evaluation_windows: evaluation.WindowsState = msgspec.field(default_factory=evaluation.WindowsState)
+    rounds: waves.WavesState = msgspec.field(default_factory=waves.WavesState)
     curator: dict[str, Any] | None = None
     shared: dict[str, dict[int, Any]] = {}
 
@@ -93,7 +93,7 @@ class FlowState:
         self.dispatcher = Dispatcher(self._settings, now=kept.at, state=kept.dispatcher)
         for lease in kept.dispatcher.leases.values():
             self._expect(lease.versions)
-        self.windows = Windows(kept.evaluation_windows)
+        self.windows = EvaluationWindows(kept.evaluation_windows)
         self.waves = Waves(self.buffers, kept.rounds)
         self.curator.restore(msgspec.msgpack.decode(self._at_first) if kept.curator is None else kept.curator)
         self._replaying = True
@@ -268,14 +268,14 @@ class FlowState:
         else:
             self._look_at([group])
 
-    def _look_at(self, groups: list[Group]) -> None:
+    def _look_at(self, groups: list[EpisodeGroup]) -> None:
         """Show groups to the curator, and give each policy its part."""
         for group in groups:
             parts = {name: split(group, name) for name in self.buffers}
             rewards = {name: part.rewards for name, part in parts.items() if part is not None}
             outcomes = [solved(episode) for episode in group.episodes]
             share = sum(outcomes) / max(1, len(outcomes))
-            self.curator.observe(Outcome(group.task.number, group.task.problem, rewards, share))
+            self.curator.observe(GroupOutcome(group.task.number, group.task.problem, rewards, share))
             for name, part in parts.items():
                 source = self.buffers[name]
                 if part is None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import msgspec
 
 from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
-from pulse_rl.flow.samples import Group, Task
+from pulse_rl.flow.samples import EpisodeGroup, Task
 
 
-class State(msgspec.Struct):
+class WavesState(msgspec.Struct):
     """What a journal keeps of the waves."""
 
     round: int = -1  # how many were opened before
@@ -22,16 +22,16 @@ class State(msgspec.Struct):
     versions: dict[str, int | None] = {}  # of the round
     kept: dict[str, int] = {}  # groups of the round, for each policy that takes part in it
     waiting: list[Task] = []  # of the wave, to be handed out
-    results: dict[int, Group | None] = {}  # of the wave's tasks that have come back; None: given up
+    results: dict[int, EpisodeGroup | None] = {}  # of the wave's tasks that have come back; None: given up
     tasks: int = 0  # of the wave that have not all come back
 
 
 class Waves:
     """The waves of a run."""
 
-    def __init__(self, buffers: Mapping[str, PolicyBuffer], state: State | None = None) -> None:
+    def __init__(self, buffers: Mapping[str, PolicyBuffer], state: WavesState | None = None) -> None:
         self._buffers = buffers
-        self.state = state or State()
+        self.state = state or WavesState()
 
     def size(self, *, stopping: bool) -> int:
         """Tasks of the next wave; 0 while one is open, and while policies are still being trained."""
@@ -64,7 +64,7 @@ class Waves:
     def taken(self) -> None:
         del self.state.waiting[0]
 
-    def resolve(self, number: int, group: Group | None) -> list[Group]:
+    def resolve(self, number: int, group: EpisodeGroup | None) -> list[EpisodeGroup]:
         """A task has come back, or was given up. Returns all groups of the wave, in order, once it is complete."""
         self.state.results[number] = group
         if len(self.state.results) < self.state.tasks:

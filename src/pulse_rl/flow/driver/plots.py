@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pulse_rl.html import charts
-from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
+from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis, Points
 from pulse_rl.html.page import Plot
 from pulse_rl.units import nbytes
 
@@ -12,7 +12,7 @@ SMOOTH = 8  # versions over which rewards are averaged
 
 Records = Sequence[dict[str, Any]]
 Table = tuple[Sequence[str], list[list[str]]]
-STEP = Axis("optimizer step", whole=True)
+STEP = ChartAxis("optimizer step", whole=True)
 
 
 def headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -58,7 +58,7 @@ def reward(records: Records) -> Plot:
         "Reward",
         "The mean reward of the completions trained on, its mean over the last versions, and the share of correct "
         "completions. Prompts are new at every step, so single steps scatter.",
-        charts.lines(series, STEP, Axis("mean reward; share solved", zero=True), dashed=["solved"]),
+        charts.lines(series, STEP, ChartAxis("mean reward; share solved", zero=True), dashed=["solved"]),
     )
 
 
@@ -66,7 +66,9 @@ def density(records: Records) -> Plot:
     return Plot(
         "Density",
         "The share of the elements whose bits changed from one version to the next. Only these are sent.",
-        charts.lines({"density": _series(records, "density")}, STEP, Axis("changed elements", FRACTION, zero=True)),
+        charts.lines(
+            {"density": _series(records, "density")}, STEP, ChartAxis("changed elements", FRACTION, zero=True)
+        ),
     )
 
 
@@ -75,7 +77,7 @@ def sent(records: Records) -> Plot:
         "Bytes of a patch",
         "What a worker fetches for one version. The full weights are "
         f"{nbytes(records[-1]['full_nbytes'])}. The size follows the density.",
-        charts.lines({"patch": _series(records, "patch_nbytes")}, STEP, Axis("a patch", BYTES, zero=True)),
+        charts.lines({"patch": _series(records, "patch_nbytes")}, STEP, ChartAxis("a patch", BYTES, zero=True)),
     )
 
 
@@ -83,7 +85,9 @@ def reduction(records: Records) -> Plot:
     return Plot(
         "Reduction",
         "The bytes of the full weights, divided by those of the patch.",
-        charts.lines({"reduction": _series(records, "reduction")}, STEP, Axis("full bytes / patch bytes", zero=True)),
+        charts.lines(
+            {"reduction": _series(records, "reduction")}, STEP, ChartAxis("full bytes / patch bytes", zero=True)
+        ),
     )
 
 
@@ -97,7 +101,7 @@ def lag(records: Records) -> Plot:
         "Lag of the workers",
         "How many versions each worker's proved weights were behind the newest one, when that was recorded. A worker "
         "takes the next version when it has finished sampling, so 1 is usual. A worker whose line rises is too slow.",
-        charts.lines(series, STEP, Axis("versions behind", zero=True, whole=True)),
+        charts.lines(series, STEP, ChartAxis("versions behind", zero=True, whole=True)),
     )
 
 
@@ -106,7 +110,7 @@ def staleness(records: Records) -> Plot:
         "Staleness",
         "How many versions old the weights were that made a step's completions, as a mean. The clipped ratio of "
         "probabilities corrects for it. What is too old is dropped: see the groups of each policy.",
-        charts.lines({"staleness": _series(records, "staleness")}, STEP, Axis("versions, mean", zero=True)),
+        charts.lines({"staleness": _series(records, "staleness")}, STEP, ChartAxis("versions, mean", zero=True)),
     )
 
 
@@ -121,7 +125,7 @@ def exchanged(records: Records) -> Plot:
         "Bytes that a trainer sends in a round",
         "The trainers' mean, next to what a trainer sends in the same round by DiLoCo (the whole pseudo-gradient in "
         "FP32) and by DDP (the gradients of every step).",
-        charts.lines(series, STEP, Axis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
+        charts.lines(series, STEP, ChartAxis("a trainer and round", BYTES, log=True), dashed=["DiLoCo", "DDP"]),
     )
 
 
@@ -131,7 +135,7 @@ def exchange_density(records: Records) -> Plot:
         "Density between trainers",
         "The share of the pseudo-gradient's elements that a trainer sends in a round: those that the next forward pass "
         "can see. The rest is kept and added in the next round.",
-        charts.lines(series, STEP, Axis("sent elements", FRACTION, zero=True)),
+        charts.lines(series, STEP, ChartAxis("sent elements", FRACTION, zero=True)),
     )
 
 
@@ -148,7 +152,7 @@ def seconds(records: Records) -> Plot:
         "Seconds of a version",
         "A trainer's wall time: waiting for completions, training, publishing and the rest. Waiting means that the "
         "rollout workers are slower than the trainer. Publishing is what the weight channel costs the trainer.",
-        charts.stacks(series, STEP, Axis("seconds", zero=True)),
+        charts.stacks(series, STEP, ChartAxis("seconds", zero=True)),
     )
 
 

@@ -13,7 +13,7 @@ from pulse_rl.errors import ExchangeError, ProcessDiedError
 from pulse_rl.flow.engine import ProcessHandle, TrainerProcess, start, wait
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.trainer import Trainer
+from pulse_rl.flow.training.trainer import PolicyTrainer
 
 RESTARTS = 100  # of all trainers, so that a fault that returns at once ends the run
 GRACE_S = 10  # time to learn the cause, after a trainer reports that it has lost another
@@ -40,7 +40,7 @@ class TrainerPool:
         """Start a trainer's process. Rank 0 writes the run's files, so it is on the driver's node."""
         arguments = (self._recipe, self._policy, self._dataflow, rank, self._life)
         where: Literal["here", "anywhere"] = "anywhere" if rank else "here"
-        return start(self._name(rank), TrainerProcess, Trainer, arguments, where=where)
+        return start(self._name(rank), TrainerProcess, PolicyTrainer, arguments, where=where)
 
     def restart(self) -> None:
         """Start trainers again that were lost, where one is started again alone."""

@@ -6,14 +6,14 @@
 A recipe takes it as `reward = "my_module:brief"` in `[workflow]`.
 """
 
-from pulse_rl.flow.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, ProblemStream
 
 
-def score(task: Task, problem: Problem, completion: str) -> float:
+def score(task: ProblemStream, problem: Problem, completion: str) -> float:
     """The dataset's score, and at least a tenth for an answer in the right form."""
     return task.reward(problem, completion)
 
 
-def exact(task: Task, problem: Problem, completion: str) -> float:
+def exact(task: ProblemStream, problem: Problem, completion: str) -> float:
     """1 for the line that is the answer and nothing else, otherwise 0."""
     return float(completion.split("\n", 1)[0].strip() == str(problem.entry["answer"]))

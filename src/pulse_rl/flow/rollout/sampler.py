@@ -11,7 +11,7 @@ from pulse_rl import Staged, Subscriber
 from pulse_rl.flow import model, policy
 
 
-class Settings(NamedTuple):
+class SamplerSettings(NamedTuple):
     """What a sampler needs to know of a run."""
 
     store_url: str  # of the history that it follows
@@ -70,7 +70,7 @@ class BuiltinSampler:
     assets: from which the model is built. name: of the worker, for heartbeats.
     """
 
-    def __init__(self, name: str, config: Settings, assets: dict[str, bytes]) -> None:
+    def __init__(self, name: str, config: SamplerSettings, assets: dict[str, bytes]) -> None:
         self._name, self._config = name, config
         self._model, self.tokenizer = model.build(assets)
         stops = policy.stop_tokens(self.tokenizer)

@@ -24,7 +24,7 @@ from pulse_rl import Subscriber
 from pulse_rl.dtypes import DTYPES
 from pulse_rl.errors import require
 from pulse_rl.flow import policy
-from pulse_rl.flow.rollout.sampler import Reached, Settings
+from pulse_rl.flow.rollout.sampler import Reached, SamplerSettings
 from pulse_rl.integrations.vllm import InProcess, plain_gemm
 
 # Read when vLLM is imported, and by the core's process.
@@ -46,7 +46,7 @@ class VllmSampler:
     without vLLM.
     """
 
-    def __init__(self, name: str, config: Settings, assets: dict[str, bytes]) -> None:
+    def __init__(self, name: str, config: SamplerSettings, assets: dict[str, bytes]) -> None:
         for variable, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(config.threads)}).items():
             os.environ.setdefault(variable, value)
         # Beside the user's own: by it the core ends with this worker, if that is killed.

@@ -34,9 +34,9 @@ from pulse_rl.flow.data.evaluation import window_of
 from pulse_rl.flow.playing import workflow
 from pulse_rl.flow.playing.tools import Toolbox
 from pulse_rl.flow.recipe import PoolRecipe, Recipe
-from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, Settings
+from pulse_rl.flow.rollout.sampler import BuiltinSampler, Sampler, SamplerSettings
 from pulse_rl.flow.rollout.sampling import PolicySampling, in_step, settle
-from pulse_rl.flow.samples import Episode, Group, Orders, Task
+from pulse_rl.flow.samples import Episode, EpisodeGroup, Orders, Task
 from pulse_rl.logs import logger
 
 IDLE_S = (0.02, 0.2)  # between questions for work, after one was answered with none: the first, the longest
@@ -156,7 +156,7 @@ class RolloutWorker:
 
     def _sampler(self, policy: str) -> Sampler:
         recipe = self._recipe
-        settings = Settings(
+        settings = SamplerSettings(
             store_url=recipe.store_url(policy),
             group_size=recipe.workflow.group_size,
             max_new_tokens=recipe.workflow.max_new_tokens,
@@ -308,7 +308,7 @@ class RolloutWorker:
             await self._call("give_back", self._name, task.number, reason)
             self._tasks.discard(task.number)
             return
-        pushing = asyncio.create_task(self._push(Group(task, self._name, episodes)))
+        pushing = asyncio.create_task(self._push(EpisodeGroup(task, self._name, episodes)))
         self._pushing.add(pushing)
 
     async def _episodes(self, task: Task) -> list[Episode]:
@@ -340,7 +340,7 @@ class RolloutWorker:
     def _seed(self, task: Task) -> int:
         return self._recipe.seed * SEED_STRIDE + task.number
 
-    async def _push(self, group: Group) -> None:
+    async def _push(self, group: EpisodeGroup) -> None:
         try:
             if await self._call("push", group):
                 self._played += 1

@@ -16,7 +16,7 @@ from pulse_rl.units import nbytes
 CHECKPOINT = "trainer.pt"
 
 
-class Checkpoints:
+class TrainerCheckpoints:
     """One trainer's checkpoints in a run's directory.
 
     rank: among the trainers, from 0. Raises FileNotFoundError if this node does not have the directory.

@@ -11,7 +11,7 @@ from pulse_rl.flow import metrics
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
-from pulse_rl.flow.training.versions import Versions
+from pulse_rl.flow.training.versions import PolicyHistory
 
 
 class Lead:
@@ -22,7 +22,9 @@ class Lead:
     resumed: whether the policy has begun before.
     """
 
-    def __init__(self, recipe: Recipe, name: str, calls: PolicyCalls, versions: Versions, *, resumed: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, name: str, calls: PolicyCalls, versions: PolicyHistory, *, resumed: bool
+    ) -> None:
         self._policy = recipe.policies[name]
         self._files = recipe.files(name)
         self._calls = calls

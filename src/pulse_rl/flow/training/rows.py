@@ -17,7 +17,7 @@ SCORED = 2048  # tokens of its completions, with padding: logits are the largest
 TOKENS = 16_384  # of contexts and completions, with padding
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """The rows of one forward and backward pass."""
 
     completions: policy.Completions
@@ -30,9 +30,11 @@ class _Row(NamedTuple):
     advantage: float
 
 
-def parts(groups: Sequence[PolicyGroup], advantages: Callable[[torch.Tensor], torch.Tensor]) -> list[Part]:
-    """A batch in parts that fit in memory. advantages: a plug-in, as in `losses`."""
-    return [_part(rows) for rows in _split(list(_rows(groups, advantages)))]
+def micro_batches(
+    groups: Sequence[PolicyGroup], advantages: Callable[[torch.Tensor], torch.Tensor]
+) -> list[MicroBatch]:
+    """A batch in micro-batches that fit in memory. advantages: a plug-in, as in `losses`."""
+    return [_micro_batch(rows) for rows in _split(list(_rows(groups, advantages)))]
 
 
 def _rows(groups: Sequence[PolicyGroup], advantages: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[_Row]:
@@ -62,7 +64,7 @@ def _split(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
         yield part
 
 
-def _part(rows: Sequence[_Row]) -> Part:
+def _micro_batch(rows: Sequence[_Row]) -> MicroBatch:
     contexts: list[Any] = []
     sizes: list[int] = []
     for row in rows:
@@ -75,7 +77,7 @@ def _part(rows: Sequence[_Row]) -> Part:
     logprobs = torch.zeros(tokens.shape)
     for number, row in enumerate(rows):
         logprobs[number, : len(row.turn.logprobs)] = torch.from_numpy(np.array(row.turn.logprobs))
-    return Part(
+    return MicroBatch(
         policy.Completions(prompt_ids, prompt_mask, tokens, mask.bool(), logprobs),
         torch.tensor(sizes),
         torch.tensor([row.advantage for row in rows]),

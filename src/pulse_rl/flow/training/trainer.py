@@ -1,6 +1,6 @@
 """A trainer of one policy: it pulls batches, takes steps on FP32 masters, and publishes to the policy's history.
 
-`Trainer.run` is the loop. Policies do not wait for each other: each goes at the pace at which its batches arrive.
+`PolicyTrainer.run` is the loop. Policies do not wait for each other: each goes at the pace at which its batches arrive.
 
 A trainer works in rounds: a round is one step where a policy has one trainer, and `sync_every` steps where it has
 several (`rounds`). `group` keeps the trainers' weights together. A round ends in a version, which rank 0 publishes
@@ -25,16 +25,16 @@ from pulse_rl.flow import metrics, model, policy, registry
 from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.samples import Batch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
-from pulse_rl.flow.training.checkpoints import Checkpoints
+from pulse_rl.flow.training.checkpoints import TrainerCheckpoints
 from pulse_rl.flow.training.elastic import ElasticExchange
 from pulse_rl.flow.training.group import TrainerGroup
 from pulse_rl.flow.training.join import join
 from pulse_rl.flow.training.lead import Lead
 from pulse_rl.flow.training.losses import PolicyLoss
 from pulse_rl.flow.training.meeting import StoreExchange
-from pulse_rl.flow.training.rows import parts
+from pulse_rl.flow.training.rows import micro_batches
 from pulse_rl.flow.training.sharded import load_shares, shares, whole
-from pulse_rl.flow.training.versions import Versions
+from pulse_rl.flow.training.versions import PolicyHistory
 from pulse_rl.sync.freed import keep_freed
 
 IDLE_S = (0.02, 0.2)  # between polls for a batch: the shortest, the longest
@@ -42,7 +42,7 @@ IDLE_SHARE = 0.02  # of the time waited so far, until the next poll: each costs 
 PATIENCE_S = 120.0  # for the process of an earlier life to end
 
 
-class Trainer:
+class PolicyTrainer:
     """A trainer's state; `run` is its whole life. dataflow: what calls the run's Dataflow.
 
     A policy that is not trained is published once, as version 0. One that has begun goes on from its checkpoint.
@@ -62,7 +62,7 @@ class Trainer:
         self._advantages = registry.build("advantage", given.advantage, key=f"policies.{name}.advantage")
         self._calls = PolicyCalls(dataflow, name, life)
         files = recipe.files(name)
-        self._checkpoints = Checkpoints(files, rank)
+        self._checkpoints = TrainerCheckpoints(files, rank)
         # The trainer of a driver that was killed may live a little longer than it; a checkpoint has one writer.
         self._lock = ExitStack()
         lock = f"trainer-{rank}.lock" if rank else "trainer.lock"
@@ -77,7 +77,7 @@ class Trainer:
         )
         meet = ElasticExchange if given.elastic else StoreExchange if given.trainer_store else join
         self._group: TrainerGroup = meet(given, rank, self._calls, self._model, self._optimizer)
-        versions = Versions(given, recipe.store_url(name), assets, resumed=begun) if publishes else None
+        versions = PolicyHistory(given, recipe.store_url(name), assets, resumed=begun) if publishes else None
         self._versions = versions
         self._lead = Lead(recipe, name, self._calls, versions, resumed=begun) if versions and rank == 0 else None
         self._step = 0
@@ -164,12 +164,12 @@ class Trainer:
     def _add_gradients(self, batch: Batch) -> dict[str, Any]:
         """Add a batch's gradients, by the policy's loss. Returns what is recorded of it."""
         groups = [PolicyGroup(*group) for group in batch.groups]
-        batch_parts = parts(groups, self._advantages)
-        weight = sum(self._loss.weight(part.completions.mask) for part in batch_parts)
+        parts = micro_batches(groups, self._advantages)
+        weight = sum(self._loss.weight(part.completions.mask) for part in parts)
         loss_sum = clipped = 0.0
-        for number in range(self._group.passes(len(batch_parts))):
-            counts = number < len(batch_parts)
-            part = batch_parts[number if counts else 0]
+        for number in range(self._group.passes(len(parts))):
+            counts = number < len(parts)
+            part = parts[number if counts else 0]
             done = part.completions
             with torch.autocast("cpu", torch.bfloat16):
                 logprobs = policy.score(self._model, done, self._temperature, part.group)
@@ -179,7 +179,7 @@ class Trainer:
             clipped += loss.clipped * counts
         rewards = [group.rewards for group in groups]
         facts = metrics.mean_facts([group.facts for group in groups])
-        tokens = sum(int(part.completions.mask.sum()) for part in batch_parts)
+        tokens = sum(int(part.completions.mask.sum()) for part in parts)
         return {
             "reward": float(np.concatenate(rewards).mean()),
             "solved": facts.pop("solved", 0.0),

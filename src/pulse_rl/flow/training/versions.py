@@ -19,7 +19,7 @@ from pulse_rl.weights.layout import layout
 CAST = "bfloat16"  # the dtype that rollout workers hold
 
 
-class Versions:
+class PolicyHistory:
     """A policy's history, as it is published. `resume`, then `begin`, then `publish` after each round.
 
     assets: the files beside the weights. resumed: whether the policy has begun before. Where the trainers hold shares,

@@ -16,7 +16,7 @@ from pulse_rl.flow.playing.chat import Chat
 from pulse_rl.flow.playing.endpoint import Endpoint
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.flow.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, ProblemStream
 
 _INSTRUCTION = "{question}\n\nEnd with a line that says only: Answer: …"
 HARNESS = "pulse-rl-verifiers"  # our package of that name
@@ -38,16 +38,16 @@ class Gym:
     def __init__(self, seed: int, datasets: list[str], chat: bool = False) -> None:
         if not isinstance(datasets, list) or not datasets:
             raise ValueError(f"datasets: expected a list of at least one name, found {datasets!r}")
-        self._tasks = [Task(name, seed) for name in datasets]
+        self._tasks = [ProblemStream(name, seed) for name in datasets]
         self._chat = chat
 
-    def problem(self, number: int) -> tuple[Task, Problem]:
+    def problem(self, number: int) -> tuple[ProblemStream, Problem]:
         """The problem of that number, and its dataset."""
         task = self._tasks[number % len(self._tasks)]
         return task, task.problem(number // len(self._tasks))
 
     async def play(
-        self, problem: tuple[Task, Problem], policies: Mapping[str, Policy], tools: Tools, random: Random
+        self, problem: tuple[ProblemStream, Problem], policies: Mapping[str, Policy], tools: Tools, random: Random
     ) -> Rewards:
         """One answer.
 

@@ -7,7 +7,7 @@ from pulse_rl.flow import registry
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
 from pulse_rl.flow.registry import Plugin
-from pulse_rl.flow.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, ProblemStream
 
 
 class Math:
@@ -22,7 +22,7 @@ class Math:
     roles = ("solver",)
 
     def __init__(self, seed: int, task: str = "chain_sum", reward: str = "score") -> None:
-        self._task = Task(task, seed)
+        self._task = ProblemStream(task, seed)
         self._reward = registry.build("reward", Plugin(reward), key="reward")
 
     def problem(self, number: int) -> Problem:

@@ -11,7 +11,7 @@ from random import Random
 
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.flow.tasks import FORM_REWARD, Problem, Task
+from pulse_rl.flow.tasks import FORM_REWARD, Problem, ProblemStream
 
 # Both verdicts are shown, so that neither is the likelier one.
 _SHOTS = "2 + 5 = 7. Is this right? yes\n8 - 3 = 4. Is this right? no\n"
@@ -31,7 +31,7 @@ class SolverVerifier:
     def __init__(self, seed: int, task: str = "chain_sum", rounds: int = 1) -> None:
         if rounds < 1:
             raise ValueError(f"rounds: expected at least 1, found {rounds}")
-        self._task = Task(task, seed)
+        self._task = ProblemStream(task, seed)
         self._rounds = rounds
 
     def problem(self, number: int) -> Problem:

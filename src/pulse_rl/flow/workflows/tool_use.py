@@ -9,7 +9,7 @@ from random import Random
 
 from pulse_rl.flow.playing.tools import Tools
 from pulse_rl.flow.playing.workflow import Conversation, Policy, Rewards
-from pulse_rl.flow.tasks import Problem, Task
+from pulse_rl.flow.tasks import Problem, ProblemStream
 
 _SHOTS = {
     "calculator": (
@@ -46,7 +46,7 @@ class ToolUse:
     ) -> None:
         if turns < 1:
             raise ValueError(f"turns: expected at least 1, found {turns}")
-        self._task = Task(task, seed)
+        self._task = ProblemStream(task, seed)
         self._tool = tool
         self._turns = turns
         self._shots = _SHOTS.get(tool, "") if shots is None else shots

@@ -82,7 +82,7 @@ class Listing(msgspec.Struct, frozen=True):
     interval_s: float | None
 
 
-class Recent(msgspec.Struct, frozen=True):
+class RecentPatches(msgspec.Struct, frozen=True):
     """The patches between the last versions, from the newest trail.
 
     Attributes:
@@ -138,7 +138,7 @@ class Status(msgspec.Struct, frozen=True):
     full_nbytes: int
     anchor_sequence: int
     listing: Listing | None
-    recent: Recent | None
+    recent: RecentPatches | None
     subscribers: tuple[SubscriberInfo, ...] | None
     expired: int
     signed: bool
@@ -311,7 +311,7 @@ def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int], partial:
     )
 
 
-def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
+def _recent(trail: Trail | None, newest: Manifest, first: int) -> RecentPatches:
     """The patches that a trail lists, or without one the newest version's own; without those that were pruned."""
     own = link_of(newest)
     links = trail.links() if trail else [own] if own else []
@@ -319,7 +319,7 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> Recent:
     patches = [link.ref.total_nbytes for link in links if link.to.sequence - link.base_sequence == 1]
     skips = [link.ref.total_nbytes for link in links if link.to.sequence - link.base_sequence > 1]
     middle = int(median(patches)) if patches else 0
-    return Recent(
+    return RecentPatches(
         versions=len(patches),
         patches=Objects(len(patches), sum(patches)),
         skips=Objects(len(skips), sum(skips)),

@@ -1,8 +1,8 @@
 """The function for SGLang's slot `--custom-weight-loader`; it runs in each tensor-parallel rank, in its loop.
 
-An order returns at once: what takes long runs in a thread of the `Receiver`, while requests are generated. Only "apply"
-works in the loop: that is the moment for which the client pauses the engine. The ranks have a group of their own, so
-either all of them write or none.
+An order returns at once: what takes long runs in a thread of the `EngineReceiver`, while requests are generated. Only
+"apply" works in the loop: that is the moment for which the client pauses the engine. The ranks have a group of their
+own, so either all of them write or none.
 
 SGLang runs a model's `post_load_weights` itself only where no loader ran, so it is called here after each write.
 
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 
 from pulse_rl import TensorSpec
-from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.service import serve
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.errors import PulseError, UnmappedError, one_line
@@ -30,7 +30,7 @@ from pulse_rl.logs import logger
 
 log = logger(__name__)
 
-_receivers: dict[int, Receiver] = {}  # by the id of the model, which its receiver keeps alive
+_receivers: dict[int, EngineReceiver] = {}  # by the id of the model, which its receiver keeps alive
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -66,7 +66,7 @@ def _send(order: Order, rank: int, found: Answer) -> None:
         log.warning("the client at %s:%d is gone: %s", order.host, order.port, one_line(error))
 
 
-def _receiver(model: torch.nn.Module, context: Any) -> Receiver:
+def _receiver(model: torch.nn.Module, context: Any) -> EngineReceiver:
     """The receiver of a model in this rank. All ranks make it in the same order, the first.
 
     context: SGLang's `runtime_context`.
@@ -85,7 +85,7 @@ def _receiver(model: torch.nn.Module, context: Any) -> Receiver:
                 list(parallel.tp_group.ranks), backend="gloo", use_local_synchronization=True, group_desc="pulse-rl"
             )
         path = Path(str(context.get_model().model_path))
-        _receivers[id(model)] = Receiver(
+        _receivers[id(model)] = EngineReceiver(
             partial(_find, model),
             group=group,
             checkpoint=path if path.is_dir() else None,

@@ -1,6 +1,6 @@
 """A worker of vLLM follows a history: the backend "pulse" of `--weight-transfer-config`.
 
-A worker gets a `Receiver` for its share of the model. It is driven in either of two ways:
+A worker gets an `EngineReceiver` for its share of the model. It is driven in either of two ways:
 
 - by the routes of the plug-in, or by the in-process client, through one method that this module adds to vLLM's workers:
   `pulse_rl(verb, arguments)`. Its answers say what went wrong; it never raises, since vLLM keeps only an error's text;
@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from pulse_rl import TensorSpec
 from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.ranks import Outside, RankState, merge
-from pulse_rl.engines.receiver import Receiver
+from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.service import serve
 from pulse_rl.engines.states import Follow
 from pulse_rl.engines.views import LiveViews
@@ -84,7 +84,7 @@ class PulseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         if workers.world_size > 1:  # for our threads alone: the engine's own collectives go on beside them
             group = torch.distributed.new_group(workers.ranks, backend="gloo")
         files = Path(vllm_config.model_config.model)
-        self.receiver = Receiver(
+        self.receiver = EngineReceiver(
             self._find_views,
             group=group,
             checkpoint=files if files.is_dir() else None,

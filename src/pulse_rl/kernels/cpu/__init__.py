@@ -29,7 +29,7 @@ from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.spots import WHOLE, Spots, Windows, spots_delta, windowed, write_spots
 from pulse_rl.kernels.cpu.states import Differences, digest_spots, find_in_spots
-from pulse_rl.kernels.cpu.tiles import Cut, Grid, Split, split
+from pulse_rl.kernels.cpu.tiles import Cut, Grid, TileChanges, split
 
 __all__ = [
     "LANES",
@@ -38,8 +38,8 @@ __all__ = [
     "Cut",
     "Differences",
     "Grid",
-    "Split",
     "Spots",
+    "TileChanges",
     "Windows",
     "buffer",
     "cast_bfloat16",

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pulse_rl.kernels.cpu.arrays import buffer, read_only
 from pulse_rl.kernels.cpu.changes import SLACK, find_changes, scatter
 from pulse_rl.kernels.cpu.compiled import kernel
-from pulse_rl.kernels.cpu.loco import F32, Grid, bits_of, cell_width, exponent_of, float_of, in_units, width_of
+from pulse_rl.kernels.cpu.loco import F32, RoundingGrid, bits_of, cell_width, exponent_of, float_of, in_units, width_of
 
 GROUPS = 16  # of exponents: the segment's largest, those below it one by one, and all the rest
 LEVELS = 4  # of the momentum: zero, less than a unit, less than 4, more
@@ -85,7 +85,7 @@ def _widths(top, grid, widths):
             widths[byte | SIGN] = -widths[byte]
 
 
-def classes_of(shared: F32, momentum: F32, grid: Grid, scale: float) -> Classes:
+def classes_of(shared: F32, momentum: F32, grid: RoundingGrid, scale: float) -> Classes:
     """The classes of a segment of up to 2^20 elements. shared: θ, (n,). momentum: (n,), as all trainers hold it."""
     each = np.empty(len(shared), np.uint8)
     top = _classes(read_only(shared), read_only(momentum), grid, np.float32(scale), each)
@@ -146,7 +146,7 @@ def _spread(classes, at, total, widths, shared, grid, sums):
                 sums[i] = total[place] * width + np.float32(0)  # no −0
 
 
-def spread(classes: Classes, total: F32, shared: F32, grid: Grid, sums: F32) -> None:
+def spread(classes: Classes, total: F32, shared: F32, grid: RoundingGrid, sums: F32) -> None:
     """Bring sums (n,) of moves into the order of indices, each times the width of its cell. A sum of 0 is +0.
 
     total: the sums by place. shared: θ, (n,) by index.

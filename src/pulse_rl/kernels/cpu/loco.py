@@ -25,7 +25,7 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 
 
-class Format(NamedTuple):
+class NarrowFormat(NamedTuple):
     """How float32 bits become a narrower format's bits, rounded to nearest, ties to even. All fields are uint32."""
 
     shift: Any  # mantissa bits that are dropped
@@ -38,7 +38,7 @@ class Format(NamedTuple):
     sign: Any  # bits that the sign is shifted right by
 
 
-class Grid(NamedTuple):
+class RoundingGrid(NamedTuple):
     """How the bits of a float32 value give its exponent in a narrower format, and the width of its cell there.
 
     Exponents are written as in float32; values that are subnormal in the format have the one below its smallest. All
@@ -53,11 +53,11 @@ class Grid(NamedTuple):
     lowest: Any  # smaller exponents have cells as wide as this one's
 
 
-def _format(*fields: int) -> Format:
-    return Format(*(np.uint32(field) for field in fields))
+def _format(*fields: int) -> NarrowFormat:
+    return NarrowFormat(*(np.uint32(field) for field in fields))
 
 
-def _grid(exponent: int, mantissa: int, lowest: int | None = None) -> Grid:
+def _grid(exponent: int, mantissa: int, lowest: int | None = None) -> RoundingGrid:
     """Of a format with so many bits of exponent and mantissa."""
     below = 128 - (1 << exponent - 1)
     half = 1 << 22 - mantissa
@@ -65,10 +65,10 @@ def _grid(exponent: int, mantissa: int, lowest: int | None = None) -> Grid:
     # above, twice as long as in the binade below it.
     normal = (below + 1 << 23) - (half if below == 0 else 2 * half)
     last = below + (1 << exponent) - 1
-    return Grid(*map(np.uint32, (mantissa, half, normal, below, last, below + 1 if lowest is None else lowest)))
+    return RoundingGrid(*map(np.uint32, (mantissa, half, normal, below, last, below + 1 if lowest is None else lowest)))
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, NarrowFormat] = {
     "bfloat16": _format(16, 0, 0, 0, 0xFFFFFFFF, 0x7F80, 0x7FC0, 16),
     "float16": _format(13, 112 << 23, 113 << 23, 126 << 23, 143 << 23, 0x7C00, 0x7E00, 16),
     # Saturates, as torch does.
@@ -76,7 +76,7 @@ FORMATS: dict[str, Format] = {
     "float8_e5m2": _format(21, 112 << 23, 113 << 23, 134 << 23, 143 << 23, 0x7C, 0x7F, 24),
 }
 
-GRIDS: dict[str, Grid] = {
+GRIDS: dict[str, RoundingGrid] = {
     "bfloat16": _grid(8, 7, lowest=70),  # a cell of 2^-64: far below any step, and its inverse is finite
     "float16": _grid(5, 10),
     "float8_e4m3fn": _grid(4, 3),
@@ -130,7 +130,7 @@ def _cast(values, form, bits):
         bits[i] = _rounded(bits_of(values[i]), form)
 
 
-def cast(values: F32, form: Format, bits: UIntArray) -> None:
+def cast(values: F32, form: NarrowFormat, bits: UIntArray) -> None:
     """Write the bits (n,) of values (n,) in a narrower format."""
     _cast(read_only(values), form, bits)
 
@@ -147,7 +147,7 @@ def _gate(shared, live, residual, form, scale, before, after):
 
 
 def gate(
-    shared: F32, live: F32, residual: F32, form: Format, scale: float, before: UIntArray, after: UIntArray
+    shared: F32, live: F32, residual: F32, form: NarrowFormat, scale: float, before: UIntArray, after: UIntArray
 ) -> bool:
     """Write the bits of θ and of θ − scale · s in the gate's format, where s = residual + (θ − live).
 
@@ -234,7 +234,7 @@ def log8(
     shared: F32,
     live: F32,
     residual: F32,
-    grid: Grid,
+    grid: RoundingGrid,
     scale: float,
     seed: int,
     turn: int,
@@ -267,7 +267,7 @@ def _log8_values(codes, shared, grid, inverse, values):
         values[j] = -value if code < 0 else value
 
 
-def log8_values(codes: NDArray[np.int8], shared: F32, grid: Grid, scale: float, values: F32) -> None:
+def log8_values(codes: NDArray[np.int8], shared: F32, grid: RoundingGrid, scale: float, values: F32) -> None:
     """Set values (k,) to what codes (k,), none of them 0, stand for; shared: θ there, (k,)."""
     _log8_values(read_only(codes), read_only(shared), grid, np.float32(1 / scale), values)
 
@@ -279,7 +279,7 @@ def _log8_codes(values, shared, grid, scale, codes):
         codes[j] = _signed(code, values[j] < np.float32(0))
 
 
-def log8_codes(values: F32, shared: F32, grid: Grid, scale: float, codes: NDArray[np.int8]) -> None:
+def log8_codes(values: F32, shared: F32, grid: RoundingGrid, scale: float, codes: NDArray[np.int8]) -> None:
     """The inverse of `log8_values`."""
     _log8_codes(read_only(values), read_only(shared), grid, np.float32(scale), codes)
 

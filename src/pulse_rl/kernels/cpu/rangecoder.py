@@ -36,7 +36,7 @@ _20, _32 = np.uint64(20), np.uint64(32)
 _U0, _U1 = np.uint64(0), np.uint64(1)
 
 
-class Encoder(NamedTuple):
+class RangeEncoder(NamedTuple):
     """An encoder between two bits."""
 
     low: Any  # uint64; the code lies in [low, low + width)
@@ -44,7 +44,7 @@ class Encoder(NamedTuple):
     at: Any  # int64; bytes written
 
 
-class Decoder(NamedTuple):
+class RangeDecoder(NamedTuple):
     """A decoder between two bits."""
 
     code: Any  # uint64; below width
@@ -77,7 +77,7 @@ def _share(state, width):
 
 @inlined
 def start_encoder():
-    return Encoder(_U0, FULL, np.int64(0))
+    return RangeEncoder(_U0, FULL, np.int64(0))
 
 
 @kernel
@@ -96,8 +96,8 @@ def _shift(low, width, at, out):
     if width < _WORD:
         for k in range(4):
             out[at + k] = np.uint8((low >> np.uint64(56 - 8 * k)) & _BYTE)
-        return Encoder(low << _32, width << _32, at + 4)
-    return Encoder(low, width, at)
+        return RangeEncoder(low << _32, width << _32, at + 4)
+    return RangeEncoder(low, width, at)
 
 
 @inlined
@@ -171,15 +171,15 @@ def _word(data, at):
 
 @inlined
 def start_decoder(data):
-    return Decoder((_word(data, 0) << _32) | _word(data, 4), FULL, np.int64(8))
+    return RangeDecoder((_word(data, 0) << _32) | _word(data, 4), FULL, np.int64(8))
 
 
 @inlined
 def _refill(code, width, at, data):
     """Read four bytes if the range has become narrow."""
     if width < _WORD:
-        return Decoder((code << _32) | _word(data, at), width << _32, at + 4)
-    return Decoder(code, width, at)
+        return RangeDecoder((code << _32) | _word(data, at), width << _32, at + 4)
+    return RangeDecoder(code, width, at)
 
 
 @inlined

@@ -72,7 +72,7 @@ class Cut(NamedTuple):
     counts: NDArray[np.int64]  # (tensors · runs,): changes of each run, tensor by tensor
 
 
-class Split(NamedTuple):
+class TileChanges(NamedTuple):
     """Changes of segments: of each tile, tensor by tensor. Those of segment s are [edges[s], edges[s + 1])."""
 
     edges: NDArray[np.int64]  # (segments + 1,)
@@ -87,7 +87,7 @@ def split(
     replaced: UIntArray,
     cuts: Sequence[Cut],
     tensors: int,
-) -> Split:
+) -> TileChanges:
     """Sort changes of tensors that are cut alike into tiles.
 
     indices: (k,), of each box, tensor by tensor, run by run: ascending in each run, and counted from its first element.
@@ -104,6 +104,6 @@ def split(
         given = (read_only(indices[mine]), read_only(begins), read_only(counts), grid, read_only(numbers), tensors)
         _split(*given, current, parts[mine], local[mine], edges)
     np.cumsum(edges, out=edges)
-    found = Split(edges, np.empty(count, np.uint32), np.empty_like(values), np.empty_like(replaced))
+    found = TileChanges(edges, np.empty(count, np.uint32), np.empty_like(values), np.empty_like(replaced))
     _place(parts, local, read_only(values), read_only(replaced), edges[:-1].copy(), *found[1:])
     return found

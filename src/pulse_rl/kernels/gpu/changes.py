@@ -31,7 +31,7 @@ from pulse_rl.kernels.gpu.device import (
 from pulse_rl.kernels.gpu.regions import (
     TILE,
     UNITS,
-    Layout,
+    DeviceRegions,
     Lines,
     Regions,
     address_in,
@@ -132,8 +132,8 @@ class _States(NamedTuple):
     """Two states, on the device."""
 
     news: DeviceArray
-    old: Layout
-    new: Layout
+    old: DeviceRegions
+    new: DeviceRegions
 
 
 class _Found(NamedTuple):

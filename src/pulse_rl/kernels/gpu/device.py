@@ -173,7 +173,7 @@ def bits_of(array: DeviceArray) -> DeviceArray:
     return array.detach().view(getattr(torch, f"uint{8 * array.itemsize}"))
 
 
-class View:
+class CudaArray:
     """A tensor, as Numba takes it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def _argument(value: Any) -> Any:
     """An argument of a kernel, as Numba takes it: device arrays also in tuples."""
     if isinstance(value, tuple):
         return type(value)._make(map(_argument, value))  # type: ignore[attr-defined]
-    return cuda.as_cuda_array(View(value)) if isinstance(value, torch.Tensor) else value
+    return cuda.as_cuda_array(CudaArray(value)) if isinstance(value, torch.Tensor) else value
 
 
 _stream = cache(cuda.external_stream)  # Numba keeps the settings of a launch by the stream's object

@@ -27,7 +27,7 @@ from pulse_rl.kernels.gpu.device import (
     twin,
     upload,
 )
-from pulse_rl.kernels.gpu.regions import TILE, UNITS, Layout, Regions, element, unit_at
+from pulse_rl.kernels.gpu.regions import TILE, UNITS, DeviceRegions, Regions, element, unit_at
 
 MOST_EXPONENTS = 2048  # F64's
 
@@ -115,7 +115,7 @@ def _compare(like, layout, tiles, mask, bounds, masks, counts):
 class _Searched(NamedTuple):
     """What is searched, on the device."""
 
-    layout: Layout
+    layout: DeviceRegions
     mask: np.uint64
     shift: np.uint64
 

@@ -21,7 +21,7 @@ UNITS = 8  # of a thread in a tile
 TILE = UNITS * THREADS  # units
 
 
-class Layout(NamedTuple):
+class DeviceRegions(NamedTuple):
     """Where regions lie, (regions,) each, on the device."""
 
     addresses: DeviceArray  # uint64
@@ -33,10 +33,10 @@ class Lines(NamedTuple):
     """Regions whose elements are read and written one by one, so that it need not be known how many they have."""
 
     itemsize: int
-    layout: Layout
+    layout: DeviceRegions
 
 
-class Tiles(NamedTuple):
+class RegionTiles(NamedTuple):
     """How regions are cut, on the device."""
 
     sizes: DeviceArray  # (regions,) int64, elements
@@ -61,14 +61,14 @@ class Regions:
         return len(self.sizes)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> DeviceRegions:
         """It is copied to the device once: addresses do not move."""
-        return Layout(upload(self.memory.addresses), upload(self.memory.runs), upload(self.memory.apart))
+        return DeviceRegions(upload(self.memory.addresses), upload(self.memory.runs), upload(self.memory.apart))
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> RegionTiles:
         owners = np.repeat(np.arange(len(self), dtype=np.uint32), np.diff(self.firsts))
-        return Tiles(upload(self.sizes), upload(self.firsts), upload(owners))
+        return RegionTiles(upload(self.sizes), upload(self.firsts), upload(owners))
 
 
 def regions_of(arrays: Sequence[DeviceArray]) -> Regions:

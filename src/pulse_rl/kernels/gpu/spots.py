@@ -28,7 +28,7 @@ from pulse_rl.kernels.gpu.device import (
     zeros,
 )
 from pulse_rl.kernels.gpu.digests import Flat, place_term
-from pulse_rl.kernels.gpu.regions import Layout, Lines, Regions, element, region_of
+from pulse_rl.kernels.gpu.regions import DeviceRegions, Lines, Regions, element, region_of
 
 _mixed = twin(mixed)
 
@@ -99,7 +99,7 @@ class Overwrites:
         columns = [spots.addresses, spots.runs, itemsize * spots.apart, *spots[2:4], spots.seeds, spots.times]
         table = upload(np.stack([each.view(np.int64) for each in columns]))
         addresses, runs, apart, starts, strides, seeds, self._times = table
-        self._lines = Lines(itemsize, Layout(bits_of(addresses), runs, apart))
+        self._lines = Lines(itemsize, DeviceRegions(bits_of(addresses), runs, apart))
         self._flat = Flat(bits_of(seeds), starts, strides)
         edges = upload(np.concatenate([[0], np.cumsum(counts)]))
         self._changes = edges, upload(indices), bits_of(upload(values))

@@ -10,10 +10,10 @@ from blake3 import blake3
 
 from pulse_rl.documents import Count, Digest, Hash, Token
 from pulse_rl.log.objects import ObjectRef
-from pulse_rl.log.sealed import Format
+from pulse_rl.log.sealed import SealedFormat
 
 # The limit holds a commit of 10,000 trainers with 10 fragments each.
-FORMAT = Format("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", 16 << 20)
+FORMAT = SealedFormat("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", 16 << 20)
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ from pulse_rl.patch.encode import encode
 from pulse_rl.study.measure.precision import SOURCES, merge_visible, visible
 from pulse_rl.study.measure.timeline import Timeline
 from pulse_rl.study.results import Visible
-from pulse_rl.study.sources.base import Source
+from pulse_rl.study.sources.base import StudySource
 from pulse_rl.weights.bits import Bits
 
 LISTED = 8  # tensors in a note
@@ -24,7 +24,7 @@ class Patches:
         self.precisions: dict[tuple[int, int], dict[str, Visible]] = {}
         self._not_finite: set[str] = set()  # tensors left out of precisions in some step
 
-    def measure(self, source: Source, timeline: Timeline, progress: Callable[[int, int], object]) -> None:
+    def measure(self, source: StudySource, timeline: Timeline, progress: Callable[[int, int], object]) -> None:
         """Code every step with every codec, and cast both its versions to other precisions.
 
         progress: called with the number of pairs of versions done, and of all pairs.
@@ -39,7 +39,7 @@ class Patches:
                 self.sizes[step] = {patch.header.codec: len(patch.data) for patch in patches}
                 self.precisions[step] = self._visible(source, old, new)
 
-    def _visible(self, source: Source, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> dict[str, Visible]:
+    def _visible(self, source: StudySource, old: Mapping[str, Bits], new: Mapping[str, Bits]) -> dict[str, Visible]:
         found = []
         for name in (name for name, tensor in source.tensors.items() if tensor.dtype in SOURCES):
             try:

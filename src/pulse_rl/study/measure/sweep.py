@@ -17,7 +17,7 @@ from pulse_rl.kernels.cpu.study import count_differing
 from pulse_rl.parallel import ordered_map
 from pulse_rl.study.measure.tally import Counts, Tally, empty_tally, tally
 from pulse_rl.study.measure.timeline import Timeline
-from pulse_rl.study.sources.base import Source
+from pulse_rl.study.sources.base import StudySource
 from pulse_rl.weights.pieces import Place
 from pulse_rl.weights.segments import SEGMENT
 
@@ -49,7 +49,7 @@ def nothing_counted(timeline: Timeline, dtype: str) -> Counted:
 
 
 def count_tensors(
-    source: Source, timeline: Timeline, progress: Callable[[int, int], object] = lambda done, total: None
+    source: StudySource, timeline: Timeline, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Iterator[tuple[str, Counted]]:
     """Count every tensor, in canonical order.
 

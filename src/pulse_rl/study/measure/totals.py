@@ -9,8 +9,8 @@ from pulse_rl.study.layers import depth, kind
 from pulse_rl.study.measure.sweep import Counted
 from pulse_rl.study.measure.tally import Counts, Reals, information, positions
 from pulse_rl.study.measure.timeline import Timeline
-from pulse_rl.study.results import Bounds, Group, KStepSparsity, Summary, TensorStudy
-from pulse_rl.study.sources.base import Tensor
+from pulse_rl.study.results import Bounds, KStepSparsity, Summary, TensorGroup, TensorStudy
+from pulse_rl.study.sources.base import StudiedTensor
 
 OUTSIDE = "outside"  # the depth of tensors that belong to no layer
 
@@ -41,7 +41,7 @@ class Totals:
         for place, (k, _) in sorted(enumerate(self.timeline.pairs), key=lambda pair: pair[1][0]):
             self._pairs_of_k.setdefault(k, []).append(place)
 
-    def add(self, name: str, tensor: Tensor, counted: Counted) -> None:
+    def add(self, name: str, tensor: StudiedTensor, counted: Counted) -> None:
         """Add the next tensor."""
         self.entropies += [information(step) for step in counted.steps]
         before = self.by_dtype.get(tensor.dtype)
@@ -78,14 +78,14 @@ class Totals:
         """Elements with other bits, (pairs,), as Timeline.pairs."""
         return sum((members.differing for members in self.kinds.values()), np.zeros(len(self.timeline.pairs), np.int64))
 
-    def groups(self, groups: Mapping[str, _Members]) -> list[Group]:
+    def groups(self, groups: Mapping[str, _Members]) -> list[TensorGroup]:
         """The records of groups, in the order of their first tensors. groups: kinds or depths."""
         found = []
         for name, members in groups.items():
             total, mean, low, high = self._densities(members.differing, members.elements)
             shares = members.differing / max(1, members.elements)
             found.append(
-                Group(
+                TensorGroup(
                     name=name,
                     tensors=members.tensors,
                     elements=members.elements,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pulse_rl.html.page import Page
-from pulse_rl.study.results import Group, KStepSparsity, Report, TensorStudy
+from pulse_rl.study.results import KStepSparsity, Report, TensorGroup, TensorStudy
 from pulse_rl.study.show import plots
 from pulse_rl.units import nbytes
 
@@ -122,7 +122,7 @@ def _spans(report: Report) -> list[list[str]]:
 Table = tuple[Sequence[str], list[list[str]]]
 
 
-def _groups(what: str, groups: Sequence[Group]) -> Table:
+def _groups(what: str, groups: Sequence[TensorGroup]) -> Table:
     spans = list(dict.fromkeys(k for group in groups for k in group.sparsity))
     columns = (what, "tensors", "elements", "density", "lowest", "highest", *(f"S_{k}" for k in spans))
     rows = [

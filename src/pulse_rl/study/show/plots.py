@@ -5,7 +5,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from pulse_rl.html import charts
-from pulse_rl.html.charts import BYTES, FRACTION, Axis, Points
+from pulse_rl.html.charts import BYTES, FRACTION, ChartAxis, Points
 from pulse_rl.html.page import Plot
 from pulse_rl.study.results import Exponent, Report, StepStudy
 
@@ -13,9 +13,9 @@ ROWS = 24  # of a heat map
 RARE = 1e-6  # a smaller share of the elements is only in the table
 TINY = -100  # exponents below it are only in the table: zeros and subnormals of dtypes with a wide range
 
-VERSION = Axis("version (optimizer step)", whole=True)
-DENSITY = Axis("density: changed in a step", FRACTION, zero=True)
-EXPONENT = Axis("exponent e: |w| from 2^e to 2^(e+1)", whole=True)
+VERSION = ChartAxis("version (optimizer step)", whole=True)
+DENSITY = ChartAxis("density: changed in a step", FRACTION, zero=True)
+EXPONENT = ChartAxis("exponent e: |w| from 2^e to 2^(e+1)", whole=True)
 MEASURED, PREDICTED, SPREAD = "measured", "predicted", "masters anywhere"
 FITTED, HIGHEST = "by the measured rate", "farthest moves"
 
@@ -23,7 +23,7 @@ FITTED, HIGHEST = "by the measured rate", "farthest moves"
 def sparsity(report: Report) -> Plot:
     """S_k(t) over t."""
     series = {f"k = {span.k}": list(zip(span.bases, span.sparsity, strict=True)) for span in report.spans}
-    spec = charts.lines(series, VERSION, Axis("sparsity S_k", FRACTION), colors=charts.RAMP)
+    spec = charts.lines(series, VERSION, ChartAxis("sparsity S_k", FRACTION), colors=charts.RAMP)
     return Plot(
         "Sparsity over time",
         "The share of the elements that have the same bits k steps later, by the version before these steps. A patch "
@@ -43,7 +43,7 @@ def prediction(report: Report) -> Plot:
         FITTED: [(target, one.by_rate) for target, one in known],
         HIGHEST: [(target, one.highest) for target, one in known],
     }
-    spec = charts.lines(series, VERSION, Axis(DENSITY.title, FRACTION, log=True), dashed=list(series)[1:])
+    spec = charts.lines(series, VERSION, ChartAxis(DENSITY.title, FRACTION, log=True), dashed=list(series)[1:])
     return Plot(
         "Density, measured and predicted",
         "Theory predicts the density from the sizes of the weights, the learning rate and Adam's betas. Predicted: "
@@ -60,7 +60,7 @@ def rate(report: Report) -> Plot:
     spec = charts.lines(
         {MEASURED: [(step.target, step.rate) for step in report.steps]},
         VERSION,
-        Axis("mean |move| / learning rate", zero=True),
+        ChartAxis("mean |move| / learning rate", zero=True),
     )
     return Plot(
         "How far Adam moves a weight",
@@ -115,7 +115,7 @@ def layers(report: Report) -> Plot:
         "Each cell is the tensors of one name in one layer, the mean over all steps. Rows show which tensors change, "
         "columns where in the model."
         + (f" The {ROWS} largest parts are drawn; report.json has {left_out} more." if left_out else ""),
-        charts.heat(cells, "layer", Axis("density", FRACTION)),
+        charts.heat(cells, "layer", ChartAxis("density", FRACTION)),
     )
 
 
@@ -128,7 +128,7 @@ def probability(report: Report) -> Plot:
         SPREAD: [(e, row.spread) for e, row in rows],
         HIGHEST: [(e, row.highest) for e, row in rows],
     }
-    spec = charts.lines(series, EXPONENT, Axis("changed in a step", FRACTION, log=True), dashed=list(series)[1:])
+    spec = charts.lines(series, EXPONENT, ChartAxis("changed in a step", FRACTION, log=True), dashed=list(series)[1:])
     return Plot(
         "Probability of a change by size of the weight",
         f"{_of(report)}. One exponent to the right, a weight is twice as large and its ULP twice as wide. Weights on "
@@ -151,7 +151,7 @@ def population(report: Report) -> Plot:
         "Where the weights are, and where the changes",
         f"{_of(report)}: the share of all elements and of all changes, by exponent. Changes come from the smaller "
         "weights. Patches are small because the exponent predicts where changes are.",
-        charts.columns(shares, EXPONENT.title, Axis("share", FRACTION, zero=True)),
+        charts.columns(shares, EXPONENT.title, ChartAxis("share", FRACTION, zero=True)),
     )
 
 
@@ -164,7 +164,7 @@ def rate_by_exponent(report: Report) -> Plot:
         f"{_of(report)}: the mean |new − old| in learning rates, for exponents with at least 100 changes. Where moves "
         "are several ULP, this is the move of the masters. If masters lay anywhere in their cells, the line would stay "
         "level to the right; where it falls, masters have not reached the edges of their cells.",
-        charts.lines(series, EXPONENT, Axis("mean |new − old| / learning rate", zero=True)),
+        charts.lines(series, EXPONENT, ChartAxis("mean |new − old| / learning rate", zero=True)),
     )
 
 
@@ -179,7 +179,7 @@ def distances(report: Report) -> Plot:
         "Changes by their distance in ULPs, the number of places from the old bits to the new. "
         f"{sum(counts[:1]) / max(1, total):.1%} go to the neighbouring value: for these a patch needs a direction and "
         "no new bits.",
-        charts.columns(shares, "distance, ULPs; ≤8: 5 to 8", Axis("share of the changes", FRACTION, zero=True)),
+        charts.columns(shares, "distance, ULPs; ≤8: 5 to 8", ChartAxis("share of the changes", FRACTION, zero=True)),
     )
 
 
@@ -196,7 +196,7 @@ def recurrence(report: Report) -> Plot:
     spec = charts.lines(
         series,
         VERSION,
-        Axis("of the elements changed before", FRACTION, zero=True),
+        ChartAxis("of the elements changed before", FRACTION, zero=True),
         dashed=["again, by exponent and chance"],
     )
     return Plot(
@@ -213,7 +213,9 @@ def times(report: Report) -> Plot:
     total = max(1, sum(found.times))
     series = {"elements": [(number, count / total) for number, count in enumerate(found.times)]}
     spec = charts.lines(
-        series, Axis(f"changes in {found.steps} steps", whole=True), Axis("share of the elements", FRACTION, log=True)
+        series,
+        ChartAxis(f"changes in {found.steps} steps", whole=True),
+        ChartAxis("share of the elements", FRACTION, log=True),
     )
     return Plot(
         "How often an element changes",
@@ -230,7 +232,7 @@ def sizes(report: Report) -> Plot:
         name: [(step.target, step.codecs.get(name)) for step in report.steps] for name in names
     }
     series["entropy bound"] = [(step.target, step.bounds.total / 8) for step in report.steps]
-    spec = charts.lines(series, VERSION, Axis("a patch", BYTES, zero=True), dashed=["entropy bound"])
+    spec = charts.lines(series, VERSION, ChartAxis("a patch", BYTES, zero=True), dashed=["entropy bound"])
     return Plot(
         "Bytes of a patch",
         "The patch of each step, by codec. Dashed: the entropy of positions and moves, if the frequencies for each "
@@ -260,7 +262,7 @@ def bits(report: Report) -> Plot:
         "The bounds: the fewest bits for the positions of the changes, by what is known of an element (the density "
         "alone, its tensor, its exponent, or both), and for direction and distance. Knowing the exponent saves most of "
         "the positions. Above the bounds are the codecs, if they were tried, with everything that they store.",
-        charts.stacked_bars(rows if changes else [], Axis("bits per change", zero=True)),
+        charts.stacked_bars(rows if changes else [], ChartAxis("bits per change", zero=True)),
     )
 
 
@@ -270,7 +272,7 @@ def precisions(report: Report) -> Plot:
     names = list(report.precisions)
     series: dict[str, Points] = {name: [(target, found[name].density) for target, found in seen] for name in names}
     spec = charts.lines(
-        series, VERSION, Axis("codes changed in a step", FRACTION, log=True), dashed=[n for n in names if "/" in n]
+        series, VERSION, ChartAxis("codes changed in a step", FRACTION, log=True), dashed=[n for n in names if "/" in n]
     )
     return Plot(
         "Density in other precisions",

@@ -15,7 +15,7 @@ from pulse_rl.weights.layout import Sides, compare_layouts
 from pulse_rl.weights.pieces import Place
 
 
-class Tensor(NamedTuple):
+class StudiedTensor(NamedTuple):
     """What all versions of a tensor have in common."""
 
     dtype: str  # as safetensors spells it
@@ -32,13 +32,13 @@ class Tensor(NamedTuple):
         return ITEMSIZES[self.dtype]
 
 
-class Source(Protocol):
+class StudySource(Protocol):
     """Versions of one model's weights, in order."""
 
     kind: Literal["checkpoints", "store"]
     location: str
     versions: tuple[Version, ...]  # at least two, numbers strictly rising
-    tensors: dict[str, Tensor]  # by name, in canonical order
+    tensors: dict[str, StudiedTensor]  # by name, in canonical order
     notes: list[str]  # what was left out, and why
 
     def places(self, name: str) -> Sequence[Place]:
@@ -57,7 +57,7 @@ class Source(Protocol):
         """
 
 
-def check_same_model(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
+def check_same_model(expected: Mapping[str, StudiedTensor], found: Mapping[str, StudiedTensor], where: str) -> None:
     """Raise BaseMismatchError if a version's tensors are not those of the first version."""
     what = f"{where} is of another model than the first version of this study"
     compare_layouts(expected, found, Sides(what, "the first version", "this one"))

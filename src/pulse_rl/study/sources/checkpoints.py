@@ -15,7 +15,7 @@ from pulse_rl.checkpoint.files import open_checkpoint, open_shards
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.study.results import Version
-from pulse_rl.study.sources.base import Tensor, check_same_model
+from pulse_rl.study.sources.base import StudiedTensor, check_same_model
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Run
 from pulse_rl.weights.pieces import Place
@@ -36,11 +36,11 @@ class CheckpointReader:
     """The tensors of one checkpoint, read from its files."""
 
     def __init__(self, path: Path) -> None:
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, StudiedTensor] = {}
         self._locations: dict[str, _Location] = {}
         for shard in open_shards(path):
             for name, entry in shard.header.entries.items():
-                tensors[name] = Tensor(entry.dtype, tuple(entry.shape))
+                tensors[name] = StudiedTensor(entry.dtype, tuple(entry.shape))
                 self._locations[name] = _Location(shard.path, shard.header.offset + entry.start)
         self.tensors = dict(sorted(tensors.items()))
 

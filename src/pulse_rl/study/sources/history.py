@@ -32,7 +32,7 @@ from pulse_rl.log.objects import fetch, limit_of
 from pulse_rl.patch.format import unpack
 from pulse_rl.patch.overlay import Overlay, Replaced
 from pulse_rl.study.results import Version
-from pulse_rl.study.sources.base import Tensor, check_same_model
+from pulse_rl.study.sources.base import StudiedTensor, check_same_model
 from pulse_rl.study.sources.checkpoints import CheckpointReader
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import Run
@@ -105,7 +105,7 @@ class Stored:
                 f"{self.location}: expected at least two versions, found {len(found)}", url=self.location
             )
         self.versions = tuple(Version(number=m.version, name=f"version {m.version}") for m in found)
-        self.tensors: dict[str, Tensor] = self._states[0].tensors
+        self.tensors: dict[str, StudiedTensor] = self._states[0].tensors
         for state, version in zip(self._states, self.versions, strict=True):
             check_same_model(self.tensors, state.tensors, f"{self.location}: {version.name}")
         cuts = Counter(state.cut for state in self._states if isinstance(state, _Patched))
@@ -215,7 +215,7 @@ class _Patched:
 
     def __init__(self, fetched: Fetched, kept: "_Kept") -> None:
         self.fetched = fetched
-        self.tensors = {name: Tensor(tensor.dtype, tensor.shape) for name, tensor in fetched.by_name().items()}
+        self.tensors = {name: StudiedTensor(tensor.dtype, tensor.shape) for name, tensor in fetched.by_name().items()}
         self.cut: Hashable = tuple(sorted((entry.name, entry.boxes) for part in fetched.parts for entry in part.table))
         self.places: dict[str, list[Place]] = {}
         self._units: dict[tuple[str, Place], tuple[Sequence[tuple[str, Place]], Unit]] = {}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.checkpoint.shards import SHARD_NBYTES, Shard, in_file_order, plan_shards, shard_header
+from pulse_rl.checkpoint.shards import SHARD_NBYTES, ShardFile, in_file_order, plan_shards, shard_header
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import check_digest, put_assets, put_shards
@@ -87,7 +87,7 @@ def _order(ref: ObjectRef) -> tuple[bool, str]:
     return not ref.name.endswith(".safetensors"), ref.name
 
 
-def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[Shard]) -> None:
+def _gather(ranks: Ranks, place: Path, own: Layout, plan: SharePlan, shards: list[ShardFile]) -> None:
     """Bring one file of each rank together. A collective."""
     schedules = [list(_chunks(plan, shard)) for shard in shards]  # of rank 0, 1, …
     path = place / shards[ranks.rank].name if ranks.rank < len(shards) else None
@@ -112,7 +112,7 @@ def _append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _chunks(plan: SharePlan, shard: Shard) -> Iterator[_Chunk]:
+def _chunks(plan: SharePlan, shard: ShardFile) -> Iterator[_Chunk]:
     for name in in_file_order(plan.tensors, shard.tensors):
         for start, stop in segments(whole(plan.tensors[name].shape).size):
             yield _Chunk(name, Run(start, stop))
