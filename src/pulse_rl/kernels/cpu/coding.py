@@ -15,9 +15,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, UIntArray
-from pulse_rl.kernels.cpu.arrays import buffer, read_only
+from pulse_rl.kernels.cpu.arrays import buffer, copy_into, read_only
 from pulse_rl.kernels.cpu.changes import gather_flat, gather_in_rows
-from pulse_rl.kernels.cpu.compiled import kernel
+from pulse_rl.kernels.cpu.compiled import kernel, part
 from pulse_rl.kernels.cpu.context import Changed, Place, Start, decode_stream, encode_stream
 from pulse_rl.kernels.cpu.moves import (
     Hot,
@@ -112,13 +112,13 @@ def _pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.uint64), codegen
 
 
-@kernel
+@part
 def _flat(like, address, size):
     """The elements from an address on, of the dtype of `like`."""
     return numba.carray(_pointer(address), (size,), like.dtype)
 
 
-@kernel
+@part
 def _in_rows(like, address, rows, run, apart):
     first = numba.carray(_pointer(address), (1,), like.dtype)
     return np.lib.stride_tricks.as_strided(first, (rows, run), (apart, like.itemsize))
@@ -151,7 +151,7 @@ def _field(field: Field, itemsize: int) -> tuple[Any, Any]:
     return kind(field.mask), kind(field.shift)
 
 
-@kernel
+@part
 def _find_hot(bounds, number, every, address, rows, run, apart, mask, shift, indices, exponents):
     """The hot elements of a segment. every: whether all of them are. indices, exponents: memory for all of them."""
     if every:  # their bound may not fit the element's width
@@ -185,7 +185,7 @@ def _encode(
         if out is None:
             encode_stream(None, place, Start(threshold, share, states[number]), hot, indices[a:b], moved, leans)
         else:
-            fresh[:] = states[number]
+            copy_into(fresh, states[number])
             most = used + place.size * bounds.itemsize + SLACK
             start = Start(threshold, share, fresh)
             nbytes[s] = encode_stream(out[used:most], place, start, hot, indices[a:b], moved, leans)
@@ -210,7 +210,7 @@ def _decode(
         place = Place(rows[s] * runs[s], 8 * bounds.itemsize, strides[s], phases[s])
         leans = all_leans[: strides[s]]
         leans[:] = 0
-        fresh[:] = states[number]
+        copy_into(fresh, states[number])
         a, b = edges[s], edges[s + 1]
         count = b - a
         changed = Changed(raw[:count], ups[:count], sizes[:count])

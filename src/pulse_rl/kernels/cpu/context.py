@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.kernels.cpu.compiled import inlined, kernel
+from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 from pulse_rl.kernels.cpu.rangecoder import (
     SLACK,
     decode_bit,
@@ -163,7 +163,7 @@ def _expecting(row, share):
 # one out counts a reference, which costs 8 % of the time if it is done for every element.
 
 
-@kernel
+@part
 def _encode_size(coder, out, states, at, exponent, size):
     """A number of steps, at least 1: its bit length in unary, two bits in context, the rest raw. at: the tables."""
     length = log2_floor(size)
@@ -188,7 +188,7 @@ def _is_full(coder, out):
     return coder.at > out.shape[0] - SLACK
 
 
-@kernel
+@part
 def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
     """Phase 1. Returns the encoder and how many changes are left; −1 for too long a stream."""
     states, share = start.states, start.share
@@ -223,7 +223,7 @@ def _encode_hot(coder, out, place, start, hot, indices, moved, leans):
     return coder, left
 
 
-@kernel
+@part
 def _encode_cold(coder, out, start, indices, moved, left):
     """Phase 2, of `left` changes. Returns the encoder and how many are left: 0, or −1 for too long a stream."""
     states, share = start.states, start.share
@@ -247,7 +247,7 @@ def _encode_cold(coder, out, start, indices, moved, left):
     return coder, left
 
 
-@kernel
+@part
 def encode_stream(out, place, start, hot, indices, moved, leans):
     """Both phases. Returns the bytes of the stream; −1 if it becomes longer than out without its slack."""
     coder, left = _encode_hot(start_encoder(), out, place, start, hot, indices, moved, leans)
@@ -264,7 +264,7 @@ def encode_stream(out, place, start, hot, indices, moved, leans):
 # Decoding. Arguments: data (m,) uint8, untrusted. changed: filled in. leans: as above.
 
 
-@kernel
+@part
 def _decode_size(coder, data, states, at, exponent, bits):
     """The inverse, and the decoder after it; 0 for a size that does not fit an element of this many bits."""
     length = 0
@@ -286,7 +286,7 @@ def _decode_size(coder, data, states, at, exponent, bits):
     return size, coder
 
 
-@kernel
+@part
 def _decode_hot(coder, data, place, start, hot, leans, changed):
     """Phase 1. Returns the decoder and the number of changes; −1 for a broken stream."""
     states, share = start.states, start.share
@@ -318,7 +318,7 @@ def _decode_hot(coder, data, place, start, hot, leans, changed):
     return coder, k
 
 
-@kernel
+@part
 def _decode_cold(coder, data, place, start, k, changed):
     """Phase 2, after k changes. Returns whether the stream is sound; indices are proved in range."""
     states, share = start.states, start.share
@@ -340,7 +340,7 @@ def _decode_cold(coder, data, place, start, k, changed):
     return True
 
 
-@kernel
+@part
 def decode_stream(data, place, start, hot, leans, changed):
     """Both phases. Returns the number of hot changes; −1 for a broken stream."""
     coder, k = _decode_hot(start_decoder(data), data, place, start, hot, leans, changed)

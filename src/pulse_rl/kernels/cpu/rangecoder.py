@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels.cpu.arrays import read_only
-from pulse_rl.kernels.cpu.compiled import inlined, kernel
+from pulse_rl.kernels.cpu.compiled import inlined, kernel, part
 
 SEEN = 10  # bits of a state that count
 LIMIT = (1 << SEEN) - 1
@@ -80,7 +80,7 @@ def start_encoder():
     return RangeEncoder(_U0, FULL, np.int64(0))
 
 
-@kernel
+@part
 def _carry(out, at):
     """Add 1 to the number that out[:at] spells."""
     at -= 1
@@ -120,7 +120,7 @@ def encode_bit(coder, out, states, i, bit):
     return _shift(low, width, at, out)
 
 
-@kernel
+@part
 def encode_raw(coder, out, value, bits):
     """Code the low bits of a uint64 as they are, the highest first."""
     if out is None:
@@ -138,7 +138,7 @@ def encode_raw(coder, out, value, bits):
     return coder
 
 
-@kernel
+@part
 def finish(coder, out):
     """Write as few bytes as identify a code in the range; return the bytes in all, without trailing zeros."""
     low, width, at = coder
@@ -198,7 +198,7 @@ def decode_bit(coder, data, states, i):
     return bit, _refill(code, width, at, data)
 
 
-@kernel
+@part
 def decode_raw(coder, data, value, bits):
     """Append this many raw bits to a uint64, and the decoder after them."""
     while bits > 0:
@@ -225,7 +225,7 @@ def log2_floor(value):
     return bits
 
 
-@kernel
+@part
 def encode_count(coder, out, states, unary, top, count):
     """Code a uint64 of at least 1: its bit length in unary, the highest bit below its leading one in context, the rest
     raw. unary, top: the first contexts of the two, by length."""
@@ -240,7 +240,7 @@ def encode_count(coder, out, states, unary, top, count):
     return coder
 
 
-@kernel
+@part
 def decode_count(coder, data, states, unary, top, limit):
     """The inverse, and the decoder after it; 0 for more than `limit` bits below the leading one."""
     length = 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.arrays import buffer, read_only
+from pulse_rl.kernels.cpu.arrays import buffer, copy_into, read_only
 from pulse_rl.kernels.cpu.compiled import kernel
 
 
@@ -33,7 +33,7 @@ def _split(indices, begins, counts, grid, numbers, tensors, current, parts, loca
     for run in range(tensors * runs):
         tensor = run // runs
         if run % runs == 0:
-            current[:] = grid.firsts
+            copy_into(current, grid.firsts)
             row_stop = np.int64(0)
         begin = begins[run % runs]
         for _ in range(counts[run]):
