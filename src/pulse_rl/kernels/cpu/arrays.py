@@ -104,7 +104,7 @@ def popcount(typingctx: Any, x: Any) -> Any:
 
 
 @inlined
-def copy_into(target, source):
+def copy_into(target: NDArray[Any], source: NDArray[Any]) -> None:
     """What target[:] = source does, but for its check of shapes, whose error's text takes two seconds to compile."""
     for k in range(target.shape[0]):
         target[k] = source[k]
