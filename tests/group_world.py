@@ -10,11 +10,13 @@ import pytest
 from loco_ranks import forking, picklable, start
 from servers import free_port
 
-PATIENCE_S = 60  # until a rank counts as one that hangs
+PATIENCE_S = 60.0
 
 
-def _serve(rank: int, size: int, at: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
-    start(rank, size, at, 20)
+def _serve(
+    rank: int, size: int, at: int, patience: float, pipe: Connection, function: Callable[..., Any], arguments: Any
+) -> None:
+    start(rank, size, at, patience / 3)
     try:
         result = function(rank, size, *arguments)
     except BaseException as error:  # noqa: BLE001
@@ -25,23 +27,26 @@ def _serve(rank: int, size: int, at: int, pipe: Connection, function: Callable[.
     os._exit(0)
 
 
-def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+def run(function: Callable[..., Any], size: int, *arguments: Any, patience: float = PATIENCE_S) -> list[Any]:
     """Call function(rank, size, *arguments) on each rank of a new default group.
 
+    patience: seconds until a rank counts as one that hangs; its collectives fail after a third of them.
     Returns what it returned on each, or the error that it raised there; None for a rank that was killed.
     """
     context, at = forking(), free_port()
     pipes, processes, results = [], [], []
     for rank in range(size):
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, size, at, there, function, arguments), daemon=True)
+        process = context.Process(
+            target=_serve, args=(rank, size, at, patience, there, function, arguments), daemon=True
+        )
         process.start()
         there.close()
         pipes.append(here)
         processes.append(process)
     try:
         for pipe in pipes:
-            assert pipe.poll(PATIENCE_S), "a rank hangs"
+            assert pipe.poll(patience), "a rank hangs"
             with suppress(EOFError):
                 results.append(pipe.recv())
                 continue

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import pulse_rl as pulse
+from pulse_rl.flow import model
 from pulse_rl.integrations.transformers import PublishCallback, SparsityCallback
 from pulse_rl.kernels.cpu import beside
 
@@ -142,15 +143,99 @@ def test_a_run_resumed_from_an_older_checkpoint_continues_after_the_newest_versi
     assert [version for version, _ in published(store)] == [0, 2, 4, 5, 6, 8, 9]
 
 
+def test_a_store_is_all_it_needs(tmp_path: Path) -> None:
+    """It makes and closes the publisher, puts the trainer's tokenizer with the anchor, and notes a version's step."""
+    follower, store = Follower(), pulse.open_store("memory://")
+    run = trainer(tmp_path, follower, max_steps=4)
+    run.callback_handler.processing_class = model.load("tiny", seed=0).tokenizer
+    run.add_callback(PublishCallback(store, every=2))
+    run.train()
+    assert published(store) == [(step, pulse.digest(follower.states[step])) for step in (0, 2, 4)]
+    manifests = list(pulse.History(store).manifests())
+    assert [manifest.metadata for manifest in manifests] == [{"step": 0}, {"step": 2}, {"step": 4}]
+    files = pulse.load_assets(store, tmp_path / "assets")
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in files}
+    run.train()  # from its beginning: versions go on
+    assert [version for version, _ in published(store)] == [0, 2, 4, 5, 7, 9]
+    assert [manifest.metadata for manifest in pulse.History(store).manifests()][3:] == [{"step": n} for n in (0, 2, 4)]
+
+
+def test_the_trainers_own_log_takes_what_was_published(tmp_path: Path) -> None:
+    follower, store = Follower(), pulse.open_store("memory://")
+    run = trainer(tmp_path, follower, max_steps=4, logging_steps=2)
+    with pulse.Publisher(store, cast="bfloat16") as publisher:
+        run.add_callback(PublishCallback(publisher, background=False, assets={"notes.txt": b"by hand"}, log=run))
+        run.train()
+    ours = [(step, logs) for step, logs in follower.logged if "pulse/version" in logs]
+    assert [(step, logs["pulse/version"]) for step, logs in ours] == [(2, 2), (4, 4)]
+    for (step, logs), manifest in zip(ours, list(pulse.History(store).manifests())[2::2], strict=True):
+        old, new = follower.states[step - 1], follower.states[step]
+        changed = sum(int(differing(old[name], new[name]).sum()) for name in old)
+        assert manifest.patch is not None
+        assert logs["pulse/payload_bytes"] == manifest.patch.nbytes
+        assert logs["pulse/changed_ratio"] == changed / manifest.elements
+        assert 0 < logs["pulse/publish_seconds"] < 60
+    assert [entry["step"] for entry in run.state.log_history if "pulse/version" in entry] == [2, 4]
+    assert {"notes.txt"} <= {file.name for file in pulse.load_assets(store, tmp_path / "assets")}
+
+
+class Outage(transformers.TrainerCallback):  # type: ignore[misc]
+    """In the second step a file is where the store's directory was."""
+
+    def __init__(self, store: Path) -> None:
+        self._store, self._away = store, store.with_name("away")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self._store.rename(self._away)
+            self._store.touch()
+        elif self._away.exists():
+            self._store.unlink()
+            self._away.rename(self._store)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_failing_store_ends_the_training_or_is_a_warning(
+    tmp_path: Path, on_error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    follower, store = Follower(), tmp_path / "store"
+    run = trainer(tmp_path / "out", follower, max_steps=4)
+    with pulse.Publisher(store, cast="bfloat16", patience=0) as publisher:
+        run.add_callback(PublishCallback(publisher, background=False, on_error=on_error))
+        run.add_callback(Outage(store))
+        if on_error == "raise":
+            with pytest.raises(pulse.StoreError):
+                run.train()
+            return
+        with caplog.at_level("WARNING"):
+            run.train()
+    assert published(pulse.open_store(store)) == [(n, pulse.digest(follower.states[n])) for n in (0, 1, 3, 4)]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("integrations.transformers")]
+    assert [text.partition(":")[0] for text in said] == ["step 2"]
+
+
 def test_only_the_first_process_publishes() -> None:
     store = pulse.open_store("memory://")
-    callback = PublishCallback(pulse.Publisher(store))
+    callback = PublishCallback(store)
     state = SimpleNamespace(is_world_process_zero=False, global_step=3)
     for event in (callback.on_train_begin, callback.on_step_end, callback.on_train_end):
         event(None, state, None, model=torch.nn.Linear(2, 2))
     assert published(store) == []
-    with pytest.raises(ValueError, match="every"):
-        PublishCallback(pulse.Publisher(store), every=0)
+    wrong: dict[str, Any]
+    for wrong in ({"every": 0}, {"on_error": "ignore"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            PublishCallback(store, **wrong)
+
+
+def test_shares_need_a_publisher_of_all_ranks(tmp_path: Path) -> None:
+    run = trainer(tmp_path, Follower(), max_steps=1)
+    half = pulse.Shard(torch.zeros(4), shape=(8,), flat_offset=0)
+    publisher = pulse.Publisher("memory://")
+    assert not publisher.has_group
+    assert pulse.Publisher("memory://", group="world").has_group
+    run.add_callback(PublishCallback(publisher, weights=lambda _: {"half": half}))
+    with pytest.raises(ValueError, match="group"):
+        run.train()
 
 
 # -- SparsityCallback ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pulse_rl.log.objects import ObjectRef, refer
 from pulse_rl.store.base import Store
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.names import unwrap
+from pulse_rl.weights.names import unsharded
 
 
 def put_anchor(
@@ -110,13 +110,13 @@ def check_assets(assets: Mapping[str, bytes]) -> None:
 
 def model_config(model: Any, cast: str | None) -> dict[str, bytes]:
     """The config.json of a Transformers model, or of a config, with which anchors load as they are; else nothing."""
-    model = unwrap(model)
+    model, name = unsharded(model)
     config = getattr(model, "config", model)
     if not hasattr(config, "to_json_string"):
         return {}
     document = json.loads(config.to_json_string())
     if config is not model:
-        document["architectures"] = [type(model).__name__]
+        document["architectures"] = [name]
     if cast is not None:
         document["dtype"] = cast
     return {"config.json": json.dumps(document, indent=2, sort_keys=True).encode()}

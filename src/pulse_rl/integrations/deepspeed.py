@@ -16,7 +16,8 @@ import sys
 from typing import Any
 
 from pulse_rl import Shard
-from pulse_rl.weights.names import named_state, unwrap
+from pulse_rl.weights.layout import named_tensors
+from pulse_rl.weights.names import unwrap
 
 
 def shards(model: Any) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def shards(model: Any) -> dict[str, Any]:
     `bf16.enabled`; the optimizer's FP32 masters are not read). Call it for every publish: DeepSpeed may move them.
 
     Args:
-        model: A DeepSpeed engine, or the module in it.
+        model: A DeepSpeed engine, the module in it, or a mapping of names to parameters of that, as of its adapters.
 
     Returns:
         Name → `pulse.Shard` where a parameter is partitioned (a list with the whole one too where DeepSpeed keeps that,
@@ -38,7 +39,7 @@ def shards(model: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     known: dict[int, Any] = {}  # of each parameter, so that tied names have one shard
-    for name, tensor in named_state(unwrap(model)).items():
+    for name, tensor in named_tensors(unwrap(model)).items():
         if getattr(tensor, "ds_tensor", None) is None:
             found[name] = tensor
             continue

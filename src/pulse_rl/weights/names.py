@@ -46,6 +46,18 @@ def unwrap(weights: Any) -> Any:
     return weights
 
 
+def unsharded(model: Any) -> tuple[Any, str]:
+    """A model without wrappers and FSDP1 around it, and the name of its class, which `fully_shard` replaces."""
+    model = unwrap(model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    while fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
+        model = unwrap(model.module)
+    kind = type(model)
+    if fsdp is not None and isinstance(model, fsdp.FSDPModule):
+        kind = kind.__mro__[2]  # made of FSDPModule and this one
+    return model, kind.__name__
+
+
 def own_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Each name of a tensor of a torch module → its name without the wrappers around the model and within it.
 

@@ -154,6 +154,7 @@ class Publisher:
 
     Attributes:
         history: The history that it publishes to.
+        has_group: Whether all ranks call its methods together, as it was made with a group.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Publisher:
         tied: Mapping[str, str] | None = None,
     ) -> None:
         self._ranks = Ranks.of(group, WORDING, group_timeout)
+        self.has_group = group is not None
         self._unaware = group is None and default_place() is None  # as WORLD is None before there is a process group
 
         def make() -> tuple[History, Encoder, Delivery, str | None]:
