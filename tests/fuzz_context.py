@@ -25,6 +25,7 @@ from pulse_rl.codecs.base import SegmentChanges, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
+from pulse_rl.kernels.cpu.coding import Streams
 from pulse_rl.weights.changes import find_changes
 
 CODEC = context_codec.ContextCodec()
@@ -65,20 +66,25 @@ def encoded(segments: Sequence[Segment]) -> Block:
     return Block(CODEC.encode_block(parts), [part.spec for part in parts], [segment.old for segment in segments])
 
 
+def streams_of(streams: Sequence[bytes]) -> Streams:
+    """Streams one after another."""
+    ends = np.cumsum([len(stream) for stream in streams])
+    return Streams(np.frombuffer(b"".join(streams), np.uint8), np.concatenate([[0], ends[:-1]]), ends)
+
+
 def decode(block: Block) -> Decoded:
     """The library's result. Raises FormatError."""
-    decoded, at = [], 0
-    for piece in CODEC.open_block(memoryview(block.payload), block.specs):
-        reads = [lambda old=old: old for old in block.old[at : at + piece.segments]]
-        decoded += [(indices.tolist(), values.tolist()) for indices, values in piece.decode(reads)]
-        at += piece.segments
-    return decoded
+    units = CODEC.open_block(memoryview(block.payload), block.specs)
+    decoded = units.decode(np.arange(len(block.specs)), lambda number: block.old[number], None)
+    return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 
 
 def decode_naively(block: Block) -> Decoded:
     """The document's result. Raises reference_context.Refused."""
     segments = [
-        reference_context.Segment(spec.dtype, spec.itemsize, spec.stride, spec.phase, spec.changed, old.tolist())
+        reference_context.Segment(
+            spec.dtype, ITEMSIZES[spec.dtype], spec.stride, spec.phase, spec.changed, old.tolist()
+        )
         for spec, old in zip(block.specs, block.old, strict=True)
     ]
     return reference_context.decode_block(block.payload, segments)

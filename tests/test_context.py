@@ -132,18 +132,19 @@ def test_a_segment_is_decoded_without_the_others() -> None:
         listed.append(Segment("BF16", old, stepped(old, 0.2, "ulp", rng), 30))
     block = encoded(listed)
     head = 4 + struct.unpack_from("<I", block.payload)[0]
-    pieces = CODEC.open_block(memoryview(block.payload), block.specs)
-    assert [piece.segments for piece in pieces] == [1, 1, 1, 1]
+    units = CODEC.open_block(memoryview(block.payload), block.specs)
+    assert units.sizes.tolist() == [1, 1, 1, 1]
     expected = expected_of(listed)
-    for number in (2, 0, 3):
-        ((indices, values),) = pieces[number].decode([lambda number=number: block.old[number]])  # type: ignore[misc]
-        assert (indices.tolist(), values.tolist()) == expected[number]
+    for chosen in ([2], [0], [3], [0, 3], [1, 2]):
+        (found,) = units.decode(np.array(chosen), lambda place, chosen=chosen: block.old[chosen[place]], None)  # type: ignore[misc]
+        assert [(one.indices.tolist(), one.values.tolist()) for one in found.each()] == [expected[n] for n in chosen]
     # The last segment, with every stream before it turned over.
     last = len(encoded(listed[:3]).payload)
     turned = bytearray(block.payload)
     for at in range(head, min(last, len(turned) - 200)):
         turned[at] ^= 0xFF
-    ((indices, values),) = CODEC.open_block(memoryview(turned), block.specs)[3].decode([lambda: block.old[3]])
+    units = CODEC.open_block(memoryview(turned), block.specs)
+    ((_, (indices, values)),) = units.decode(np.array([3]), lambda _: block.old[3], None)
     assert (indices.tolist(), values.tolist()) == expected[3]
 
 
@@ -197,7 +198,7 @@ def test_tensors_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
             name, _, shape, _ = parsed.table[segment.tensor]
             at = segment.place.positions(shape)
             flat.append((at.starts[:, None] + np.arange(at.run)).reshape(-1))
-            elements.append(target[name].view(UINTS[segment.spec.itemsize]))
+            elements.append(target[name].view(UINTS[ITEMSIZES[segment.spec.dtype]]))
         old_bits = [view[places].copy() for view, places in zip(elements, flat, strict=True)]
         assert block.shared is not None
         streams = b"".join(bytes(parsed.payloads[span.number]) for span in block.spans)
@@ -474,9 +475,9 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     clock = time.perf_counter()
     tracemalloc.start()
     try:
-        for piece in CODEC.open_block(memoryview(block.payload), block.specs):
-            ((indices, _),) = piece.decode([lambda: old])
-            assert len(indices) == size
+        units = CODEC.open_block(memoryview(block.payload), block.specs)
+        (found,) = units.decode(np.array([0]), lambda _: old, None)
+        assert len(found.changes.indices) == size
     except FormatError:
         pass
     finally:

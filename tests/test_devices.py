@@ -89,7 +89,7 @@ def test_kernels_follow_the_caller_and_a_staged_version_is_written_on_its_stream
         device.write_spots(*changes)
         write = device.prepare(*changes)
         with device.coder() as coder:
-            coder.decode_segments([], *[None] * 4)  # type: ignore[arg-type]
+            coder.decode_segments(*[None] * 5)  # type: ignore[arg-type]
     with streams.stream(generation):
         write()
     with device.own_stream():

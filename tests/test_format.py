@@ -23,8 +23,9 @@ from fuzz_context import Block, Decoded, decode, decode_naively
 from patch_tools import changed, from_bytes, part_of, random_tensor, snapshot, take_apart
 
 import pulse_rl as pulse
-from pulse_rl.codecs.base import SegmentSpec
+from pulse_rl.codecs.base import SegmentSpec, specs_of
 from pulse_rl.codecs.choose import CODECS
+from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.history.manifest import parse
 from pulse_rl.history.trail import decode_trail
 from pulse_rl.kernels import cpu
@@ -241,8 +242,8 @@ def test_gap_words(indices: list[int], words: str) -> None:
     found = np.zeros(3 * len(indices), "<u2")
     used = cpu.gap_encode(np.array(indices, np.uint32), np.array([0, len(indices)]), found)
     assert found[:used].tobytes().hex() == words
-    decoded = np.zeros(len(indices), np.uint32)
-    assert cpu.gap_decode(found[:used], np.array([1 << 20]), np.array([len(indices)]), decoded) == used
+    decoded, counts, dense = np.zeros(len(indices), np.uint32), np.array([len(indices)]), np.array([False])
+    assert cpu.gap_decode(found[:used], np.array([1 << 20]), counts, dense, decoded) == used
     assert decoded.tolist() == indices
 
 
@@ -258,9 +259,8 @@ DENSE = [
 @pytest.mark.parametrize(("codec", "itemsize", "size", "least"), DENSE)
 def test_where_a_segment_becomes_dense(codec: str, itemsize: int, size: int, least: int) -> None:
     dtype = f"U{8 * itemsize}"
-    assert not CODECS[codec].is_dense(SegmentSpec(dtype, size, least - 1, size, 0))
-    assert CODECS[codec].is_dense(SegmentSpec(dtype, size, least, size, 0))
-    assert not CODECS[codec].is_dense(SegmentSpec(dtype, size, 0, size, 0))
+    (specs,) = specs_of([SegmentSpec(dtype, size, changed, size, 0) for changed in (least - 1, least, 0)])
+    assert CODECS[codec].is_dense(specs).tolist() == [False, True, False]
 
 
 CONTEXT_BF16 = """
@@ -322,7 +322,10 @@ def test_both_context_decoders_read_the_pinned_block(golden: str, reader: Callab
     base, target = (snapshot(weights) for weights in context_states(golden))
     (block,) = patch_format.unpack(pulse.diff(*context_states(golden), codec="context")).blocks
     specs = [segment.spec for segment in block.segments]
-    arrays = [np.frombuffer(bytearray(base[n]), f"<u{s.itemsize}") for n, s in zip(sorted(base), specs, strict=True)]
+    arrays = [
+        np.frombuffer(bytearray(base[name]), UINTS[ITEMSIZES[spec.dtype]])
+        for name, spec in zip(sorted(base), specs, strict=True)
+    ]
     decoded = reader(Block(bytes.fromhex(golden), specs, arrays))
     for array, (indices, values) in zip(arrays, decoded, strict=True):
         array[indices] = values

@@ -8,7 +8,7 @@ import gpu_device
 import numpy as np
 import pytest
 import torch
-from fuzz_context import Segment, encoded, parts_of
+from fuzz_context import Segment, encoded, parts_of, streams_of
 from gpu_device import Held, a_device, memory_of  # noqa: F401 - a fixture
 from numpy.typing import NDArray
 
@@ -78,13 +78,10 @@ class OnDevice:
         return codec.ContextCodec().encode_block(self.parts)
 
     def decode(self, block: bytes) -> list[tuple[list[int], list[int]]]:
-        context = codec.ContextCodec()
-        length = int.from_bytes(block[:4], "little")
-        shared, span = memoryview(block)[4 : 4 + length], memoryview(block)[4 + length :]
-        units = context.open(shared, [part.spec for part in self.parts], [len(self.parts)])[0](span)
+        units = codec.ContextCodec().open_block(memoryview(block), [part.spec for part in self.parts])
         old = OldBits(memory_of(self._held), self.there)
-        found = units.decode(range(len(self.parts)), [part.read for part in self.parts], old)
-        return [(indices.tolist(), values.tolist()) for indices, values in found]
+        decoded = units.decode(np.arange(len(self.parts)), lambda number: self.parts[number].read(), old)
+        return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 
 
 def segment(dtype: str, size: int, row: int, share: float, seed: int) -> Segment:
@@ -136,15 +133,15 @@ def test_segments_are_coded_in_batches(scratch: int, coders: int, monkeypatch: p
     starts = cpu_coding.starts_of([model.blank(field)._replace(threshold=t).start() for t in (120, field.exponents)])
     streams = cpu_coding.encode_segments(cpu_coding.memory_of(rows), kind, starts, changes)
     assert coding.encode_segments(memory_of(held), kind, starts, changes) == streams
-    views = [memoryview(stream) for stream in streams if stream is not None]
-    assert len(views) == 4
-    decoded = coding.decode_segments(views, memory_of(held), kind, starts, edges)
+    coded = [stream for stream in streams if stream is not None]
+    assert len(coded) == 4
+    decoded = coding.decode_segments(streams_of(coded), memory_of(held), kind, starts, edges)
     assert not isinstance(decoded, int)
     assert decoded[0].tolist() == changes.indices.tolist()
     assert decoded[1].tolist() == after.tolist()
-    views[2] = memoryview(bytes(len(views[2])))  # every bit is a 1, and a number of steps has no end
-    on_cpu = cpu_coding.decode_segments(views, cpu_coding.memory_of(rows), kind, starts, edges)
-    assert coding.decode_segments(views, memory_of(held), kind, starts, edges) == on_cpu == 2
+    coded[2] = bytes(len(coded[2]))  # every bit is a 1, and a number of steps has no end
+    on_cpu = cpu_coding.decode_segments(streams_of(coded), cpu_coding.memory_of(rows), kind, starts, edges)
+    assert coding.decode_segments(streams_of(coded), memory_of(held), kind, starts, edges) == on_cpu == 2
 
 
 def test_a_batch_has_the_segments_whose_hot_elements_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,7 @@ def coding(monkeypatch: pytest.MonkeyPatch) -> Coding:
     @contextmanager
     def noted(device: devices.Cuda) -> Iterator[SimpleNamespace]:
         def call(name: str, *given: Any) -> Any:
-            made.coded.append((name, len(given[0] if name == "decode_segments" else given[0].rows)))
+            made.coded.append((name, len(given[1 if name == "decode_segments" else 0].rows)))
             return getattr(there, name)(*given)
 
         with coder(device) as there:

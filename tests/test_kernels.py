@@ -223,26 +223,29 @@ def test_gaps_equal_their_twin_and_decode_to_the_indices(indices: Any) -> None:
     assert words[:used].tolist() == naive[:used].tolist()
     n = int(indices[-1]) + 1 if len(indices) else 0
     decoded = np.empty_like(indices)
-    size, count = np.array([n]), np.array([len(indices)])
-    assert cpu.gap_decode(words[:used], size, count, decoded) == used
+    size, count, dense = np.array([n]), np.array([len(indices)]), np.array([False])
+    assert cpu.gap_decode(words[:used], size, count, dense, decoded) == used
     assert decoded.tolist() == indices.tolist()
     if n:
-        assert cpu.gap_decode(words[:used], size - 1, count, decoded) == -1  # the last index is out of range
-        assert cpu.gap_decode(words[: used - 1], size, count, decoded) == -1  # the words run out
+        assert cpu.gap_decode(words[:used], size - 1, count, dense, decoded) == -1  # the last index is out of range
+        assert cpu.gap_decode(words[: used - 1], size, count, dense, decoded) == -1  # the words run out
 
 
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(st.sampled_from([0, 1, 5, 15, 16, 0xFFFE, 0xFFFF]), max_size=24),
-    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20])), max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 12), st.sampled_from([0, 1, 20, 65536, 200_000, 1 << 20]), st.booleans()), max_size=4
+    ),
 )
-def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: list[tuple[int, int]]) -> None:
+def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: list[tuple[int, int, bool]]) -> None:
     """Hostile words: the same result as the twin, the same indices, and none of them out of range."""
     words = np.array(stream, np.uint16)
-    counts, sizes = (np.array([segment[i] for segment in segments], np.int64) for i in (0, 1))
+    counts, sizes, dense = (np.array([segment[i] for segment in segments], np.int64) for i in range(3))
+    sizes = np.where(dense, counts, sizes)  # dense segments change everywhere
     indices, naive = np.zeros(counts.sum(), np.uint32), np.zeros(counts.sum(), np.uint32)
-    used = cpu.gap_decode(words, sizes, counts, indices)
-    assert used == reference.gap_decode(words, sizes, counts, naive)
+    used = cpu.gap_decode(words, sizes, counts, dense > 0, indices)
+    assert used == reference.gap_decode(words, sizes, counts, dense, naive)
     assert indices.tolist() == naive.tolist()
     if used >= 0:
         assert (indices < np.repeat(sizes, counts)).all()
@@ -250,7 +253,8 @@ def test_gap_decode_of_any_words_equals_its_twin(stream: list[int], segments: li
         again = np.zeros((len(parts), 3 * len(indices)), np.uint16)
         coded = [
             words_[: cpu.gap_encode(part, np.array([0, len(part)]), words_)]
-            for part, words_ in zip(parts, again, strict=True)
+            for part, words_, every in zip(parts, again, dense, strict=True)
+            if not every
         ]
         assert [word for part in coded for word in part.tolist()] == stream[:used]  # a gap has one form
 

@@ -19,7 +19,7 @@ from bench.gpu import emulator
 from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels.cpu import Spots, context
 from pulse_rl.kernels.cpu import moves as cpu_moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, starts_of
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Streams, starts_of
 from pulse_rl.kernels.gpu import casts, changes, coding, device, digests, moves, regions, spots
 
 ARCHITECTURE = sys.argv[1] if len(sys.argv) > 1 else "sm_90"
@@ -91,7 +91,8 @@ def assemble(dtype: str, width: int) -> None:
     changed = Coded(np.array([0, 4]), where, moved)
     coding.count_bits(one.memory, kind, starts, changed)
     coding.encode_segments(one.memory, kind, starts, changed)
-    coding.decode_segments([memoryview(b"1")], one.memory, kind, starts, changed.edges)
+    streams = Streams(np.frombuffer(b"1", np.uint8), np.array([0]), np.array([1]))
+    coding.decode_segments(streams, one.memory, kind, starts, changed.edges)
 
 
 if __name__ == "__main__":

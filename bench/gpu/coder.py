@@ -20,7 +20,7 @@ from bench.gpu.bandwidth import DENSITIES, fitting
 from bench.gpu.children import Keep
 from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
-from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec, run_of
+from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec, run_of, specs_of
 from pulse_rl.kernels.cpu.coding import Lies, memory_at
 from pulse_rl.kernels.gpu import changes, coding, device
 from pulse_rl.kernels.gpu.regions import regions_of
@@ -98,10 +98,13 @@ def decoded(coded: list[Block], parts: list[SegmentChanges]) -> list[Changes]:
     """The changes of all segments."""
     found: list[Changes] = []
     for (head, (span,)), block in zip(coded, blocks_of(parts), strict=True):
-        (opened,) = context.ContextCodec().open(memoryview(head), [part.spec for part in block], [len(block)])
+        specs = specs_of([part.spec for part in block])
+        (opened,) = context.ContextCodec().open(memoryview(head), specs, [len(block)])
         lies = [part.lies for part in block if part.lies is not None]
         old = OldBits(memory_at(lies, block), block[0].device) if len(lies) == len(block) else None
-        found += opened(memoryview(span)).decode(range(len(block)), [part.read for part in block], old)
+        units = opened(memoryview(span))
+        decoded = units.decode(np.arange(len(block)), lambda number, block=block: block[number].read(), old)  # type: ignore[misc]
+        found += [changes for each in decoded for changes in each.each()]
     return found
 
 

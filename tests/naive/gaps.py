@@ -15,10 +15,14 @@ def gap_encode(indices: Any, words: Any) -> int:
     return k
 
 
-def gap_decode(words: Any, sizes: Any, counts: Any, indices: Any) -> int:
+def gap_decode(words: Any, sizes: Any, counts: Any, dense: Any, indices: Any) -> int:
     at = k = 0
-    for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+    for number, (size, count, every) in enumerate(zip(sizes, counts, dense, strict=True)):
         index = -1
+        if every:
+            indices[k : k + count] = range(count)
+            k += count
+            continue
         for _ in range(int(count)):
             if at >= len(words):
                 return -1 - number

@@ -123,11 +123,11 @@ class Finder:
 
 def kinds(patch: Patch) -> tuple[int, int]:
     """How many tensors of a part are sent dense, and how many sparse: of those that change at all."""
-    dense: dict[int, bool] = {}
-    for segment in patch.segments:
-        if segment.spec.changed:
-            dense[segment.tensor] = dense.get(segment.tensor, True) and patch.codec.is_dense(segment.spec)
-    return sum(dense.values()), len(dense) - sum(dense.values())
+    segments = patch.segments
+    dense = np.concatenate([np.empty(0, np.bool_), *map(patch.codec.is_dense, segments.specs())])
+    changing, owners = segments.counts > 0, segments.tensors()
+    sparse, several = np.unique(owners[changing & ~dense]), np.unique(owners[changing])
+    return len(several) - len(sparse), len(sparse)
 
 
 def payload(made: Made, own: Layout) -> Payload:

@@ -9,16 +9,13 @@ and decoder agree without a flag.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import groupby
-from operator import mul
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
-from pulse_rl.errors import FormatError
+from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.coding import Lies, Memory, memory_at
 from pulse_rl.weights.changes import Changes
@@ -35,19 +32,52 @@ class SegmentSpec(NamedTuple):
     stride: int  # elements in a row of the tensor; the segment's size if a row is longer than any segment
     phase: int  # column of the segment's first element
 
+
+class Specs(NamedTuple):
+    """Segments that follow one another, of one dtype; what a decoder knows about them, as `SegmentSpec`."""
+
+    dtype: str
+    sizes: NDArray[np.int64]  # (segments,) each
+    changed: NDArray[np.int64]
+    strides: NDArray[np.int64]
+    phases: NDArray[np.int64]
+
     @property
     def itemsize(self) -> int:
         """Bytes per element: 1, 2, 4 or 8."""
         return ITEMSIZES[self.dtype]
 
     @property
-    def decoded_nbytes(self) -> int:
-        """Bytes of memory that its decoded changes may take."""
-        return (4 + self.itemsize) * self.changed
+    def segments(self) -> int:
+        """How many they are."""
+        return len(self.sizes)
+
+    def at(self, start: int, stop: int) -> "Specs":
+        """Some that follow one another."""
+        return Specs(self.dtype, *(column[start:stop] for column in self[1:]))
+
+    def of(self, numbers: NDArray[np.int64]) -> "Specs":
+        """Those of these numbers."""
+        return Specs(self.dtype, *(column[numbers] for column in self[1:]))
 
 
-# A segment's old bits: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows` describes them.
-Read: TypeAlias = Callable[[], UIntArray]
+def joined_specs(several: Sequence[Specs]) -> Specs:
+    """Those of one dtype, one after another."""
+    return Specs(several[0].dtype, *map(np.concatenate, zip(*(specs[1:] for specs in several), strict=True)))
+
+
+def specs_of(specs: Sequence[SegmentSpec]) -> list[Specs]:
+    """The same in columns."""
+    found = []
+    for dtype, alike in groupby(specs, lambda spec: spec.dtype):
+        columns = np.array([spec[1:] for spec in alike], np.int64).T
+        found.append(Specs(dtype, *columns))
+    return found
+
+
+# The old bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows`
+# describes them.
+Read: TypeAlias = Callable[[int], UIntArray]
 
 
 def row_spec(dtype: str, sizes: Sequence[int], changed: int) -> SegmentSpec:
@@ -69,7 +99,7 @@ class SegmentChanges(NamedTuple):
 
     spec: SegmentSpec
     changes: Changes
-    read: Read
+    read: Callable[[], UIntArray]  # its old bits, as `Read` gives them
     replaced: UIntArray | None = None  # (k,) the old bits of the changed elements, where they are known
     lies: Lies | None = None  # where the old bits lie, if kernels can use them there without `read`
     device: Device = HOST  # in whose memory that is
@@ -78,36 +108,26 @@ class SegmentChanges(NamedTuple):
 class Run(NamedTuple):
     """Segments to encode, one after another, all of one dtype."""
 
-    dtype: str
-    sizes: NDArray[np.int64]  # (segments,) elements of each
-    strides: NDArray[np.int64]  # (segments,) as `SegmentSpec.stride`
-    phases: NDArray[np.int64]  # (segments,) as `SegmentSpec.phase`
+    specs: Specs
     edges: NDArray[np.int64]  # (segments + 1,) where the changes of each begin, and the last one's end
     changes: Changes  # (k,) of all
     replaced: UIntArray  # (k,) the old bits of the changed elements
-    read: Callable[[int], UIntArray]  # the old bits of a segment, by number
-    every: Callable[[int], UIntArray]  # all new bits of a segment, by number
+    read: Read
+    every: Read  # all new bits of a segment
     memory: Memory  # where the old bits lie
     usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
     device: Device  # in whose memory that is
 
     @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return ITEMSIZES[self.dtype]
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """Changes of each segment, (segments,)."""
-        return np.diff(self.edges)
+    def segments(self) -> int:
+        """How many they are."""
+        return self.specs.segments
 
     def at(self, start: int, stop: int) -> "Run":
         """Some of the segments."""
         some, first, last = slice(start, stop), self.edges[start], self.edges[stop]
         return self._replace(
-            sizes=self.sizes[some],
-            strides=self.strides[some],
-            phases=self.phases[some],
+            specs=self.specs.at(start, stop),
             edges=self.edges[start : stop + 1] - first,
             changes=Changes(self.changes.indices[first:last], self.changes.values[first:last]),
             replaced=self.replaced[first:last],
@@ -118,14 +138,43 @@ class Run(NamedTuple):
         )
 
 
-def cut_runs(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[list[Run]]:
-    """Divide the segments of runs into spans of so many segments each."""
+class Decoded(NamedTuple):
+    """The changes of segments that follow one another, of one dtype."""
+
+    counts: NDArray[np.int64]  # (segments,) of each
+    changes: Changes  # (k,) of all: in each segment the indices increase strictly, and lie in it
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the changes."""
+        return self.changes.indices.nbytes + self.changes.values.nbytes
+
+    def each(self) -> Iterator[Changes]:
+        """The changes of each segment."""
+        indices, values = self.changes
+        stops = np.cumsum(self.counts).tolist()
+        for start, stop in zip([0, *stops], stops, strict=False):
+            yield Changes(indices[start:stop], values[start:stop])
+
+
+class _Cut(Protocol):
+    @property
+    def segments(self) -> int: ...
+
+    def at(self, start: int, stop: int, /) -> Self: ...
+
+
+C = TypeVar("C", bound=_Cut)
+
+
+def cut(runs: Sequence[C], sizes: Sequence[int]) -> Iterator[list[C]]:
+    """Divide segments into spans of so many each."""
     left = list(reversed(runs))
     for size in sizes:
-        found = list[Run]()
+        found = list[C]()
         while size:
             run = left.pop()
-            count = len(run.sizes)
+            count = run.segments
             if count > size:
                 left.append(run.at(size, count))
                 run, count = run.at(0, size), size
@@ -136,7 +185,7 @@ def cut_runs(runs: Sequence[Run], sizes: Sequence[int]) -> Iterator[list[Run]]:
 
 def run_of(segment: SegmentChanges) -> Run:
     """One segment as a run."""
-    (dtype, size, changed, stride, phase), changes, read, replaced, lies, device = segment
+    spec, changes, read, replaced, lies, device = segment
     if replaced is None:
         old = read()
         replaced = np.empty(len(changes.indices), old.dtype)
@@ -147,12 +196,10 @@ def run_of(segment: SegmentChanges) -> Run:
         cpu.scatter(new, changes.indices, changes.values)
         return new
 
-    sizes, strides, phases = (np.array([column], np.int64) for column in (size, stride, phase))
-    memory = memory_at([lies or Lies(0, 1, size, 0)], segment)
-    usable, edges = np.array([lies is not None]), np.array([0, changed])
-    return Run(
-        dtype, sizes, strides, phases, edges, changes, replaced, lambda number: read(), every, memory, usable, device
-    )
+    (specs,) = specs_of([spec])
+    memory = memory_at([lies or Lies(0, 1, spec.size, 0)], segment)
+    usable, edges = np.array([lies is not None]), np.array([0, spec.changed])
+    return Run(specs, edges, changes, replaced, lambda number: read(), every, memory, usable, device)
 
 
 class OldBits(NamedTuple):
@@ -161,40 +208,29 @@ class OldBits(NamedTuple):
     memory: Memory
     device: Device
 
-    def of(self, numbers: Sequence[int]) -> "OldBits":
+    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "OldBits":
         """Those of some segments."""
         return OldBits(self.memory.of(numbers), self.device)
 
 
-class Unit(NamedTuple):
-    """Consecutive segments of a block that are decoded together, from their own bytes and old bits alone.
-
-    `decode` takes one reader per segment and returns their changes: as many as the spec says, with indices that were
-    checked to increase strictly and to lie in the segment. It raises FormatError for malformed bytes, and allocates at
-    most what the specs announce.
-    """
-
-    segments: int  # how many
-    decode: Callable[[Sequence[Read]], list[Changes]]
-
-
 class Units(NamedTuple):
-    """The units of a span.
+    """The units of a span: consecutive segments that are decoded from their own bytes and old bits alone.
 
-    `decode` takes the numbers of some of them, ascending, and of the segments of these one reader each and, if known,
-    where their old bits lie. It returns and raises what their own `decode` would, and is faster where a span has many
-    units.
+    `decode` takes the numbers of some segments of the span, ascending and whole units; what reads the old bits of one,
+    by its place among these; and, if known, where the old bits of all these lie. It returns their changes, as many as
+    the specs say. It raises FormatError for malformed bytes, and allocates at most what the specs announce.
     """
 
-    sizes: Sequence[int]  # segments of each
-    decode: Callable[[Sequence[int], Sequence[Read], OldBits | None], list[Changes]]
+    sizes: NDArray[np.int64]  # segments of each
+    decode: Callable[[NDArray[np.int64], Read, OldBits | None], list[Decoded]]
 
-    def each(self) -> list[Unit]:
-        """The units one by one."""
-        return [Unit(size, partial(self._decode, number)) for number, size in enumerate(self.sizes)]
+    def all(self) -> list[Decoded]:
+        """The changes of all segments, for a codec that reads no old bits."""
+        return self.decode(np.arange(self.sizes.sum()), _unread, None)
 
-    def _decode(self, number: int, reads: Sequence[Read]) -> list[Changes]:
-        return self.decode([number], reads, None)
+
+def _unread(number: int) -> UIntArray:
+    raise TypeError("this codec reads no old bits")
 
 
 class Codec(Protocol):
@@ -206,8 +242,8 @@ class Codec(Protocol):
     conditional: bool
     block_nbytes: int  # decoded changes after which a block is closed
 
-    def is_dense(self, spec: SegmentSpec) -> bool:
-        """Whether a segment of this spec is written dense: its Changes then list every element."""
+    def is_dense(self, specs: Specs) -> NDArray[np.bool_]:
+        """Whether segments are written dense, (segments,): their changes then list every element."""
 
     def encode(self, runs: Sequence[Run], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
         """Encode one block, in spans of so many segments each. Returns what they share, and the bytes of each span.
@@ -216,11 +252,11 @@ class Codec(Protocol):
         """
 
     def open(
-        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+        self, shared: memoryview, specs: Sequence[Specs], spans: Sequence[int]
     ) -> list[Callable[[memoryview], Units]]:
-        """For each span of a block, what gives the span's units from its bytes. This is cheap: it decodes no segment.
+        """For each span of a block, of so many segments each, what gives the span's units from its bytes.
 
-        Both raise FormatError for malformed bytes.
+        This is cheap: it decodes no segment. Both raise FormatError for malformed bytes.
         """
 
 
@@ -233,35 +269,3 @@ def consecutive(items: Sequence[T], sizes: Sequence[int]) -> Iterator[Sequence[T
     for size in sizes:
         yield items[at : at + size]
         at += size
-
-
-_EVERY = np.arange(SEGMENT, dtype=np.uint32)
-
-
-def every_index(size: int) -> "np.typing.NDArray[np.uint32]":
-    """0, 1, … size − 1, shared by all dense segments."""
-    return _EVERY[:size]
-
-
-def split_values(data: memoryview, counts: Sequence[int], specs: Sequence[SegmentSpec]) -> list[UIntArray]:
-    """Cut a stream of concatenated values into one array per segment, of `counts` elements.
-
-    Raises FormatError if the stream is not exactly as long as that.
-    """
-    itemsizes = [spec.itemsize for spec in specs]
-    expected = sum(map(mul, counts, itemsizes))
-    if len(data) != expected:
-        raise FormatError(f"values: expected {expected} bytes, found {len(data)}")
-    values, at, first = list[UIntArray](), 0, 0
-    stream: UIntArray = np.frombuffer(data, np.uint8)
-    for itemsize, run in groupby(itemsizes):
-        sizes = counts[first : first + len(list(run))]
-        part = stream[at : at + itemsize * sum(sizes)]
-        first, at = first + len(sizes), at + len(part)
-        if part.ctypes.data % itemsize:
-            part = part.copy()  # elements are to be aligned in memory
-        elements, edge = part.view(UINTS[itemsize]), 0
-        for size in sizes:
-            values.append(elements[edge : edge + size])
-            edge += size
-    return values

@@ -14,24 +14,38 @@ Where all old bits of a block lie on a device, that device counts and codes: it 
 """
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldBits, Read, Run, SegmentChanges, SegmentSpec, Unit, Units, consecutive, run_of
+from pulse_rl.codecs.base import (
+    Decoded,
+    OldBits,
+    Read,
+    Run,
+    SegmentChanges,
+    SegmentSpec,
+    Specs,
+    Units,
+    consecutive,
+    cut,
+    joined_specs,
+    run_of,
+    specs_of,
+)
 from pulse_rl.codecs.model import Counts, Ints, Model
-from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, UIntArray, field_of
+from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import coding, context, moves
-from pulse_rl.kernels.cpu.coding import Starts
+from pulse_rl.kernels.cpu.coding import Starts, Streams
 from pulse_rl.kernels.cpu.context import Start
 from pulse_rl.kernels.cpu.rangecoder import decode_numbers, encode_numbers
-from pulse_rl.parallel import batched, ordered_map
+from pulse_rl.parallel import batched, ordered_map, sliced
 from pulse_rl.weights.changes import Changes, find_changes
 from pulse_rl.weights.devices import HOST, Device
 
@@ -40,6 +54,8 @@ SAMPLED_EVERY = 64
 SAMPLE = 32  # segments of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
+NONE = np.empty(0, np.int64)
+PLAIN = -1  # in place of a class: of a segment whose stream is its new elements
 ALL = 1 << 62  # on a device, which codes segments one beside the other: it takes as many as it has memory for
 
 
@@ -57,26 +73,26 @@ class ContextCodec:
     def __init__(self, *, price: int = 1) -> None:
         self._price = price
 
-    def is_dense(self, spec: SegmentSpec) -> bool:
-        return False  # decided for each segment while it is coded, and stated in the head
+    def is_dense(self, specs: Specs) -> NDArray[np.bool_]:
+        # None is: that is decided for each segment while it is coded, and stated in the head.
+        return np.zeros(specs.segments, np.bool_)
 
     def encode(self, runs: Sequence[Run], spans: Sequence[int]) -> tuple[bytes, list[bytes]]:
-        numbers: list[int] = []  # of the head
-        kinds: list[int] = []
+        numbers, kinds = list[int](), b""  # of the head
         streams = [b""] * sum(spans)
         groups: dict[str, list[tuple[int, Run]]] = {}  # by dtype, in order of first appearance
         first = 0  # segment of each run
         for run in runs:
             if len(run.replaced):
-                groups.setdefault(run.dtype, []).append((first, run))
-            first += len(run.sizes)
+                groups.setdefault(run.specs.dtype, []).append((first, run))
+            first += run.segments
         for group in (_Group(dtype, members) for dtype, members in groups.items()):
             classes, models, coded = _encode_group(group, self._price)
             numbers += _group_numbers(group.field, group.changed, classes, models, coded)
             kinds += _kinds(group.field, len(group.numbers))
             for number, stream in zip(group.numbers.tolist(), coded, strict=True):
                 streams[number] = stream
-        head = encode_numbers(np.array(numbers, np.int64), np.array(kinds, np.uint8))
+        head = encode_numbers(np.array(numbers, np.int64), np.frombuffer(kinds, np.uint8))
         return head, [b"".join(members) for members in consecutive(streams, spans)]
 
     def encode_block(self, segments: Sequence[SegmentChanges]) -> bytes:
@@ -84,56 +100,61 @@ class ContextCodec:
         head, (span,) = self.encode(list(map(run_of, segments)), [len(segments)])
         return struct.pack("<I", len(head)) + head + span
 
-    def open_block(self, block: memoryview, specs: Sequence[SegmentSpec]) -> list[Unit]:
-        """The units of what `encode_block` has made. Raises FormatError."""
+    def open_block(self, block: memoryview, specs: Sequence[SegmentSpec]) -> Units:
+        """The units of what `encode_block` has made: each segment is one. Raises FormatError."""
         if len(block) < 4:
             raise FormatError(f"context block: expected at least 4 bytes, found {len(block)}")
         (nbytes,) = struct.unpack_from("<I", block)
-        return self.open(block[4 : 4 + nbytes], specs, [len(specs)])[0](block[4 + nbytes :]).each()
+        return self.open(block[4 : 4 + nbytes], specs_of(specs), [len(specs)])[0](block[4 + nbytes :])
 
     def open(
-        self, shared: memoryview, specs: Sequence[SegmentSpec], spans: Sequence[int]
+        self, shared: memoryview, specs: Sequence[Specs], spans: Sequence[int]
     ) -> list[Callable[[memoryview], Units]]:
-        groups = _groups(specs)
-        kinds = [kind for dtype, members in groups.items() for kind in _kinds(field_of(dtype), len(members))]
-        numbers = decode_numbers(shared, np.array(kinds, np.uint8))
+        groups: dict[str, list[NDArray[np.int64]]] = {}  # of those that change by dtype, in order of first appearance
+        first = 0
+        for each in specs:
+            changing = np.flatnonzero(each.changed)
+            if len(changing):
+                groups.setdefault(each.dtype, []).append(first + changing)
+            first += each.segments
+        members = {dtype: np.concatenate(numbers) for dtype, numbers in groups.items()}
+        kinds = [_kinds(field_of(dtype), len(mine)) for dtype, mine in members.items()]
+        numbers = decode_numbers(shared, np.frombuffer(b"".join(kinds), np.uint8))
         if numbers is None:
             raise FormatError("context block: its head is broken")
-        streams = [_Stream(0, None)] * len(specs)
-        for dtype, members in groups.items():
-            count = len(_kinds(field_of(dtype), len(members)))
-            found = _read_group(numbers[:count], field_of(dtype), [specs[number] for number in members])
-            for number, stream in zip(members, found, strict=True):
-                streams[number] = stream
-            numbers = numbers[count:]
-        cut = zip(consecutive(specs, spans), consecutive(streams, spans), strict=True)
-        return [partial(_units, *parts) for parts in cut]
+        sizes, changed = (np.concatenate([NONE, *(each[column] for each in specs)]) for column in (1, 2))
+        classes, nbytes = np.full(first, PLAIN), np.zeros(first, np.int64)
+        starts: dict[str, Starts] = {}
+        for (dtype, mine), kind in zip(members.items(), kinds, strict=True):
+            full = sizes[mine] * ITEMSIZES[dtype]
+            found = _read_group(numbers[: len(kind)], field_of(dtype), changed[mine], full)
+            starts[dtype], classes[mine], nbytes[mine] = found
+            numbers = numbers[len(kind) :]
+        ends = np.cumsum(spans)
+        return [
+            partial(_units, members, starts, classes[a:b], nbytes[a:b])
+            for members, a, b in zip(cut(specs, spans), ends - spans, ends, strict=True)
+        ]
 
 
-def _units(specs: Sequence[SegmentSpec], streams: Sequence["_Stream"], payload: memoryview) -> Units:
+def _units(
+    specs: Sequence[Specs], starts: dict[str, Starts], classes: Ints, nbytes: Ints, payload: memoryview
+) -> Units:
     """The units of a span: its segments."""
-    at = [0, *accumulate(stream.nbytes for stream in streams)]
-    if at[-1] != len(payload):
-        raise FormatError(f"context block: expected {at[-1]} bytes, found {len(payload)}")
-    held = [_Held(spec, payload[a:b], stream) for spec, stream, a, b in zip(specs, streams, at, at[1:], strict=False)]
-    return Units([1] * len(held), partial(_decode, held))
-
-
-def _groups(specs: Sequence[SegmentSpec]) -> dict[str, list[int]]:
-    """The numbers of the segments that change, by dtype, in order of first appearance."""
-    groups: dict[str, list[int]] = {}
-    for number, spec in enumerate(specs):
-        if spec.changed:
-            groups.setdefault(spec.dtype, []).append(number)
-    return groups
+    ends = np.cumsum(nbytes)
+    if nbytes.sum() != len(payload):
+        raise FormatError(f"context block: expected {nbytes.sum()} bytes, found {len(payload)}")
+    streams = Streams(np.frombuffer(payload, np.uint8), ends - nbytes, ends)
+    return Units(np.ones(len(nbytes), np.int64), partial(_decode, _Span(specs, streams, classes, starts)))
 
 
 # The head: for each group its models, the mean, and class and length of each segment
 
 
-def _kinds(field: Field, members: int) -> list[int]:
+def _kinds(field: Field, members: int) -> bytes:
     """The kinds of the head's numbers for a group of this many segments."""
-    return model.kinds(field) * min(model.CLASSES, members) + [model.MEAN] + [model.CLASS, model.LENGTH] * members
+    models = bytes(model.kinds(field)) * min(model.CLASSES, members)
+    return models + bytes([model.MEAN]) + bytes([model.CLASS, model.LENGTH]) * members
 
 
 def _group_numbers(
@@ -152,31 +173,26 @@ def _group_numbers(
     return [*numbers, mean, *np.stack([classes, residues], axis=1).reshape(-1).tolist()]
 
 
-class _Stream(NamedTuple):
-    """What the head says of a segment's stream."""
+def _read_group(numbers: Ints, field: Field, changed: Ints, full: Ints) -> tuple[Starts, Ints, Ints]:
+    """The inverse of `_group_numbers`: the starts, and the class and the bytes of each segment's stream.
 
-    nbytes: int
-    starts: Starts | None  # of its group; None for a plain stream, and where nothing changes
-    number: int = 0  # of its class
-
-
-def _read_group(numbers: Ints, field: Field, specs: Sequence[SegmentSpec]) -> list[_Stream]:
-    """The inverse of `_group_numbers`. Raises FormatError for a class or a length out of range."""
+    changed, full: (segments,) changes and bytes of each. Raises FormatError for a class or a length out of range.
+    """
     width = len(model.kinds(field))
     models: list[Model] = []
-    for place in range(min(model.CLASSES, len(specs))):
+    for place in range(min(model.CLASSES, len(full))):
         before = models[-1] if models else None
         models.append(model.from_numbers(numbers[place * width : (place + 1) * width], before, field))
-    starts = coding.starts_of([one.start() for one in models])
-    mean, *rest = numbers[len(models) * width :].tolist()
-    streams = []
-    for spec, number, residue in zip(specs, rest[::2], model.unzigzag(np.array(rest[1::2])).tolist(), strict=True):
-        full = spec.size * spec.itemsize
-        nbytes = full if number == len(models) else ((spec.changed * mean) >> 8) + residue
-        if number > len(models) or not 0 <= nbytes <= full:
-            raise FormatError(f"context block: a segment of {full} bytes has class {number} and {nbytes} bytes")
-        streams.append(_Stream(nbytes, starts if number < len(models) else None, number))
-    return streams
+    mean, rest = int(numbers[len(models) * width]), numbers[len(models) * width + 1 :]
+    classes, plain = rest[::2], rest[::2] == len(models)
+    nbytes = np.where(plain, full, ((changed * mean) >> 8) + model.unzigzag(rest[1::2]))
+    wrong = np.flatnonzero((classes > len(models)) | (nbytes < 0) | (nbytes > full))
+    if len(wrong):
+        at = wrong[0]
+        raise FormatError(
+            f"context block: a segment of {full[at]} bytes has class {classes[at]} and {nbytes[at]} bytes"
+        )
+    return coding.starts_of([one.start() for one in models]), np.where(plain, PLAIN, classes), nbytes
 
 
 # Encoding
@@ -231,13 +247,13 @@ class _Group:
 
     def __init__(self, dtype: str, runs: Sequence[tuple[int, Run]]) -> None:
         self.field, self._itemsize = field_of(dtype), ITEMSIZES[dtype]
-        chosen = [np.flatnonzero(run.counts) for _, run in runs]
+        chosen = [np.flatnonzero(run.specs.changed) for _, run in runs]
         columns = [
-            (first + some, run.sizes[some], run.strides[some], run.phases[some], run.counts[some], run.usable[some])
+            (first + some, *run.specs.of(some)[1:], run.usable[some])
             for (first, run), some in zip(runs, chosen, strict=True)
         ]
         joined = map(np.concatenate, zip(*columns, strict=True))
-        self.numbers, self._sizes, self._strides, self._phases, self.changed, usable = joined
+        self.numbers, self._sizes, self.changed, self._strides, self._phases, usable = joined
         self._edges = np.concatenate([[0], np.cumsum(self.changed)])
         self._indices, self._values, self._replaced = (
             np.concatenate(each) for each in zip(*((*run.changes, run.replaced) for _, run in runs), strict=True)
@@ -329,64 +345,95 @@ def _sample(classes: Ints) -> list[int]:
 # Decoding
 
 
-class _Held(NamedTuple):
-    """A segment that can be decoded."""
+class _Span(NamedTuple):
+    """A span to be decoded."""
 
-    spec: SegmentSpec
-    data: memoryview
-    stream: _Stream
+    specs: Sequence[Specs]
+    streams: Streams  # of each segment
+    classes: Ints  # (segments,) of the starts, or PLAIN
+    starts: dict[str, Starts]  # by dtype
 
 
-def _decode(span: Sequence[_Held], numbers: Sequence[int], reads: Sequence[Read], old: OldBits | None) -> list[Changes]:
+def _decode(span: _Span, numbers: NDArray[np.int64], read: Read, old: OldBits | None) -> list[Decoded]:
     """The changes of some segments of a span."""
-    segments = [span[number] for number in numbers]
-    found: list[Changes | None] = [None] * len(segments)
-    by_dtype: dict[str, list[int]] = {}
-    for number, (spec, _, stream) in enumerate(segments):
-        if not spec.changed:
-            found[number] = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[spec.itemsize]))
-        elif stream.starts is None:
-            found[number] = _decode_plain(segments[number], reads[number]())
+    chosen, first = list[tuple[Specs, NDArray[np.int64]]](), 0  # of each run, and their places among all
+    for specs in span.specs:
+        begun, end = np.searchsorted(numbers, [first, first + specs.segments])
+        if begun < end:
+            chosen.append((specs.of(numbers[begun:end] - first), np.arange(begun, end)))
+        first += specs.segments
+    changes: dict[str, Changes] = {}  # of each dtype
+    for dtype in dict.fromkeys(specs.dtype for specs, _ in chosen):
+        runs, where = zip(*(run for run in chosen if run[0].dtype == dtype), strict=True)
+        alike, places = joined_specs(runs), np.concatenate(where)
+        changes[dtype] = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[alike.itemsize]))
+        changing = np.flatnonzero(alike.changed)
+        if len(changing):
+            mine = numbers[places[changing]]
+            streams, classes = span.streams.of(mine), span.classes[mine]
+            some = _Segments(alike.of(changing), streams, classes, span.starts[dtype], places[changing], read, old)
+            changes[dtype] = some.decode()
+    found = list[Decoded]()
+    for specs, _ in chosen:
+        (indices, values), size = changes[specs.dtype], int(specs.changed.sum())
+        found.append(Decoded(specs.changed, Changes(indices[:size], values[:size])))
+        changes[specs.dtype] = Changes(indices[size:], values[size:])
+    return found
+
+
+class _Segments(NamedTuple):
+    """Segments of one dtype and block that change."""
+
+    specs: Specs
+    streams: Streams
+    classes: Ints
+    starts: Starts
+    places: NDArray[np.int64]  # of each among those whose old bits are known
+    read: Read
+    old: OldBits | None
+
+    def decode(self) -> Changes:
+        """Their changes."""
+        plain = self.classes == PLAIN
+        apart = [self._plain(number) for number in np.flatnonzero(plain).tolist()]
+        coded, least = np.flatnonzero(~plain), _batch(self.old.device if self.old else None)
+        found = [self._coded(coded[some]) for some in sliced(self.specs.sizes[coded], least)]
+        if not apart:
+            return _joined(found)
+        order = np.argsort(np.repeat(plain, self.specs.changed), kind="stable")  # those that are not plain come first
+        joined = _joined([*found, *apart])
+        indices, values = map(np.empty_like, joined)
+        indices[order], values[order] = joined
+        return Changes(indices, values)
+
+    def _coded(self, some: NDArray[np.int64]) -> Changes:
+        """Of segments of which none is plain."""
+        dtype, sizes, changed, strides, phases = self.specs.of(some)
+        kind = coding.Kind(field_of(dtype), ITEMSIZES[dtype], strides, phases, self.classes[some])
+        streams, places = self.streams.of(some), self.places[some]
+        if self.old is None:
+            old = OldBits(coding.memory_of([self.read(place) for place in places.tolist()]), HOST)
         else:
-            by_dtype.setdefault(spec.dtype, []).append(number)
-    for members in by_dtype.values():
-        for batch in batched(members, lambda number: segments[number].spec.size, _batch(old.device if old else None)):
-            here = old.of(batch) if old else OldBits(coding.memory_of([reads[number]() for number in batch]), HOST)
-            decoded = _decode_batch([segments[number] for number in batch], here)
-            for number, changes in zip(batch, decoded, strict=True):
-                found[number] = changes
-    return [changes for changes in found if changes is not None]
+            old = self.old.of(places)
+        edges = np.concatenate([[0], np.cumsum(changed)])
+        with old.device.coder() as coder:
+            decoded = coder.decode_segments(streams, old.memory, kind, self.starts, edges)
+        if isinstance(decoded, int):
+            raise FormatError(
+                f"context segment: a stream of {streams.ends[decoded] - streams.begins[decoded]} bytes does not hold "
+                f"{changed[decoded]} changes of {sizes[decoded]} elements"
+            )
+        return Changes(*decoded)
+
+    def _plain(self, number: int) -> Changes:
+        data, begins, ends = self.streams
+        old, expected = self.read(int(self.places[number])).reshape(-1), self.specs.changed[number]
+        new = data[begins[number] : ends[number]].tobytes()
+        changes = find_changes(old, np.frombuffer(new, UINTS[self.specs.itemsize]))
+        if len(changes.indices) != expected:
+            raise FormatError(f"context segment: expected {expected} changes, found {len(changes.indices)}")
+        return changes
 
 
-def _decode_batch(segments: Sequence[_Held], old: OldBits) -> Iterator[Changes]:
-    """Decode segments of one dtype and block."""
-    specs, streams, held = zip(*segments, strict=True)
-    dtype, starts = specs[0].dtype, held[0].starts
-    _, _, changed, strides, phases = zip(*specs, strict=True)
-    kind = coding.Kind(
-        field_of(dtype),
-        ITEMSIZES[dtype],
-        np.array(strides, np.int64),
-        np.array(phases, np.int64),
-        np.array([one.number for one in held], np.int64),
-    )
-    edges = np.concatenate([[0], np.cumsum(changed)])
-    with old.device.coder() as coder:
-        decoded = coder.decode_segments(streams, old.memory, kind, starts, edges)
-    if isinstance(decoded, int):
-        broken, spec = streams[decoded], specs[decoded]
-        raise FormatError(
-            f"context segment: a stream of {len(broken)} bytes does not hold {spec.changed} changes of "
-            f"{spec.size} elements"
-        )
-    indices, values = decoded
-    at = edges.tolist()
-    return (Changes(indices[a:b], values[a:b]) for a, b in zip(at, at[1:], strict=False))
-
-
-def _decode_plain(segment: _Held, old: UIntArray) -> Changes:
-    spec, data, _ = segment
-    changes = find_changes(old.reshape(-1), np.frombuffer(bytes(data), UINTS[spec.itemsize]))
-    if len(changes.indices) != spec.changed:
-        raise FormatError(f"context segment: expected {spec.changed} changes, found {len(changes.indices)}")
-    return changes
+def _joined(several: Sequence[Changes]) -> Changes:
+    return several[0] if len(several) == 1 else Changes(*map(np.concatenate, zip(*several, strict=True)))

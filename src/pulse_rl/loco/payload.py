@@ -34,7 +34,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentChanges, Unit, run_spec
+from pulse_rl.codecs.base import SegmentChanges, Units, run_spec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field_of
@@ -183,8 +183,8 @@ def open_payload(payload: memoryview, segments: Sequence[SharedSegment], coding:
     values = _join(exponents, np.frombuffer(payload[frame + frame_nbytes :], np.uint8), coding.value_dtype)
     ends = np.cumsum(counts).tolist()
     return [
-        partial(_decode, unit, values[end - spec.changed : end], segment)
-        for unit, spec, end, segment in zip(units, specs, ends, segments, strict=True)
+        partial(_decode, units, number, values[end - spec.changed : end], segment)
+        for number, (spec, end, segment) in enumerate(zip(specs, ends, segments, strict=True))
     ]
 
 
@@ -203,9 +203,9 @@ def _part(sends: Sends, segment: SharedSegment, coding: Coding) -> SegmentChange
     return SegmentChanges(spec, Changes(sends.indices, moved), lambda: segment.bits)
 
 
-def _decode(unit: Unit, values: F32, segment: SharedSegment) -> Sends:
-    (changes,) = unit.decode([lambda: segment.bits])
-    return Sends(changes.indices, values)
+def _decode(units: Units, number: int, values: F32, segment: SharedSegment) -> Sends:
+    (found,) = units.decode(np.array([number]), lambda _: segment.bits, None)
+    return Sends(found.changes.indices, values)
 
 
 def _encode_log8(pair: tuple[Sent, SharedSegment]) -> bytes:

@@ -16,16 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-import numpy as np
-
-from pulse_rl.dtypes import UINTS
+from pulse_rl.codecs.base import Decoded
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged, Ordered
-from pulse_rl.patch.ordering import Lying, in_memory_order
-from pulse_rl.patch.segments import Segment
+from pulse_rl.patch.ordering import in_memory_order
+from pulse_rl.patch.overlay import Recorder
 from pulse_rl.patch.targets import Target, targets
 from pulse_rl.patch.work import Tensor, Work, joined, plan, runs
 from pulse_rl.weights import digests
@@ -164,22 +162,17 @@ class Application:
             if work.keep:
                 work.changes = changes
         if run[0].spots is not None:
-            delta = run[0].device.spots_delta(*joined(run, decoded))
+            delta = sum(run[0].device.spots_delta(*lying) for lying, _ in joined(run, decoded))
         else:
-            (work,), (changes,) = run, decoded
-            delta = sum(
-                self._check_segment(work.tensors[segment.tensor], segment, found)
-                for segment, found in zip(work.segments, changes, strict=True)
-            )
+            (work,), (found,) = run, decoded
+            delta = sum(self._check_segment(*changes) for changes in work.each(found))
         return _Checked(delta, decoded_s - start_s, time.perf_counter() - decoded_s)
 
-    def _check_segment(self, tensor: Tensor, segment: Segment, changes: Changes) -> int:
+    def _check_segment(self, tensor: Tensor, place: Box, changes: Changes) -> int:
         """Check a segment's tied copies; returns what the digest gains by its changes."""
         delta = 0
-        if not len(changes.indices) or not tensor.live:
-            return delta
-        for target in targets(tensor.before[0], segment.place):
-            indices, after = target.own(segment.place, changes)
+        for target in targets(tensor.before[0], place) if tensor.live else ():
+            indices, after = target.own(place, changes)
             before, at = target.bits.gather(0, indices), target.positions(tensor.shape)
             for copy in tensor.before[1:]:
                 if (place_view(copy, target.place).gather(0, indices) != before).any():
@@ -196,13 +189,9 @@ class Application:
 
     def in_memory_order(self) -> list[Ordered] | None:
         """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it."""
-        lying = []
-        for work in self._work:
-            if work.spots is None or work.windows is not None or work.changes is None:
-                return None
-            sizes = np.array([segment.spec.size for segment in work.segments], np.int64)
-            lying.append(Lying(work.segments[0].spec.itemsize, work.spots, sizes, work.changes))
-        return in_memory_order(lying, self._live)
+        if any(work.spots is None or work.windows is not None or work.changes is None for work in self._work):
+            return None
+        return in_memory_order(joined(self._work, [work.changes or () for work in self._work]), self._live)
 
     def merge_into(self, merged: Merged) -> None:
         """Collect what `write` would write, after `prove`."""
@@ -213,23 +202,33 @@ class Application:
     def changes(self) -> Iterator[tuple[str, Box, Changes]]:
         """What `write` will write, after `prove`: the changes of each segment, by tensor and place."""
         for work in self._work:
-            for segment, found in zip(work.segments, work.changes or work.decode(), strict=True):
-                tensor = work.tensors[segment.tensor]
-                if len(found.indices) and tensor.live:
-                    yield tensor.name, segment.place, found
+            for tensor, place, changes in work.each(work.changes or work.decode()):
+                if tensor.live:
+                    yield tensor.name, place, changes
 
     @property
     def kept_nbytes(self) -> int:
         """Memory that the decoded changes take which are kept until `write`."""
-        return sum(change.indices.nbytes + change.values.nbytes for work in self._work for change in work.changes or ())
+        return sum(found.nbytes for work in self._work for found in work.changes or ())
 
-    def keep_in(self, changes: Mapping[tuple[str, Box], Changes]) -> None:
-        """Keep decoded changes in other memory until `write`. changes: all of those that `changes` gives."""
-        for work in self._work:
-            work.changes = [
-                changes.get((work.tensors[segment.tensor].name, segment.place), _no_changes(segment))
-                for segment in work.segments
-            ]
+    def keep_in_file(self) -> int:
+        """Keep all decoded changes in a temporary file until `write`. Returns its bytes. Raises OSError for no room."""
+        counts = []
+        with Recorder() as recorder:
+            for work in self._work:
+                decoded = work.changes or work.decode()
+                for found in decoded:
+                    recorder.add([], found.counts, found.changes)
+                counts.append([(found.counts, found.changes.values.itemsize) for found in decoded])
+            columns = recorder.columns()
+        left = {width: Changes(column.indices, column.values) for width, column in columns.items()}
+        for work, several in zip(self._work, counts, strict=True):
+            work.changes = []
+            for each, width in several:
+                (indices, values), size = left[width], int(each.sum())
+                work.changes.append(Decoded(each, Changes(indices[:size], values[:size])))
+                left[width] = Changes(indices[size:], values[size:])
+        return sum(column.indices.nbytes + column.values.nbytes for column in columns.values())
 
     def replaced(self) -> Iterator[Overwritten]:
         """What `write` will overwrite, after `prove`: each part of live memory in which something changes."""
@@ -238,13 +237,12 @@ class Application:
                 old = Changes(changes.indices, target.bits.gather(0, changes.indices))
                 yield Overwritten(name, target.place, target.bits, old)
 
-    def _writes(self, work: Work, decoded: Sequence[Changes]) -> Iterator[tuple[Target, str, Changes]]:
+    def _writes(self, work: Work, decoded: Sequence[Decoded]) -> Iterator[tuple[Target, str, Changes]]:
         """Each part of live memory that is to be written, its tensor's name, and its changes."""
-        for segment, changes in zip(work.segments, decoded, strict=True):
-            tensor = work.tensors[segment.tensor]
-            for copy in tensor.live if len(changes.indices) else ():
-                for target in targets(copy, segment.place):
-                    own = target.own(segment.place, changes)
+        for tensor, place, changes in work.each(decoded):
+            for copy in tensor.live:
+                for target in targets(copy, place):
+                    own = target.own(place, changes)
                     if len(own.indices):
                         yield target, tensor.name, own
 
@@ -292,14 +290,17 @@ class Application:
 
     def _write_spots(self, run: list[Work]) -> None:
         """Write to plain memory, all segments at once."""
-        wrong = run[0].device.write_spots(*joined(run, [work.changes or () for work in run]))
-        segments = [(work.tensors[segment.tensor], segment) for work in run for segment in work.segments]
-        for copies in {id(tensor.live): tensor.live for tensor, segment in segments if segment.spec.changed}.values():
-            for piece in (piece for copy in copies for piece in pieces_of(copy)):
-                if isinstance(piece.bits, HostBits | TorchBits):
-                    piece.bits.count_write()
+        wrong = None
+        for lying, parts in joined(run, [work.changes or () for work in run]):
+            number = run[0].device.write_spots(*lying)
+            if number is not None:
+                wrong = parts.tensor(number).name
+        tensors = {id(tensor): tensor for work in run for tensor in work.written_to()}
+        for piece in (piece for tensor in tensors.values() for copy in tensor.live for piece in pieces_of(copy)):
+            if isinstance(piece.bits, HostBits | TorchBits):
+                piece.bits.count_write()
         if wrong is not None:
-            raise _not_written(segments[wrong][0].name)
+            raise _not_written(wrong)
 
     def _held_digest(self) -> int:
         return digests.state_digest({name: copies[0] for name, copies in self._live.items()})
@@ -321,7 +322,3 @@ class Application:
 
 def _not_written(name: str) -> IntegrityError:
     return IntegrityError(f"tensor {name!r} does not hold the bits that were just written", name=name)
-
-
-def _no_changes(segment: Segment) -> Changes:
-    return Changes(np.empty(0, np.uint32), np.empty(0, UINTS[segment.spec.itemsize]))

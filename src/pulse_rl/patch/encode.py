@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Codec, Run
+from pulse_rl.codecs.base import Codec, Run, Specs
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.coding import Memory
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
 from pulse_rl.patch.overlay import Recorder, Section
 from pulse_rl.patch.scan import Scan, rows_of
-from pulse_rl.patch.segments import Entry, Group, Segments, groups_of, spec_of
+from pulse_rl.patch.segments import Entry, Group, Segments, groups_of
 from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
@@ -153,7 +153,7 @@ def find(
     for group in groups:
         entries = [table[number] for number in group.tensors]
         sections = [Section(tuple([entry.name for entry in entries]), group.places)]
-        segments = _segments(group, entries, old, new, lying.at(begun, len(group.places) * len(entries)))
+        segments = _Segments(group, entries, old, new, lying.at(begun, len(group.places) * len(entries)))
         begun += len(group.places) * len(entries)
         done = 0  # of these
         for edges, (indices, values), replaced in scan.find(group, entries):
@@ -238,7 +238,6 @@ class _Segments(NamedTuple):
     old: Mapping[str, Bits]
     new: Mapping[str, Bits]
     lying: _Lying
-    specs: NDArray[np.int64]  # (3, places): size, stride and phase, the same for all tensors
 
     def _find(self, number: int) -> tuple[str, Box]:
         place, tensor = divmod(number, len(self.entries))
@@ -255,12 +254,10 @@ class _Segments(NamedTuple):
     def run(self, first: int, edges: NDArray[np.int64], changes: Changes, replaced: UIntArray) -> Run:
         """Consecutive segments, from one on."""
         count = len(edges) - 1
-        sizes, strides, phases = self.specs[:, np.arange(first, first + count) // len(self.entries)]
+        place = np.arange(first, first + count) // len(self.entries)
+        sizes, strides = self.group.sizes[place], self.group.strides[place]
         return Run(
-            self.entries[0].dtype,
-            sizes,
-            strides,
-            phases,
+            Specs(self.group.dtype, sizes, np.diff(edges), strides, np.zeros_like(sizes)),
             edges,
             changes,
             replaced,
@@ -277,14 +274,6 @@ class _Segments(NamedTuple):
         for number in range(-first % len(self.entries), count, len(self.entries)):
             found[number] = self.group.boundary((first + number) // len(self.entries))
         return found
-
-
-def _segments(
-    group: Group, entries: Sequence[Entry], old: Mapping[str, Bits], new: Mapping[str, Bits], lying: _Lying
-) -> _Segments:
-    specs = [spec_of(entries[0], place, 0) for place in group.places]
-    columns = [(spec.size, spec.stride, spec.phase) for spec in specs]
-    return _Segments(group, entries, old, new, lying, np.array(columns, np.int64).reshape(-1, 3).T)
 
 
 class _End(NamedTuple):
@@ -310,8 +299,8 @@ class _Coding:
 
     def add(self, run: Run, boundaries: Sequence[int]) -> None:
         """Add segments. boundaries: how much of an end comes before each."""
-        begin, widths = 0, 4 + run.itemsize
-        for number, (count, boundary) in enumerate(zip(run.counts.tolist(), boundaries, strict=True)):
+        begin, widths = 0, 4 + run.specs.itemsize
+        for number, (count, boundary) in enumerate(zip(run.specs.changed.tolist(), boundaries, strict=True)):
             if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
                 self._close_span(_End(self._spans[-1], self._span_nbytes))
             elif boundary == 2 and self._span_nbytes:

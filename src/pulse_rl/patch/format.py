@@ -24,15 +24,14 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, OldBits, Read, Unit, Units, consecutive
+from pulse_rl.codecs.base import Codec, Decoded, OldBits, Read, Units
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.documents import Count, Digest
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import FormatError, PatchFormatError, printable, skew, translate
 from pulse_rl.patch.index import CodedBlock, Index, encode_index, read_index, span_hash
-from pulse_rl.patch.segments import Entry, Segment, Segments, Table, groups_of
+from pulse_rl.patch.segments import Entry, Segments, Table, groups_of
 from pulse_rl.patch.table import encode_table, read_table
-from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import TensorSpec, derived
 
 FORMAT = "pulse-rl/patch"
@@ -132,27 +131,18 @@ class Patch(NamedTuple):
         """All spans, in order."""
         return (span for block in self.blocks for span in block.spans)
 
-    def units(self) -> Iterator[tuple[Sequence[Segment], Unit]]:
-        """The runs of segments that can be decoded alone, in order, of all spans that were read. Raises as `opened`."""
-        for _, segments, units in self.opened():
-            at = 0
-            for unit in units.each():
-                yield segments[at : at + unit.segments], unit
-                at += unit.segments
+    def opened(self, joined: Joined | None = None) -> Iterator[tuple[Segments, Units]]:
+        """Of each span that was read, in order, the segments and the units.
 
-    def opened(self, joined: Joined | None = None) -> Iterator[tuple[Span, list[Segment], Units]]:
-        """Each span that was read, in order, its segments and its units.
-
-        joined: which spans of a conditional codec are opened as one, of which the first is given; None for no such.
+        joined: which spans of a conditional codec are opened as one; None for no such.
         Raises PatchFormatError for a span that no encoder wrote; so does `decode` of units.
         """
         for block in self.blocks:
             if any(span.number in self.payloads for span in block.spans):
                 yield from self._opened(block, joined)
 
-    def _opened(self, block: Block, joined: Joined | None) -> Iterator[tuple[Span, list[Segment], Units]]:
+    def _opened(self, block: Block, joined: Joined | None) -> Iterator[tuple[Segments, Units]]:
         with translate(FormatError, to=PatchFormatError):
-            segments = list(block.segments)
             runs: list[list[Span]] = []
             for span in block.spans:
                 read = span.number in self.payloads and bool(runs) and runs[-1][-1].number in self.payloads
@@ -161,14 +151,15 @@ class Patch(NamedTuple):
                 else:
                     runs.append([span])
             sizes = [sum(len(span.segments) for span in run) for run in runs]
-            opened = self.codec.open(block.shared, [segment.spec for segment in segments], sizes)
-        for run, members, units in zip(runs, consecutive(segments, sizes), opened, strict=True):
+            opened = self.codec.open(block.shared, block.segments.specs(), sizes)
+        for run, size, units in zip(runs, sizes, opened, strict=True):
             if run[0].number not in self.payloads:
                 continue
             coded = [self.payloads[span.number] for span in run]
             with translate(FormatError, to=PatchFormatError):
                 found = units(coded[0] if len(coded) == 1 else memoryview(b"".join(coded)))
-            yield run[0], list(members), found._replace(decode=partial(_decode, found))
+            start = run[0].segments.numbers.start
+            yield self.segments[start : start + size], found._replace(decode=partial(_decode, found))
 
     def with_spans(self, payloads: Mapping[int, memoryview]) -> "Patch":
         """The same patch with these spans read. Raises PatchFormatError for one that its hash does not fit."""
@@ -183,9 +174,9 @@ def _by_name(table: Table) -> dict[str, Entry]:
     return {entry.name: entry for entry in table}
 
 
-def _decode(units: Units, numbers: Sequence[int], reads: Sequence[Read], old: OldBits | None) -> list[Changes]:
+def _decode(units: Units, numbers: NDArray[np.int64], read: Read, old: OldBits | None) -> list[Decoded]:
     with translate(FormatError, to=PatchFormatError):
-        return units.decode(numbers, reads, old)
+        return units.decode(numbers, read, old)
 
 
 def check_version(what: str, value: int) -> None:

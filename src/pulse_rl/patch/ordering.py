@@ -6,33 +6,23 @@ any memory and for several patches, segment by segment.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.merging import REACH, Ordered
+from pulse_rl.patch.work import Lying, Parts
 from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
 
-class Lying(NamedTuple):
-    """Decoded changes of segments that lie as rows in plain memory, all of one width."""
-
-    itemsize: int
-    spots: cpu.Spots
-    sizes: NDArray[np.int64]  # elements of each segment
-    changes: Sequence[Changes]  # of each segment
-
-
-def in_memory_order(lying: Sequence[Lying], live: Mapping[str, Copies]) -> list[Ordered] | None:
+def in_memory_order(several: Sequence[tuple[Lying, Parts]], live: Mapping[str, Copies]) -> list[Ordered] | None:
     """The changes in order, of each width. live: the tensors, of which no two share memory.
 
     None where that is not known to be faster: tensors alternate in memory, or changes lie too unevenly.
@@ -41,11 +31,9 @@ def in_memory_order(lying: Sequence[Lying], live: Mapping[str, Copies]) -> list[
     if pieces is None:
         return None
     found: list[Ordered] = []
-    width = attrgetter("itemsize")
-    for itemsize, alike in groupby(sorted(lying, key=width), key=width):
-        here = list(alike)
-        if any(len(one.indices) for each in here for one in each.changes):
-            ordered = _of_width(itemsize, here, pieces)
+    for lying, parts in several:
+        if len(lying.indices):
+            ordered = _of_width(lying, parts.sizes(), pieces)
             if ordered is None:
                 return None
             found.append(ordered)
@@ -77,13 +65,11 @@ def _pieces(live: Mapping[str, Copies]) -> _Pieces | None:
     return _Pieces(addresses, ends, [bits for _, _, bits in found], [name for _, name, _ in found])
 
 
-def _of_width(itemsize: int, lying: Sequence[Lying], pieces: _Pieces) -> Ordered | None:
-    """The same for elements of one width, of which some change."""
-    spots = cpu.Spots._make(map(np.concatenate, zip(*(each.spots for each in lying), strict=True)))
-    changes = [one for each in lying for one in each.changes]
-    counts = np.array([len(one.indices) for one in changes], np.int64)
-    used = np.flatnonzero(counts)
-    rows = np.concatenate([each.sizes for each in lying])[used] // spots.runs[used]
+def _of_width(lying: Lying, segment_sizes: NDArray[np.int64], pieces: _Pieces) -> Ordered | None:
+    """The same for elements of one width, of which some change. segment_sizes: elements of each segment."""
+    spots, counts, indices, values = lying
+    used, itemsize = np.flatnonzero(counts), values.itemsize
+    rows = segment_sizes[used] // spots.runs[used]
     start = spots.addresses[used].view(np.int64)
     end = start + itemsize * ((rows - 1) * spots.apart[used] + spots.runs[used])
     order = np.argsort(start, kind="stable")
@@ -99,8 +85,7 @@ def _of_width(itemsize: int, lying: Sequence[Lying], pieces: _Pieces) -> Ordered
     if (sizes >= REACH).any():
         return None
     stretches = Stretches(members, np.append(edges, len(members)), start[edges], sizes)
-    joined = np.concatenate([one.indices for one in changes]), np.concatenate([one.values for one in changes])
-    sorted_changes = in_order(spots, stretches, counts, *joined)
+    sorted_changes = in_order(spots, stretches, counts, indices, values)
     if sorted_changes is None:
         return None
     stops = np.cumsum(np.add.reduceat(counts[members], edges))

@@ -88,7 +88,7 @@ class Scan:
 
     def find(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
         """The changes of all segments of a group, in order, of one or more at a time. entries: its tensors."""
-        elements = int(group.sizes().sum()) * len(entries)
+        elements = int(group.sizes.sum()) * len(entries)
         if elements == 0:
             return
         on_device = differing(group, entries, self.old, self.new, HELD_NBYTES, digest_old=self.digest_old)

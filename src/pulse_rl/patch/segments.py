@@ -7,14 +7,15 @@ few runs of segments, and a few ranges of a patch's bytes.
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentSpec, row_spec
+from pulse_rl.codecs.base import SegmentSpec, Specs, joined_specs, row_spec
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
 from pulse_rl.weights.boxes import Box, Shape, count_at_most, tiles
@@ -54,14 +55,13 @@ class Group(NamedTuple):
     tensors: tuple[int, ...]  # positions in the table, in the order of coding
     places: Sequence[Box]
     quadrants: Sequence[object]  # of each place: blocks end where it changes
+    dtype: str  # of the tensors
+    sizes: NDArray[np.int64]  # (places,) elements of each
+    strides: NDArray[np.int64]  # (places,) as `SegmentSpec.stride`
 
     def boundary(self, place: int) -> int:
         """How much of an end comes before a place: 2 between groups and quadrants, 1 between tiles."""
         return 2 if place == 0 or self.quadrants[place] != self.quadrants[place - 1] else 1
-
-    def sizes(self) -> NDArray[np.int64]:
-        """Elements of each place."""
-        return np.array([place.size for place in self.places], np.int64)
 
 
 def _tiled(shape: Shape, boxes: tuple[Box, ...]) -> tuple[tuple[Box, ...], tuple[tuple[int, ...], ...]]:
@@ -96,7 +96,7 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
         kinds.setdefault((NUMBER.sub("*", name), dtype, shape, boxes), []).append((numbers, number))
     found = []
     left, places_left = MAX_SEGMENTS, MAX_PLACES
-    for (_, _, shape, boxes), members in sorted(kinds.items()):
+    for (_, dtype, shape, boxes), members in sorted(kinds.items()):
         count = _count_at_most(shape, boxes)
         left -= count * len(members)
         places_left -= count
@@ -105,11 +105,16 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
                 f"table: expected tensors of at most {MAX_SEGMENTS} tiles, {MAX_PLACES} of them different, found more"
             )
         places, quadrants = (_tiled_and_kept if count <= CACHED_PLACES else _tiled)(shape, boxes)
-        found.append(Group(tuple(number for _, number in sorted(members)), places, quadrants))
+        specs = [row_spec(dtype, place.sizes, 0) for place in places]
+        sizes, strides = np.array([(spec.size, spec.stride) for spec in specs], np.int64).reshape(-1, 2).T.copy()
+        found.append(Group(tuple(number for _, number in sorted(members)), places, quadrants, dtype, sizes, strides))
     return tuple(found)
 
 
 _grouped_and_kept = lru_cache(maxsize=16)(_grouped)  # the tables of a run's patches are equal, part by part
+
+
+_NONE = np.empty(0, np.int64)
 
 
 class Segments(Sequence[Segment]):
@@ -165,12 +170,28 @@ class Segments(Sequence[Segment]):
                 yield Segment(tensor, place, SegmentSpec(dtype, size, changed, stride, phase))
             start += len(tensors)
 
+    def specs(self) -> list[Specs]:
+        """What a decoder knows of these segments, in columns."""
+        found = list[Specs]()
+        start, stop = self.numbers.start, self.numbers.stop
+        while start < stop:
+            at = bisect_right(self._firsts, start) - 1
+            group, end = self.groups[at], min(stop, self._firsts[at + 1])
+            place = np.arange(start - self._firsts[at], end - self._firsts[at]) // len(group.tensors)
+            changed = self.counts[start:end].astype(np.int64)
+            found.append(Specs(group.dtype, group.sizes[place], changed, group.strides[place], 0 * place))
+            start = end
+        return [joined_specs(list(alike)) for _, alike in groupby(found, lambda specs: specs.dtype)]
+
+    def place(self, number: int) -> tuple[int, Box]:
+        """The tensor and the place of a segment of the patch."""
+        group, tile, member = self._find(number)
+        return group.tensors[member], group.places[tile]
+
     def changing(self) -> Iterator[tuple[int, Box]]:
         """The tensor and the place of each segment that changes."""
         start = self.numbers.start
-        for number in np.flatnonzero(self.counts[start : self.numbers.stop]).tolist():
-            group, tile, member = self._find(start + number)
-            yield group.tensors[member], group.places[tile]
+        return map(self.place, (start + np.flatnonzero(self.counts[start : self.numbers.stop])).tolist())
 
     def _find(self, number: int) -> tuple[Group, int, int]:
         place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
@@ -179,19 +200,16 @@ class Segments(Sequence[Segment]):
 
     def sizes(self) -> NDArray[np.int64]:
         """Elements of each segment of the patch."""
-        return self._each(Group.sizes)
+        return np.concatenate([_NONE, *(np.repeat(group.sizes, len(group.tensors)) for group in self.groups)])
+
+    def tensors(self) -> NDArray[np.int64]:
+        """The tensor of each segment of the patch."""
+        return np.concatenate([_NONE, *(np.tile(group.tensors, len(group.places)) for group in self.groups)])
 
     def change_nbytes(self) -> NDArray[np.int64]:
         """Memory of one decoded change of each segment of the patch, bytes: an index and a value."""
-        return self._each(
-            lambda group: np.full(
-                len(group.places), 4 + ITEMSIZES[self.table[group.tensors[0]].dtype] if group.tensors else 0, np.int64
-            )
-        )
-
-    def _each(self, of_places: Callable[[Group], NDArray[np.int64]]) -> NDArray[np.int64]:
-        parts = [np.repeat(of_places(group), len(group.tensors)) for group in self.groups]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        sizes = np.diff(self._firsts)
+        return np.repeat(np.array([4 + ITEMSIZES[group.dtype] for group in self.groups], np.int64), sizes)
 
     def per_tensor(self) -> NDArray[np.int64]:
         """The sum of the changes of each tensor, (tensors,)."""

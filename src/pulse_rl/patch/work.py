@@ -5,22 +5,22 @@ Only what touches live memory is decoded. `plan` finds that out without decoding
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import OldBits, Units, consecutive
+from pulse_rl.codecs.base import Decoded, OldBits, Units
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.patch.format import Patch, Span
 from pulse_rl.patch.live import Copies, SharedMemory, shared_memory
 from pulse_rl.patch.scan import rows_of
-from pulse_rl.patch.segments import Group, Segment, Segments, Table
+from pulse_rl.patch.segments import Group, Segments, Table
 from pulse_rl.patch.targets import device_of, holds, lines, spots_of
 from pulse_rl.weights import digests
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.layout import derived
@@ -42,53 +42,54 @@ class Tensor(NamedTuple):
 class Work:
     """Segments that are decoded together: decoded to be proved, then decoded again to be written, unless kept."""
 
-    segments: list[Segment]
-    tensors: Sequence[Tensor]  # of the part, by its segments' numbers
-    units: Units  # of the span that they are from
-    numbers: list[int]  # of these units, which of them
+    part: Segments  # all of the part
+    tensors: Sequence[Tensor]  # of the part
+    span: Segments  # that they are from
+    units: Units  # of the span
+    numbers: NDArray[np.int64]  # which of the part's segments they are
+    owners: NDArray[np.int64]  # (segments,) the tensor of each
+    sizes: NDArray[np.int64]  # (segments,) elements of each
+    changed: int  # how many elements change
     keep: bool  # whether the changes stay in memory from proof to write
     device: Device  # whose kernels reach live memory
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
     windows: cpu.Windows | None = None  # which parts of them that is, unless it is all
     old: OldBits | None = None  # the old bits of all of them, if they are used as they lie
-    changes: list[Changes] | None = None  # of each segment, while they are in memory
+    changes: list[Decoded] | None = None  # while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
-    def decode(self) -> list[Changes]:
-        """The changes of each segment."""
-        reads = [partial(self._read, segment) for segment in self.segments]
-        return self.units.decode(self.numbers, reads, self.old)
+    def decode(self) -> list[Decoded]:
+        """The changes."""
+        return self.units.decode(self.numbers - self.span.numbers.start, self._read, self.old)
 
-    def _read(self, segment: Segment) -> UIntArray:
-        return rows_of(self.tensors[segment.tensor].before[0], segment.place)
+    def _read(self, place: int) -> UIntArray:
+        tensor, box = self.part.place(int(self.numbers[place]))
+        return rows_of(self.tensors[tensor].before[0], box)
 
-    def joined(self, changes: Sequence[Changes]) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
-        """The changes of what is held as one: how many there are of each segment, all indices, and all values."""
-        counts = np.array([len(one.indices) for one in changes], np.int64)
-        indices, values = zip(*changes, strict=True)
-        found = counts, np.concatenate(indices), np.concatenate(values)
-        return found if self.windows is None else cpu.windowed(self.windows, *found)
+    def each(self, decoded: Sequence[Decoded]) -> Iterator[tuple[Tensor, Box, Changes]]:
+        """The changes of each segment that changes, with its tensor and its place."""
+        several = (changes for one in decoded for changes in one.each())
+        for number, changes in zip(self.numbers.tolist(), several, strict=True):
+            if len(changes.indices):
+                tensor, place = self.part.place(number)
+                yield self.tensors[tensor], place, changes
 
-    @property
-    def width(self) -> int | None:
-        """Bytes of an element, if all lie plainly."""
-        return None if self.spots is None else self.segments[0].spec.itemsize
-
-    @property
-    def changed(self) -> int:
-        """How many elements change."""
-        return sum(segment.spec.changed for segment in self.segments)
+    def written_to(self) -> list[Tensor]:
+        """The tensors that change, while the changes are in memory."""
+        counts = [found.counts for found in self.changes or ()]
+        changing = np.concatenate(counts) > 0 if counts else np.zeros(len(self.owners), np.bool_)
+        return [self.tensors[number] for number in np.unique(self.owners[changing]).tolist()]
 
 
 def runs(works: Iterable[Work]) -> Iterator[list[Work]]:
-    """Works that one call checks, or writes: several on a device if they lie there in one width; otherwise each alone.
+    """Works that are checked, or written, at once: several on a device if they lie there; otherwise each alone.
 
     A patch has thousands of spans, and each call of a device's kernels has the host wait several times.
     """
     run, changed = list[Work](), 0
     for work in works:
-        joins = work.device is not HOST and run and work.width is not None and work.width == run[-1].width
+        joins = work.device is not HOST and run and work.spots is not None and run[-1].spots is not None
         if run and not (joins and changed < ON_DEVICE):
             yield run
             run, changed = [], 0
@@ -98,18 +99,57 @@ def runs(works: Iterable[Work]) -> Iterator[list[Work]]:
         yield run
 
 
-def joined(
-    run: Sequence[Work], decoded: Sequence[Sequence[Changes]]
-) -> tuple[cpu.Spots, NDArray[np.int64], NDArray[np.uint32], UIntArray]:
-    """Where the segments of a run lie, and their changes as `Work.joined` gives them."""
-    spots = [work.spots for work in run if work.spots is not None]
-    counts, indices, values = zip(
-        *(work.joined(changes) for work, changes in zip(run, decoded, strict=True)), strict=True
+class Lying(NamedTuple):
+    """Changes of one width, and where the segments that they are of lie."""
+
+    spots: cpu.Spots
+    counts: NDArray[np.int64]  # (segments,) of what is held of each
+    indices: NDArray[np.uint32]  # (k,) of all
+    values: UIntArray  # (k,)
+
+
+class Parts(NamedTuple):
+    """Segments of several works."""
+
+    several: list[tuple[Work, slice]]
+
+    def tensor(self, number: int) -> Tensor:
+        """The tensor of one of them."""
+        for work, some in self.several:
+            if number < some.stop - some.start:
+                return work.tensors[int(work.owners[some][number])]
+            number -= some.stop - some.start
+        raise IndexError(number)
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Elements of each."""
+        return np.concatenate([work.sizes[some] for work, some in self.several])
+
+
+def joined(run: Sequence[Work], decoded: Sequence[Sequence[Decoded]]) -> list[tuple[Lying, Parts]]:
+    """The changes of works whose spots are known, by width."""
+    found: dict[int, tuple[list[Lying], list[tuple[Work, slice]]]] = {}
+    for work, several in zip(run, decoded, strict=True):
+        at = 0
+        for counts, changes in several:
+            some, held = slice(at, at + len(counts)), (counts, *changes)
+            assert work.spots is not None
+            if work.windows is not None:
+                held = cpu.windowed(work.windows.at(some), *held)
+            lying, parts = found.setdefault(changes.values.itemsize, ([], []))
+            lying.append(Lying(work.spots.at(some), *held))
+            parts.append((work, some))
+            at = some.stop
+    return [(_as_one(lying), Parts(parts)) for lying, parts in found.values()]
+
+
+def _as_one(several: Sequence[Lying]) -> Lying:
+    if len(several) == 1:
+        return several[0]
+    spots, *changes = zip(*several, strict=True)
+    return Lying(
+        cpu.Spots._make(map(np.concatenate, zip(*spots, strict=True))), *(np.concatenate(each) for each in changes)
     )
-    if len(run) == 1:
-        return spots[0], counts[0], indices[0], values[0]
-    where = cpu.Spots(*map(np.concatenate, zip(*spots, strict=True)))
-    return where, np.concatenate(counts), np.concatenate(indices), np.concatenate(values)
 
 
 def plan(
@@ -131,52 +171,56 @@ def plan(
         tensors = derived(live, _tensors, part.table) if before is live else _tensors(live, part.table, before)
         # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
         keep_all = bool(part.codec.conditional and (shared or overlapping))
-        counts, change_nbytes = part.segments.counts, part.segments.change_nbytes()
-        lying = None
-        if before is live:
-            lying = derived(live, _lying, part.table, part.segments.groups, device)._replace(counts=counts)
+        counts, sizes, owners = part.segments.counts, part.segments.sizes(), part.segments.tensors()
+        nbytes = counts * part.segments.change_nbytes()
+        lying = derived(live, _lying, part.table, part.segments.groups, device)._replace(counts=counts)
+        here = before is live  # where the old bits are
         together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
-        for span, segments, units in part.opened(lying.joined if lying and together else None):
-            work = Work([], tensors, units, [], keep_all, device)
-            held: list[int] = []
-            at = span.segments.numbers.start
-            for number, members in enumerate(consecutive(segments, units.sizes)):
-                if any(_holds(tensors[segment.tensor], segment) for segment in members):
-                    work.numbers.append(number)
-                    work.segments += members
-                    held += range(at, at + len(members))
-                at += len(members)
-            if not held:
+        for span, units in part.opened(lying.joined if here and together else None):
+            first, stop = span.numbers.start, span.numbers.stop
+            changing = lying.held[first:stop] & (counts[first:stop] > 0)
+            needed = np.logical_or.reduceat(changing, np.cumsum(units.sizes) - units.sizes)
+            numbers = first + np.flatnonzero(np.repeat(needed, units.sizes))
+            if not len(numbers):
                 continue
-            widths, mine = change_nbytes[held], counts[held]
-            budget -= int((mine * widths).sum())
-            work.keep |= budget >= 0
-            if lying is not None:
-                spots, windows = lying.spots.of(held), lying.windows.of(held)
-                if (widths == widths[0]).all() and ((spots.addresses > 0) | (windows.rows == 0) | (mine == 0)).all():
+            budget -= int(nbytes[numbers].sum())
+            changed = int(counts[numbers].sum(dtype=np.int64))
+            work = Work(
+                part=part.segments,
+                tensors=tensors,
+                span=span,
+                units=units,
+                numbers=numbers,
+                owners=owners[numbers],
+                sizes=sizes[numbers],
+                changed=changed,
+                keep=keep_all or budget >= 0,
+                device=device,
+            )
+            if here:
+                spots, windows = lying.spots.of(numbers), lying.windows.of(numbers)
+                if ((spots.addresses > 0) | (windows.rows == 0) | (counts[numbers] == 0)).all():
                     work.spots = spots
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if lying.usable[held].all():
-                    work.old = lying.old.of(held)
+                if lying.usable[numbers].all():
+                    work.old = lying.old.of(numbers)
             yield work
 
 
 class _Lying(NamedTuple):
-    """Where the segments of a part lie in live memory."""
+    """Where the segments of a part lie in live memory, (segments,) each."""
 
     spots: cpu.Spots
     windows: cpu.Windows
     old: OldBits
-    usable: NDArray[np.bool_]  # (segments,) whether kernels use the old bits as they lie
-    widths: NDArray[np.int64]  # (segments,) bytes of a change; 0 where none is held
-    counts: NDArray[np.uint32]  # (segments,) changes
+    usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
+    held: NDArray[np.bool_]  # whether this process holds an element
+    counts: NDArray[np.uint32]  # changes
 
     def joined(self, one: Span, other: Span) -> bool:
-        """Whether two spans are decoded together: all that they change lies so, and has one width."""
+        """Whether two spans are decoded together: all that they change lies so."""
         at = slice(one.segments.numbers.start, other.segments.numbers.stop)
-        widths = np.where(self.counts[at] > 0, self.widths[at], 0)
-        changes = widths > 0
-        return len(set(widths[changes].tolist())) == 1 and bool(self.usable[at][changes].all())
+        return bool(self.usable[at][self.held[at] & (self.counts[at] > 0)].all())
 
 
 def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copies] | None = None) -> list[Tensor]:
@@ -191,12 +235,11 @@ def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[Group], de
     segments = Segments(table, groups)
     shared = {name for pair in derived(live, shared_memory) for name in pair}
     spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)
-    nbytes = segments.change_nbytes()
-    memory, usable = lines(spots, windows, segments.sizes(), nbytes - 4, device, None)  # `Work.tensors` keep it
-    return _Lying(
-        spots, windows, OldBits(memory, device), usable, np.where(windows.rows > 0, nbytes, 0), segments.counts
-    )
-
-
-def _holds(tensor: Tensor, segment: Segment) -> bool:
-    return bool(segment.spec.changed and tensor.live) and holds(tensor.live[0], segment.place)
+    itemsizes = segments.change_nbytes() - 4
+    memory, usable = lines(spots, windows, segments.sizes(), itemsizes, device, None)  # `Work.tensors` keep it
+    held = windows.rows > 0
+    for number in np.flatnonzero(held & (spots.addresses == 0)).tolist():  # in memory that is not plain, or not in one
+        tensor, place = segments.place(number)
+        copies = live.get(table[tensor].name, ())
+        held[number] = bool(copies) and holds(copies[0], place)
+    return _Lying(spots, windows, OldBits(memory, device), usable, held, segments.counts)

@@ -12,7 +12,7 @@ runs on the caller's stream: it must not overtake what reads the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.errors import MissingExtraError, install_hint
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import Differences, Spots, coding
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts, Streams
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Coder(Protocol):
     def encode_segments(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]: ...
 
     def decode_segments(
-        self, streams: Sequence[memoryview], memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+        self, streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], UIntArray] | int: ...
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pulse_rl.codecs.base import Units
 from pulse_rl.errors import (
     BaseMismatchError,
     CannotListError,
@@ -336,5 +337,5 @@ def walk(history: History, progress: Callable[[int, int, str], None], weights: L
 
 def decode_all(parts: Sequence[patch_format.Patch]) -> None:
     """Decode what can be decoded without the base, which proves its indices. Raises PatchFormatError."""
-    units = [unit for part in parts if not part.codec.conditional for _, unit in part.units()]
-    deque(ordered_map(lambda unit: unit.decode([]), units), maxlen=0)
+    spans = [units for part in parts if not part.codec.conditional for _, units in part.opened()]
+    deque(ordered_map(Units.all, spans), maxlen=0)

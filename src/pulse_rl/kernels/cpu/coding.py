@@ -88,6 +88,18 @@ class Kind(NamedTuple):
     classes: NDArray[np.int64]  # which class's start they start from
 
 
+class Streams(NamedTuple):
+    """Where the streams of segments lie in bytes."""
+
+    data: NDArray[np.uint8]
+    begins: NDArray[np.int64]  # (segments,)
+    ends: NDArray[np.int64]  # (segments,)
+
+    def of(self, some: slice | NDArray[np.int64]) -> "Streams":
+        """Those of some segments."""
+        return Streams(self.data, self.begins[some], self.ends[some])
+
+
 class Starts(NamedTuple):
     """`context.Start` of each class."""
 
@@ -196,10 +208,9 @@ def _encode(
 @kernel
 def _decode(
     data, bounds, addresses, rows, runs, apart, mask, shift, strides, phases, classes, thresholds, shares, states,
-    hot_indices, hot_exponents, fresh, all_leans, nbytes, edges, sign, floating, raw, ups, sizes, moved, indices,
+    hot_indices, hot_exponents, fresh, all_leans, begins, ends, edges, sign, floating, raw, ups, sizes, moved, indices,
     values,
 ):  # fmt: skip
-    at = 0
     for s in range(addresses.shape[0]):
         number = classes[s]
         threshold, share = thresholds[number], shares[number]
@@ -214,8 +225,7 @@ def _decode(
         a, b = edges[s], edges[s + 1]
         count = b - a
         changed = Changed(raw[:count], ups[:count], sizes[:count])
-        stream = data[at : at + nbytes[s]]
-        at += nbytes[s]
+        stream = data[begins[s] : ends[s]]
         split = decode_stream(stream, place, Start(threshold, share, fresh), hot, leans, changed)
         if split < 0:
             return s
@@ -282,7 +292,7 @@ def encode_segments(memory: Memory, kind: Kind, starts: Starts, changes: Coded) 
 
 
 def decode_segments(
-    streams: Sequence[memoryview], memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+    streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint32], UIntArray] | int:
     """The inverse. edges: where the changes of each segment begin and end.
 
@@ -293,13 +303,12 @@ def decode_segments(
     most = int(np.diff(edges).max(initial=0))
     dtype = UINTS[kind.itemsize]
     indices, values = np.empty(total, np.uint32), np.empty(total, dtype)
-    data = np.frombuffer(b"".join(streams), np.uint8)
-    nbytes = np.array([len(stream) for stream in streams], np.int64)
     raw, ups, sizes = np.empty(most, np.uint32), np.empty(most, np.bool_), np.empty(most, np.uint64)
     broken = _decode(
-        read_only(data),
+        read_only(streams.data),
         *_given(memory, kind, starts),
-        nbytes,
+        read_only(streams.begins),
+        read_only(streams.ends),
         read_only(edges),
         np.uint64(field.sign),
         field.floating,

@@ -38,12 +38,15 @@ def gap_encode(indices: NDArray[np.uint32], edges: NDArray[np.int64], words: NDA
 
 
 @kernel
-def _gap_decode(words, sizes, counts, indices):
+def _gap_decode(words, sizes, counts, dense, indices):
     at = 0
     k = np.int64(0)
     for s in range(sizes.shape[0]):
         index = np.int64(-1)
         for j in range(k, k + counts[s]):
+            if dense[s]:
+                indices[j] = j - k
+                continue
             if at >= words.shape[0]:
                 return -1 - s
             gap = np.int64(words[at])
@@ -64,11 +67,16 @@ def _gap_decode(words, sizes, counts, indices):
 
 
 def gap_decode(
-    words: NDArray[np.uint16], sizes: NDArray[np.int64], counts: NDArray[np.int64], indices: NDArray[np.uint32]
+    words: NDArray[np.uint16],
+    sizes: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    dense: NDArray[np.bool_],
+    indices: NDArray[np.uint32],
 ) -> int:
     """Fill indices (k,) from the gaps of several segments in words; each is proved below its segment's size.
 
-    sizes, counts: (segments,) elements and changes of each; the counts add up to k. Returns how many words were used;
-    −1 − s if the words run out in segment s, an index of it is out of range, or a short gap is written as a long one.
+    sizes, counts: (segments,) elements and changes of each; the counts add up to k. dense: (segments,) those that have
+    no gaps, as all their elements change. Returns how many words were used; −1 − s if the words run out in segment s,
+    an index of it is out of range, or a short gap is written as a long one.
     """
-    return int(_gap_decode(read_only(words), read_only(sizes), read_only(counts), indices))
+    return int(_gap_decode(read_only(words), read_only(sizes), read_only(counts), read_only(dense), indices))

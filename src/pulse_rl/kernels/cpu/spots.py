@@ -35,9 +35,9 @@ class Spots(NamedTuple):
     seeds: NDArray[np.uint64]  # of the tensor's digest
     times: NDArray[np.int64]  # that the digest counts each element
 
-    def of(self, numbers: Sequence[int]) -> "Spots":
+    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Spots":
         """Some of them."""
-        where = np.array(numbers, np.intp)
+        where = np.asarray(numbers, np.intp)
         return Spots._make(column[where] for column in self)
 
     def at(self, some: slice) -> "Spots":
@@ -53,10 +53,14 @@ class Windows(NamedTuple):
     runs: NDArray[np.int64]  # elements in a row; WHOLE for all of the segment
     rows: NDArray[np.int64]  # 0 for none
 
-    def of(self, numbers: Sequence[int]) -> "Windows":
+    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Windows":
         """Some of them."""
-        where = np.array(numbers, np.intp)
+        where = np.asarray(numbers, np.intp)
         return Windows._make(column[where] for column in self)
+
+    def at(self, some: slice) -> "Windows":
+        """Consecutive ones, as views."""
+        return Windows._make(column[some] for column in self)
 
 
 def element_pointer(builder: Any, values: Any, address: Any, index: Any) -> Any:

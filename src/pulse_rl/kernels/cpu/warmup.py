@@ -107,7 +107,8 @@ def _warm_casts() -> None:
 
 def _warm_gaps() -> None:
     indices, words = np.arange(N, dtype=np.uint32), np.empty(3 * N, np.uint16)
-    gap_decode(words[: gap_encode(indices, np.array([0, N]), words)], np.array([N]), np.array([N]), indices)
+    used, size = gap_encode(indices, np.array([0, N]), words), np.array([N])
+    gap_decode(words[:used], size, size, np.zeros(1, np.bool_), indices)
 
 
 def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
@@ -135,7 +136,9 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     coding.count_bits(memory, segment, starts(0), changes)
     fresh = starts((1 << 31) << rangecoder.SEEN)
     (stream,) = coding.encode_segments(memory, segment, fresh, changes)
-    if stream is None or coding.decode_segments([memoryview(stream)], memory, segment, fresh, changes.edges) == 0:
+    read = np.frombuffer(stream or b"", np.uint8)
+    streams = coding.Streams(read, 0 * one, len(read) * one)
+    if stream is None or coding.decode_segments(streams, memory, segment, fresh, changes.edges) == 0:
         raise AssertionError("a stream of the context codec that does not decode")
 
 

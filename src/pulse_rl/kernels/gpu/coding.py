@@ -10,7 +10,7 @@ and hot elements, if one segment takes no more, and some 25 bytes for each chang
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, UIntArray
 from pulse_rl.kernels.cpu import context, moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
+from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts, Streams
 from pulse_rl.kernels.cpu.context import Changed, Place, Start
 from pulse_rl.kernels.cpu.moves import Hot, Moves
 from pulse_rl.kernels.cpu.rangecoder import SLACK
@@ -71,7 +71,8 @@ class _Coded(NamedTuple):
     """The streams of a batch's segments, on the device."""
 
     edges: DeviceArray  # (segments + 1,) int64, of their changes
-    streams: DeviceArray  # (segments + 1,) int64, where each stream begins
+    begins: DeviceArray  # (segments,) int64, where each stream begins
+    ends: DeviceArray  # (segments,) int64
     data: DeviceArray  # uint8
 
 
@@ -166,7 +167,7 @@ def _decode(like, layout, segments, hot, coded, sign, floating, found):
         place, start, leans = _start(segments, s)
         a, b = coded.edges[s], coded.edges[s + 1]
         changed = Changed(found.raw[a:b], found.ups[a:b], found.sizes[a:b])
-        stream = coded.data[coded.streams[s] : coded.streams[s + 1]]
+        stream = coded.data[coded.begins[s] : coded.ends[s]]
         split = _decode_stream(stream, place, start, _hot(hot, s), leans, changed)
         found.broken[s] = 1
         if split >= 0:
@@ -276,13 +277,13 @@ def _coded(batch: _Batch, changes: _Changes, most: NDArray[np.int64]) -> list[by
 
 
 def decode_segments(
-    streams: Sequence[memoryview], memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+    streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint32], UIntArray] | int:
     """As `cpu.coding.decode_segments`."""
     indices, values = np.empty(int(edges[-1]), np.uint32), np.empty(int(edges[-1]), UINTS[kind.itemsize])
     for chosen in _batches(memory, kind, starts):
         mine = edges[chosen.start : chosen.stop + 1]
-        found = _decode_batch(_Batch(memory, kind, starts, chosen), streams[chosen], mine - mine[0])
+        found = _decode_batch(_Batch(memory, kind, starts, chosen), streams.of(chosen), mine - mine[0])
         broken = np.flatnonzero(download(found.broken))
         if len(broken):
             return int(chosen.start + broken[0])
@@ -290,11 +291,10 @@ def decode_segments(
     return indices, values
 
 
-def _decode_batch(batch: _Batch, streams: Sequence[memoryview], edges: NDArray[np.int64]) -> _Found:
+def _decode_batch(batch: _Batch, streams: Streams, edges: NDArray[np.int64]) -> _Found:
     """Queue the decoding of a batch."""
     count, dtype = int(edges[-1]), UINTS[batch.kind.itemsize]
-    at = np.concatenate([[0], np.cumsum([len(stream) for stream in streams])])
-    data = upload(np.frombuffer(b"".join(streams), np.uint8))
+    first, last = int(streams.begins[0]), int(streams.ends[-1])  # they follow one another
     found = _Found(
         raw=empty(count, np.uint32),
         ups=empty(count, np.bool_),
@@ -302,9 +302,10 @@ def _decode_batch(batch: _Batch, streams: Sequence[memoryview], edges: NDArray[n
         moved=empty(count, dtype),
         indices=empty(count, np.uint32),
         values=empty(count, dtype),
-        broken=empty(len(streams), np.uint8),
+        broken=empty(len(streams.ends), np.uint8),
     )
-    coded = _Coded(upload(edges), upload(at), data)
+    begins, ends = upload(streams.begins - first), upload(streams.ends - first)
+    coded = _Coded(upload(edges), begins, ends, upload(streams.data[first:last]))
     field = batch.kind.field
     known = example(batch.kind.itemsize), batch.regions.layout, batch.segments, batch.hot, coded
     launch(_decode, batch.blocks, CODERS * WARP, *known, np.uint64(field.sign), field.floating, found)

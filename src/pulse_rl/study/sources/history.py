@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import numpy as np
 
 from pulse_rl import History
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.codecs.base import Unit
+from pulse_rl.codecs.base import Decoded, Read
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
@@ -218,32 +219,41 @@ class _Patched:
         self.tensors = {name: StudiedTensor(tensor.dtype, tensor.shape) for name, tensor in fetched.by_name().items()}
         self.cut: Hashable = tuple(sorted((entry.name, entry.boxes) for part in fetched.parts for entry in part.table))
         self.places: dict[str, list[Place]] = {}
-        self._units: dict[tuple[str, Place], tuple[Sequence[tuple[str, Place]], Unit]] = {}
+        self._units: dict[tuple[str, Place], tuple[list[tuple[str, Place]], _Decode]] = {}
         for part in fetched.parts:
-            for members, unit in part.units():
-                keys = [(part.table[segment.tensor].name, segment.place) for segment in members]
-                for name, place in keys:
-                    self._units[name, place] = keys, unit
-                    self.places.setdefault(name, []).append(place)
+            for span, units in part.opened():
+                at = 0
+                for size in units.sizes.tolist():
+                    keys: list[tuple[str, Place]] = [
+                        (part.table[segment.tensor].name, segment.place) for segment in span[at : at + size]
+                    ]
+                    for name, place in keys:
+                        self._units[name, place] = keys, partial(units.decode, np.arange(at, at + size))
+                        self.places.setdefault(name, []).append(place)
+                    at += size
         self._kept = kept
         self._lock = Lock()
 
     def after(self, name: str, place: Place, old: UIntArray | None) -> UIntArray:
         """The bits of a segment, a new array, from those of the version before. To be called once for each."""
         assert old is not None  # a history starts from an anchor
-        keys, unit = self._units[name, place]
+        keys, decode = self._units[name, place]
         if len(keys) == 1:
-            changes = unit.decode([lambda: old])[0]
+            changes = decode(lambda _: old, None)[0].changes
         else:
             mine = (id(self), name, place)
             with self._lock:
                 if mine not in self._kept:
-                    for key, found in zip(keys, unit.decode([]), strict=True):  # these codecs ask for no old bits
-                        self._kept.put((id(self), *key), found)
+                    every = (one for found in decode(lambda _: old, None) for one in found.each())
+                    for key, changes in zip(keys, every, strict=True):  # these codecs ask for no old bits
+                        self._kept.put((id(self), *key), changes)
             changes = self._kept.take(mine)
         new = old.copy()
         cpu.scatter(new, *changes)
         return new
+
+
+_Decode = Callable[[Read, None], list[Decoded]]  # a unit's, from the old bits
 
 
 class _Kept:

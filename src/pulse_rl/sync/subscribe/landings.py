@@ -19,7 +19,7 @@ from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
 from pulse_rl.patch.live import Copies, by_name
 from pulse_rl.patch.merging import Batch, Merged, batches, write_all
-from pulse_rl.patch.overlay import Overlay, Replaced, laid_over
+from pulse_rl.patch.overlay import laid_over
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.subscribe.halo import fetch_strips
 from pulse_rl.sync.subscribe.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
@@ -273,12 +273,10 @@ class Keeping:
             self.nbytes += application.kept_nbytes
             return
         try:
-            overlay = Overlay(Replaced(*found) for found in application.changes())
+            self.nbytes += application.keep_in_file()
         except OSError as error:
             raise no_room(error) from error
         self._spilled = True
-        application.keep_in({(name, place): changes for name, place, changes in overlay.replaced()})
-        self.nbytes += overlay.nbytes
 
     def load(self, restored: Restored, files: ExitStack) -> None:
         self.discard()  # patches that did not lead to the version
