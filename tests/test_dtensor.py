@@ -12,7 +12,7 @@ from torch import nn
 
 from pulse_rl.weights.dtensor import Split, ranges_held
 from pulse_rl.weights.layout import layout
-from pulse_rl.weights.memory import Memory, live_layout, live_tensors
+from pulse_rl.weights.memory import LiveWeights, Memory, live_layout, live_tensors
 from pulse_rl.weights.pieces import pieces_of
 
 # Weights, each made alike on every rank
@@ -315,20 +315,20 @@ def remembered(group: Any, rank: int, size: int) -> None:
     """A record of memory notices every write that torch counts, and other memory."""
     model = fsdp_and_tensor_parallel()
     weights = live_tensors(model)
-    memory = Memory(weights)
-    assert memory.is_still(live_tensors(model))
-    assert memory.is_still(model.state_dict())  # other objects, the same memory
+    memory = Memory(LiveWeights(weights))
+    assert memory.is_still(LiveWeights(model))
+    assert memory.is_still(LiveWeights(model.state_dict()))  # other objects, the same memory
     with torch.no_grad():
         model.up.weight.add_(1)
-    assert not memory.is_still(live_tensors(model))
-    memory.count_writes(weights)
-    assert memory.is_still(live_tensors(model))
+    assert not memory.is_still(LiveWeights(model))
+    memory.count_writes(LiveWeights(weights))
+    assert memory.is_still(LiveWeights(model))
     with torch.no_grad():
         model.embed.weight.to_local().add_(1)
-    assert not memory.is_still(live_tensors(model))
-    memory = Memory(weights)
+    assert not memory.is_still(LiveWeights(model))
+    memory = Memory(LiveWeights(weights))
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    assert not memory.is_still(live_tensors(model))
+    assert not memory.is_still(LiveWeights(model))
 
 
 def test_memory_of_sharded_parameters(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pulse_rl.integrations.fsdp import shards
 from pulse_rl.weights.layout import layout
-from pulse_rl.weights.memory import Memory, live_tensors
+from pulse_rl.weights.memory import LiveWeights, Memory
 
 
 class Net(nn.Module):
@@ -105,10 +105,10 @@ def test_masters_are_read_as_bfloat16(ranks: Ranks) -> None:
 def remembered(group: Any, rank: int, size: int, use_orig_params: bool) -> None:
     model = wrapped("FULL_SHARD", use_orig_params)
     train(model)
-    memory = Memory(live_tensors(shards(model)))
-    assert memory.is_still(live_tensors(shards(model)))
+    memory = Memory(LiveWeights(shards(model)))
+    assert memory.is_still(LiveWeights(shards(model)))
     train(model)
-    assert not memory.is_still(live_tensors(shards(model)))
+    assert not memory.is_still(LiveWeights(shards(model)))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

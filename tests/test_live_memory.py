@@ -20,7 +20,7 @@ from pulse_rl.history.manifest import manifest_name, manifest_sequence, parse
 from pulse_rl.log.sealed import seal
 from pulse_rl.store.base import Store
 from pulse_rl.weights.bits import TorchBits
-from pulse_rl.weights.memory import Memory, live_tensors
+from pulse_rl.weights.memory import LiveWeights, Memory, live_tensors
 from pulse_rl.weights.pieces import Shard
 
 
@@ -222,12 +222,13 @@ def test_shards_are_live_as_their_memory_is() -> None:
             return len(memory)
 
     live = Made(lambda tensor: tensor[...])
-    recorded = Memory(live_tensors(live))
-    assert recorded.is_still(live_tensors(live))
-    assert not recorded.is_still({**live, "b": Shard(memory["b"], shape=(9, 4), flat_offset=4)})  # another part
-    assert not recorded.is_still({**live, "a": live["a"][:1]})
+    recorded = Memory(LiveWeights(live))
+    assert recorded.is_still(LiveWeights(live))
+    another = Shard(memory["b"], shape=(9, 4), flat_offset=4)  # another part
+    assert not recorded.is_still(LiveWeights({**live, "b": another}))
+    assert not recorded.is_still(LiveWeights({**live, "a": live["a"][:1]}))
     memory["a"][0] += 1
-    assert not recorded.is_still(live_tensors(live))
+    assert not recorded.is_still(LiveWeights(live))
     with pytest.raises(TypeError, match="expected live memory, found a copy"):
         live_tensors(Made(lambda tensor: tensor + 0))
 
@@ -347,24 +348,24 @@ def test_memory_that_is_kept_is_recognised_as_other_memory_is() -> None:
         {"a": torch.nn.Parameter(torch.zeros(4, 4)), "b": torch.zeros(())},
     ):
         for keep in (False, True):
-            memory = Memory(weights, keep=keep)
-            assert memory.is_still(weights)
-            assert memory.is_still(alter(lambda tensor: None))  # another object over the same memory
+            memory = Memory(LiveWeights(weights), keep=keep)
+            assert memory.is_still(LiveWeights(weights))
+            assert memory.is_still(LiveWeights(alter(lambda tensor: None)))  # another object over the same memory
             for other in (
                 set_to(torch.Tensor.clone),
                 set_to(lambda tensor: tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)),
                 set_to(torch.t),
                 set_to(lambda tensor: tensor[1:]),
             ):
-                assert not memory.is_same(alter(other))
-            assert not memory.is_same({**weights, "b": weights["b"].numpy()})
-            assert not memory.is_same({"a": weights["a"]})
+                assert not memory.is_same(LiveWeights(alter(other)))
+            assert not memory.is_same(LiveWeights({**weights, "b": weights["b"].numpy()}))
+            assert not memory.is_same(LiveWeights({"a": weights["a"]}))
             with torch.no_grad():
                 weights["b"].add_(1)
-            assert memory.is_same(weights)
-            assert not memory.is_still(weights)
-            memory.count_writes(weights)
-            assert memory.is_still(weights)
+            assert memory.is_same(LiveWeights(weights))
+            assert not memory.is_still(LiveWeights(weights))
+            memory.count_writes(LiveWeights(weights))
+            assert memory.is_still(LiveWeights(weights))
 
 
 def test_a_freed_model_whose_memory_is_used_again(run: Run) -> None:
@@ -383,14 +384,14 @@ def test_a_freed_model_whose_memory_is_used_again(run: Run) -> None:
         reused = 0
         for _ in range(100):
             live = make(0)
-            memory, before = Memory(live), address(live["a"])
-            assert memory.is_still(live)
+            memory, before = Memory(LiveWeights(live)), address(live["a"])
+            assert memory.is_still(LiveWeights(live))
             gone = weakref.ref(live["a"])
             del live
             assert gone() is None  # a record keeps no memory
             later = [make(1) for _ in range(64)]
             reused += any(address(other["a"]) == before for other in later)
-            assert not any(memory.is_still(other) for other in later)
+            assert not any(memory.is_still(LiveWeights(other)) for other in later)
         assert reused
 
 

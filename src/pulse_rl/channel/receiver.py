@@ -36,7 +36,7 @@ class Receiver:
         self._memory: Memory | None = None  # that was proved to hold it
         self._tables: list[Table] = []
         self._live = Live()
-        self._tensors: Any = None
+        self._weights: LiveWeights | None = None
         self._readers: list[PartReader] = []
         self._staged: Staged | None = None
         self._application: Application | None = None
@@ -47,9 +47,9 @@ class Receiver:
         del version
         self.forget()
         live = LiveWeights(weights)
-        if self._memory is None or not self._memory.is_still(live.tensors):
+        if self._memory is None or not self._memory.is_still(live):
             self.held = None
-        self._tensors = live.tensors
+        self._weights = live
         for name, bits in live.layout.items():
             if not bits.writable:
                 raise ValueError(
@@ -60,7 +60,7 @@ class Receiver:
 
     def forget(self) -> None:
         """Drop what is staged."""
-        self._live, self._readers, self._tensors = Live(), [], None
+        self._live, self._readers, self._weights = Live(), [], None
         self._staged = self._application = self._comparison = None
 
     def learn(self, tables: Sequence[Table], standing: Standing) -> None:
@@ -139,7 +139,7 @@ class Receiver:
             self._staged.write()
         elif self._application is not None:
             self._application.write()
-        self._memory = Memory(self._tensors)
+        self._memory = Memory(self._weights) if self._weights is not None else None
         self.held = target
 
     def compare(self, number: int) -> Tiles:

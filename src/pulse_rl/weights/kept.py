@@ -23,35 +23,40 @@ class Kept:
         self._cast: str | None = None
         self._plain: Plain | None = None
 
-    def layout(self, weights: Any, cast: str | None = None) -> Layout:
+    def look(self, tensors: Sequence[Any]) -> Plain | None:
+        """Where tensors are, which may be those of the last call; None unless all are plain."""
+        return Plain.of(tensors, self._plain)
+
+    def layout(self, weights: Any, cast: str | None = None, plain: Plain | None = None) -> Layout:
         """As `weights.layout.layout`: the same object as at the last call, if the weights are where they were.
 
-        It is to be used while the caller holds the weights.
+        It is to be used while the caller holds the weights. plain: where they are, if that was looked up.
         """
         if isinstance(weights, Layout):
             return layout(weights, cast)
         named = named_tensors(weights)
         names, tensors = list(named), list(named.values())
+        plain = plain or self.look(tensors)
         if self._layout is not None and self._plain is not None and (names, cast) == (self._names, self._cast):
             same = self._plain.are_these(tensors)
-            if self._plain.are_still(tensors) and (same or _holds(weights, tensors)):
+            if plain is not None and plain.is_as(self._plain) and (same or _holds(weights, tensors)):
                 if not same:
-                    self._take(names, tensors)
+                    self._take(names, tensors, plain)
                 return self._layout
         self._layout = None
         made = layout(named, cast)
-        self._plain = Plain.of(tensors) if _holds(weights, tensors) else None
+        self._plain = plain if _holds(weights, tensors) else None
         if self._plain is None or not all(isinstance(bits, _WHOLE) and bits.size for bits in made.values()):
             return made  # an empty tensor has no memory to know it by
         self._layout = Layout(((name, bits.unowned()) for name, bits in made.items() if isinstance(bits, _WHOLE)))
         self._layout.tied, self._layout.unowned = made.tied, True
         self._names, self._cast = names, cast
-        self._take(names, tensors)
+        self._take(names, tensors, self._plain)
         return self._layout
 
-    def _take(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    def _take(self, names: Sequence[str], tensors: Sequence[Any], plain: Plain) -> None:
         """Have writes counted for these objects, which are other ones for the same memory."""
-        self._plain = Plain(tensors)
+        self._plain = plain
         for name, tensor in zip(names, tensors, strict=True):
             bits = self._layout.get(name) if self._layout is not None else None
             if isinstance(bits, HostBits):

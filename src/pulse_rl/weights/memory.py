@@ -40,6 +40,8 @@ def live_tensors(weights: Any) -> Mapping[str, Any]:
     if torch is not None and isinstance(weights, torch.nn.Module):
         _refuse_copies(weights, named)
         return named
+    if type(named) is dict:  # which gives what it holds
+        return dict(named)
     tensors = {}
     for name, tensor in named.items():
         again = named[name]  # while the first is held, so that a copy cannot have its address
@@ -74,8 +76,16 @@ class LiveWeights:
         self.tensors, self._kept = live_tensors(weights), kept
 
     @cached_property
+    def plain(self) -> Plain | None:
+        """Where they are, looked up once; None unless all are plain."""
+        tensors = list(self.tensors.values())
+        return Plain.of(tensors) if self._kept is None else self._kept.look(tensors)
+
+    @cached_property
     def layout(self) -> Layout:
-        return self._kept.layout(self.tensors) if self._kept is not None else layout(self.tensors)
+        if self._kept is None:
+            return layout(self.tensors)
+        return self._kept.layout(self.tensors, plain=self.plain)
 
 
 def _refuse_copies(module: Any, named: Mapping[str, Any]) -> None:
@@ -121,23 +131,23 @@ def _parts(tensor: Any) -> list[tuple[object, Any]]:
 
 
 class Memory:
-    """Which memory some tensors were in, and how often torch had written to it.
+    """Which memory live tensors were in, and how often torch had written to it.
 
     keep: whether to keep it from being freed while this lives: then no other memory can get its address, and one call
     compares a tensor's memory. Otherwise no memory is kept, but that of a NumPy array over an object without weak
     references, such as a bytearray.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], *, keep: bool = False) -> None:
-        self._names = frozenset(tensors)
+    def __init__(self, live: LiveWeights, *, keep: bool = False) -> None:
+        tensors, self._plain = live.tensors, live.plain
         self._order = list(tensors)
-        self._plain = Plain.of(list(tensors.values()))
         if self._plain is not None:  # the ordinary case, which is asked in a few calls
             owners = storages(list(tensors.values()))
             self._owners = owners if keep else []
             self._references = [] if keep else list(map(weakref.ref, owners))
-            self.count_writes(tensors)
+            self.count_writes(live)
             return
+        self._names = frozenset(tensors)
         self._kept = {name: tensor.detach() for name, tensor in tensors.items() if keep and _compares(tensor)}
         # Of each part: where in the tensor it lies, its view, and what owns it; None once that is gone, as the address
         # may be another's then.
@@ -146,37 +156,42 @@ class Memory:
             for name, tensor in tensors.items()
             if name not in self._kept
         }
-        self.count_writes(tensors)
+        self.count_writes(live)
 
-    def count_writes(self, tensors: Mapping[str, Any]) -> None:
+    def count_writes(self, live: LiveWeights) -> None:
         """Note how often torch has written to the same tensors by now."""
-        self._writes = self._all_writes(tensors)
+        self._writes = self._all_writes(live.tensors)
 
     def _all_writes(self, tensors: Mapping[str, Any]) -> Any:
         """How often torch has written to each."""
         if self._plain is not None:
-            return writes([tensors[name] for name in self._order])
+            return writes(list(tensors.values()))
         types = _plain_types()  # looked up once: this is done while an engine stands
         return {
             name: (None if tensor.is_inference() else tensor._version) if type(tensor) in types else _writes(tensor)
             for name, tensor in tensors.items()
         }
 
-    def is_still(self, tensors: Mapping[str, Any]) -> bool:
+    def is_still(self, live: LiveWeights) -> bool:
         """Whether these are the same tensors in the same memory, and torch has written to none. Reads no bit.
 
         An engine stands while all of its weights are looked at.
         """
-        return self.is_same(tensors) and self._writes == self._all_writes(tensors)
+        return self.is_same(live) and self._writes == self._all_writes(live.tensors)
 
-    def is_same(self, tensors: Mapping[str, Any]) -> bool:
+    def is_same(self, live: LiveWeights) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
+        tensors = live.tensors
+        if self._plain is not None:
+            owners = self._owners or map(call, self._references)
+            return (
+                list(tensors) == self._order
+                and live.plain is not None
+                and live.plain.is_as(self._plain)
+                and all(map(is_, storages(list(tensors.values())), owners))
+            )
         if tensors.keys() != self._names:
             return False
-        if self._plain is not None:
-            given = [tensors[name] for name in self._order]
-            owners = self._owners or map(call, self._references)
-            return self._plain.are_still(given) and all(map(is_, storages(given), owners))
         plain = _plain_types()
         try:
             for name, tensor in tensors.items():

@@ -14,23 +14,23 @@ from typing import Any
 
 
 class Plain:
-    """Where some plain tensors were. It keeps no memory from being freed."""
+    """Where some plain tensors are. It keeps no memory from being freed."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._objects = list(map(weakref.ref, tensors))
         self._places = _places(tensors)
 
     @classmethod
-    def of(cls, tensors: Sequence[Any]) -> Plain | None:
-        """None unless all are plain."""
-        return cls(tensors) if _are_plain(tensors) else None
-
-    def are_still(self, tensors: Sequence[Any]) -> bool:
-        """Whether tensors have the same addresses, shapes, strides and dtypes as those had. It reads no bit."""
+    def of(cls, tensors: Sequence[Any], known: Plain | None = None) -> Plain | None:
+        """None unless all are plain. known: of tensors that may be these very objects."""
         try:  # a plain tensor stays plain, wherever its memory is
-            return (self.are_these(tensors) or _are_plain(tensors)) and _places(tensors) == self._places
+            return cls(tensors) if (known is not None and known.are_these(tensors)) or _are_plain(tensors) else None
         except RuntimeError:  # its memory was taken away
-            return False
+            return None
+
+    def is_as(self, other: Plain) -> bool:
+        """Whether all had the same addresses, shapes, strides and dtypes at both times."""
+        return self._places == other._places
 
     def are_these(self, tensors: Sequence[Any]) -> bool:
         """Whether they are the very same objects."""
@@ -46,9 +46,26 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
     return not any(map(torch.Tensor.is_neg, tensors)) and not any(map(torch.Tensor.is_conj, tensors))
 
 
+class _Interned(dict[Any, Any]):
+    """Equal keys as one object: objects of their own for each tensor would set Python's collector off."""
+
+    def __missing__(self, key: Any) -> Any:
+        if len(self) >= SHAPES:
+            self.clear()
+        self[key] = key
+        return key
+
+
+SHAPES = 4096  # different shapes and strides; a model has few
+_interned = _Interned()
+
+
 def _places(tensors: Sequence[Any]) -> list[list[Any]]:
     tensor = sys.modules["torch"].Tensor
-    return [list(map(ask, tensors)) for ask in (tensor.data_ptr, tensor.size, tensor.stride, attrgetter("dtype"))]
+    one = _interned.__getitem__
+    addresses, shapes = list(map(tensor.data_ptr, tensors)), list(map(one, map(tensor.size, tensors)))
+    strides = [] if all(map(tensor.is_contiguous, tensors)) else list(map(one, map(tensor.stride, tensors)))
+    return [addresses, shapes, strides, list(map(attrgetter("dtype"), tensors))]
 
 
 def storages(tensors: Sequence[Any]) -> list[Any]:

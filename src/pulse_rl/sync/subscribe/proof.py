@@ -86,13 +86,13 @@ class Proof:
 
         def stand() -> tuple[LiveWeights, _Standing]:
             live = make()
-            still = self._memory is not None and self._memory.is_still(live.tensors)
+            still = self._memory is not None and self._memory.is_still(live)
             if together or not still:
                 live.layout  # noqa: B018 - what is no tensor is refused here, before anything is forgotten
             if not still:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
-            known = self.overwrite or (self._known is not None and self._known.is_same(live.tensors))
+            known = self.overwrite or (self._known is not None and self._known.is_same(live))
             mine = print_of(live.layout, self._plan) if together else b""
             return live, _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
 
@@ -125,7 +125,7 @@ class Proof:
         """
         self.held = None  # not known until they are counted
         found = check(self._ranks, live, self.tied, held)
-        self.held, self._memory = held, Memory(live.live.tensors)
+        self.held, self._memory = held, Memory(live.live)
         self._recognised = True
         return found
 
@@ -139,14 +139,14 @@ class Proof:
 
     def remember(self, live: Held, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
-        known = self.overwrite or (self._known is not None and self._known.is_same(live.live.tensors))
+        known = self.overwrite or (self._known is not None and self._known.is_same(live.live))
         if self._recognised and not known:
-            self._known = Memory(live.live.tensors)
+            self._known = Memory(live.live)
         if self.held is None:
             self._memory, self.halo = None, {}
             return
         self.halo = live.halo
         if self._memory is None:
-            self._memory = Memory(live.live.tensors)
+            self._memory = Memory(live.live)
         elif self.held != before:  # the same memory: this subscriber has written to it
-            self._memory.count_writes(live.live.tensors)
+            self._memory.count_writes(live.live)

@@ -108,7 +108,7 @@ class Staged:
         """The weights to write to. held: what they hold now. Raises as `apply`."""
         self._held()
         live = LiveWeights(self._weights, self._kept)
-        if held != self._base or not self._memory.is_still(live.tensors):
+        if held != self._base or not self._memory.is_still(live):
             expected, found = (f"version {s.version}" if s else "no version that is known" for s in (self._base, held))
             what = "they are in other memory, or torch has written to them" if held == self._base else f"found {found}"
             raise BaseMismatchError(

@@ -331,7 +331,7 @@ class Subscriber:
         with self._beating.failures(start), ExitStack() as undo:
             effort = Effort()
             live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "stage", version, effort)
-            memory, keeping = Memory(live.live.tensors, keep=True), Keeping(live, self._ranks)
+            memory, keeping = Memory(live.live, keep=True), Keeping(live, self._ranks)
             undo.callback(keeping.discard)
             arrival = self._advance(live, version, keeping, effort, altered)
             keeping.settle()
