@@ -20,7 +20,7 @@ from loco_ranks import Ranks, good, picklable, running
 from servers import free_port
 
 import pulse_rl as pulse
-from pulse_rl.channel.dense import Staged
+from pulse_rl.channel.dense import SpooledVersion
 
 
 @pytest.fixture(scope="module")
@@ -324,15 +324,15 @@ def no_room(group: Any, rank: int, size: int) -> Any:
     """A receiver's disk is full when it is sent all bits."""
     channel = channel_of(group)
     weights = made() if rank == 0 else zeros()
-    init = Staged.__init__
+    init = SpooledVersion.__init__
 
     def full(self: Any, live: Any) -> None:
         raise OSError(28, "No space left on device", "/tmp")
 
     if rank == 1:
-        Staged.__init__ = full  # type: ignore[method-assign]
+        SpooledVersion.__init__ = full  # type: ignore[method-assign]
     error = call(channel, rank, weights, 0)
-    Staged.__init__ = init  # type: ignore[method-assign]
+    SpooledVersion.__init__ = init  # type: ignore[method-assign]
     untouched = rank == 0 or not any(tensor.any() for tensor in weights.values())
     return error, untouched, channel.version, call(channel, rank, weights, 0).sent, bits(weights)
 

@@ -24,7 +24,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.sync.publish import delivery, successor
 from pulse_rl.sync.publish.skips import Skips
 from pulse_rl.sync.subscribe import polling
-from pulse_rl.sync.turn import Turn
+from pulse_rl.sync.turn import ThreadTurn
 
 KEY = Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key()
@@ -225,7 +225,7 @@ def test_a_forked_process_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_turn_belongs_to_the_process_that_used_it_first(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made before a fork and never used can be used in the child."""
-    turn = Turn("Publisher", nested=nested)
+    turn = ThreadTurn("Publisher", nested=nested)
     monkeypatch.setattr(os, "getpid", lambda: 7)
     with turn:
         pass

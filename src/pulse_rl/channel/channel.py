@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pulse_rl import units
-from pulse_rl.channel.meeting import Settings
-from pulse_rl.channel.receiver import Receiver
+from pulse_rl.channel.meeting import ChannelSettings
+from pulse_rl.channel.receiver import ChannelReceiver
 from pulse_rl.channel.reports import ChannelReport
-from pulse_rl.channel.sender import Sender
+from pulse_rl.channel.sender import ChannelSender
 from pulse_rl.channel.sparse import Collected
 from pulse_rl.channel.steps import Steps
 from pulse_rl.channel.wire import Wire
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.codecs.choose import check as check_codec
-from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.casts import cast_name
 
 if TYPE_CHECKING:
@@ -98,17 +98,17 @@ class Channel:
             raise ValueError(f"validate_every: expected a number of versions, or 0, found {validate_every!r}")
         if isinstance(bandwidth, str):
             bandwidth = units.parse_bandwidth(bandwidth, "bandwidth")
-        self._settings = Settings((), bucket_nbytes, validate_every, observe)
+        self._settings = ChannelSettings((), bucket_nbytes, validate_every, observe)
         self._timeout = timeout
-        self._sender = Sender(
+        self._sender = ChannelSender(
             codec,
             None if cast is None else cast_name(cast),
             bandwidth,
             collected,
             statistics=statistics or observe,
         )
-        self._receiver = Receiver()
-        self._turn = Turn("Channel", nested=False)
+        self._receiver = ChannelReceiver()
+        self._turn = ThreadTurn("Channel", nested=False)
         self._connect(group, source)
 
     def _connect(self, group: dist.ProcessGroup | None, source: int | Sequence[int]) -> None:
@@ -185,7 +185,7 @@ class Channel:
         """
         return self._call(self._receiver, model, None)
 
-    def _call(self, end: Sender | Receiver, weights: Any, version: int | None) -> ChannelReport:
+    def _call(self, end: ChannelSender | ChannelReceiver, weights: Any, version: int | None) -> ChannelReport:
         start, before = time.perf_counter(), self._wire.sent_nbytes
         with self._wire.ranks.collective():
             tensors, meeting = self._steps.meet(end, weights, version)
@@ -194,7 +194,7 @@ class Channel:
             clock = time.perf_counter()
             plan = self._steps.find(end, meeting, standing)
             seconds = {"find_s": time.perf_counter() - clock, "encode_s": 0.0, "prove_s": 0.0}
-            if isinstance(end, Sender):
+            if isinstance(end, ChannelSender):
                 seconds |= end.seconds
             if not self._settings.observe:
                 self._steps.bulk(end, meeting, plan, standing)
@@ -226,7 +226,7 @@ class Channel:
             sent="none" if self._settings.observe else plan.sent,
             dense_ranks=() if self._settings.observe else plan.dense,
             codec=",".join(sorted({part.codec for part in parts if part.codec})) or None,
-            codec_reason=end.reason if isinstance(end, Sender) else None,
+            codec_reason=end.reason if isinstance(end, ChannelSender) else None,
             elements=elements,
             changes=changes,
             density=changes / elements if elements else 0.0,
@@ -242,7 +242,7 @@ class Channel:
             launches=launches,
             validated=validated,
             observed=self._settings.observe,
-            payload=end.payload if isinstance(end, Sender) else None,
+            payload=end.payload if isinstance(end, ChannelSender) else None,
             exchange_s=exchange_s,
             total_s=time.perf_counter() - start,
             **seconds,

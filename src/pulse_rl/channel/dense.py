@@ -30,18 +30,18 @@ from pulse_rl.weights.pieces import Pieces, pieces_of, place_view
 from pulse_rl.weights.segments import segments
 
 
-class Table(msgspec.Struct, frozen=True):
+class SenderTable(msgspec.Struct, frozen=True):
     """What one sender owns, as it is told to receivers."""
 
     tensors: list[tuple[str, str, Shape, list[tuple[Shape, Shape]]]]  # name, dtype, shape, boxes
     tied: dict[str, str]
 
     @classmethod
-    def of(cls, own: Layout) -> "Table":
+    def of(cls, own: Layout) -> "SenderTable":
         return cls([(*row, [(b.offset, b.sizes) for b in boxes]) for *row, boxes in entries_of(own)], own.tied)  # type: ignore[misc]
 
     @classmethod
-    def decode(cls, data: bytes) -> "Table":
+    def decode(cls, data: bytes) -> "SenderTable":
         return decode_json(data, cls, "a sender's table")
 
     @property
@@ -70,7 +70,7 @@ class Table(msgspec.Struct, frozen=True):
         return {name: TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape, _ in self.tensors}
 
 
-class Tile(NamedTuple):
+class SentTile(NamedTuple):
     """A part of one tensor, which is sent at once."""
 
     entry: Entry
@@ -81,12 +81,12 @@ class Tile(NamedTuple):
         return self.box.size * ITEMSIZES[self.entry.dtype]
 
 
-def tiles_of(entries: Sequence[Entry]) -> Iterator[Tile]:
+def tiles_of(entries: Sequence[Entry]) -> Iterator[SentTile]:
     """The tiles of what a sender owns, in the order of sending."""
     for entry in entries:
         for box in entry.boxes:
             for tile in tiles(entry.shape, box):
-                yield Tile(entry, tile.box)
+                yield SentTile(entry, tile.box)
 
 
 class Reader:
@@ -115,9 +115,9 @@ class Reader:
 class Tiles:
     """Puts a stream of bytes together into tiles again, of one sender. use: takes each tile and its bits."""
 
-    def __init__(self, entries: Sequence[Entry], use: Callable[[Tile, UIntArray], None]) -> None:
+    def __init__(self, entries: Sequence[Entry], use: Callable[[SentTile, UIntArray], None]) -> None:
         self._tiles, self._use = tiles_of(entries), use
-        self._open: Tile | None = None
+        self._open: SentTile | None = None
         self._data: Bytes = np.empty(0, np.uint8)
         self._filled = 0
 
@@ -137,7 +137,7 @@ class Tiles:
                 self._use(tile, self._data.view(UINTS[ITEMSIZES[tile.entry.dtype]]))
 
 
-class Staged:
+class SpooledVersion:
     """A whole version in a temporary file, in the pieces of the live weights that are to hold it.
 
     live: the live tensors behind each name. Raises OSError if there is no room for the file.
@@ -165,7 +165,7 @@ class Staged:
         self._at += nbytes + -nbytes % 8
         return HostBits(tensor.dtype, part)
 
-    def put(self, tile: Tile, bits: UIntArray) -> None:
+    def put(self, tile: SentTile, bits: UIntArray) -> None:
         """Keep what these weights hold of a tile."""
         if tile.entry.name in self._tensors:
             for target in targets(self._tensors[tile.entry.name], tile.box):
@@ -227,7 +227,7 @@ class Comparison:
         self._live = live
         self.differing: dict[str, int] = {}  # elements that differ, by tensor
 
-    def put(self, tile: Tile, bits: UIntArray) -> None:
+    def put(self, tile: SentTile, bits: UIntArray) -> None:
         """Compare a tile with all that these weights hold of it."""
         for copy in self._live.get(tile.entry.name, ()):
             for target in targets(copy, tile.box):

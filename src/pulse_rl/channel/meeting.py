@@ -15,14 +15,14 @@ from pulse_rl.group.collectives import name_ranks
 Role: TypeAlias = Literal["send", "receive"]
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
+class ProvedState(msgspec.Struct, frozen=True, array_like=True):
     """A state of weights that was proved."""
 
     version: int
     digest: str  # 16 hex digits
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ChannelSettings(msgspec.Struct, frozen=True):
     """What must be the same on all ranks."""
 
     source: tuple[int, ...]
@@ -36,14 +36,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
     role: Role
     version: int | None  # None for a receiver
-    held: State | None  # of a sender: the base of its changes; of a receiver: what its weights are known to hold
+    held: ProvedState | None  # of a sender: the base of its changes; of a receiver: what its weights are known to hold
     sharded: bool  # whether it holds parts of tensors
     moved: bool  # whether it holds other parts than in the last call
     sends: int  # of a sender, calls that succeeded
-    settings: Settings
+    settings: ChannelSettings
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class RankFindings(msgspec.Struct, frozen=True, array_like=True):
     """What one rank found, in the second step."""
 
     digest: str | None = (
@@ -60,13 +60,13 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     engine: int = -1  # of a receiver: the first rank of those that hold the weights together with it
 
 
-class Meeting(NamedTuple):
+class ChannelMeeting(NamedTuple):
     """What follows from what all ranks said."""
 
     version: int
     sources: tuple[int, ...]
-    base: State | None  # of the changes; None if a sender has none: then it sends all bits
-    held: tuple[State | None, ...]  # by rank
+    base: ProvedState | None  # of the changes; None if a sender has none: then it sends all bits
+    held: tuple[ProvedState | None, ...]  # by rank
     sharded: tuple[bool, ...]  # by rank
     moved: bool  # whether any rank holds other parts than before
     sends: int  # before this one
@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
         return any(sharded for rank, sharded in enumerate(self.sharded) if rank not in self.sources)
 
 
-def meet(said: Sequence[Hello], sources: Sequence[int]) -> Meeting:
+def meet(said: Sequence[Hello], sources: Sequence[int]) -> ChannelMeeting:
     """What follows from what all ranks said, on all alike. Raises ExchangeError or ValueError if it does not fit."""
     size = len(said)
     require_same("Channel", [msgspec.structs.asdict(one.settings) for one in said], "all weights are as they were")
@@ -102,7 +102,7 @@ def meet(said: Sequence[Hello], sources: Sequence[int]) -> Meeting:
             f"version: expected at least {base.version}, which this channel sent before, found {version}; all "
             "weights are as they were"
         )
-    return Meeting(
+    return ChannelMeeting(
         version,
         tuple(sources),
         base,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pulse_rl.channel.dense import Comparison, Staged, Table, Tiles
-from pulse_rl.channel.meeting import Found, Meeting, Role, State
+from pulse_rl.channel.dense import Comparison, SenderTable, SpooledVersion, Tiles
+from pulse_rl.channel.meeting import ChannelMeeting, ProvedState, RankFindings, Role
 from pulse_rl.channel.sides import Standing
 from pulse_rl.channel.sparse import PartReader, prove
 from pulse_rl.errors import BaseMismatchError, IntegrityError
@@ -25,20 +25,20 @@ _SIDES = Sides(
 )
 
 
-class Receiver:
+class ChannelReceiver:
     """One receiver of a channel."""
 
     role: Role = "receive"
     sends = 0
 
     def __init__(self) -> None:
-        self.held: State | None = None  # what the weights are proved to hold; None while they are being written
+        self.held: ProvedState | None = None  # what the weights are proved to hold; None while they are being written
         self._memory: Memory | None = None  # that was proved to hold it
-        self._tables: list[Table] = []
+        self._tables: list[SenderTable] = []
         self._live = Live()
         self._weights: LiveWeights | None = None
         self._readers: list[PartReader] = []
-        self._staged: Staged | None = None
+        self._staged: SpooledVersion | None = None
         self._application: Application | None = None
         self._comparison: Comparison | None = None
 
@@ -63,7 +63,7 @@ class Receiver:
         self._live, self._readers, self._weights = Live(), [], None
         self._staged = self._application = self._comparison = None
 
-    def learn(self, tables: Sequence[Table], standing: Standing) -> None:
+    def learn(self, tables: Sequence[SenderTable], standing: Standing) -> None:
         """Learn what each sender owns, and compare it with what this rank's engine holds."""
         self._tables = list(tables)
         specs = {name: spec for table in self._tables for name, spec in table.specs.items()}
@@ -76,17 +76,17 @@ class Receiver:
     def _tied(self) -> dict[str, str]:
         return {alias: owner for table in self._tables for alias, owner in table.tied.items()}
 
-    def find(self, meeting: Meeting, standing: Standing, bandwidth: float | None) -> Found:
+    def find(self, meeting: ChannelMeeting, standing: Standing, bandwidth: float | None) -> RankFindings:
         """Count the weights if it is not known of the whole engine that it holds one version."""
         del bandwidth  # the senders' matter
         self._live = by_name(standing.share.held, self._tied())
         if len({meeting.held[rank] for rank in standing.side}) == 1 and self.held is not None:
-            return Found(engine=standing.side[0])
+            return RankFindings(engine=standing.side[0])
         try:
             found = self._without_empty(live_digest(self._live), standing)
         except BaseMismatchError:  # tied copies that differ: they hold no version
-            return Found(digest="", engine=standing.side[0])
-        return Found(digest=digests.to_hex(found), engine=standing.side[0])
+            return RankFindings(digest="", engine=standing.side[0])
+        return RankFindings(digest=digests.to_hex(found), engine=standing.side[0])
 
     def _without_empty(self, digest: int, standing: Standing) -> int:
         """Of an engine's ranks the first one counts the tensors without elements."""
@@ -94,7 +94,7 @@ class Receiver:
             return digest
         return digest - digests.empty_digest({name: copies[0] for name, copies in self._live.items()})
 
-    def read_part(self, sender: Found, standing: Standing) -> PartReader:
+    def read_part(self, sender: RankFindings, standing: Standing) -> PartReader:
         """What takes the part of the next sender."""
         sharded = standing.share.held.sharded
         self._readers.append(PartReader(self._live, sender.head_nbytes, sender.nbytes, sharded=sharded))
@@ -103,10 +103,10 @@ class Receiver:
     def stage(self, number: int) -> Callable[[Bytes], None]:
         """What takes all bits of a sender. The first call makes room for the whole version."""
         if self._staged is None:
-            self._staged = Staged(self._live)
+            self._staged = SpooledVersion(self._live)
         return Tiles(self._tables[number].entries, self._staged.put).feed
 
-    def prove(self, base: State | None, target: State, standing: Standing) -> str | None:
+    def prove(self, base: ProvedState | None, target: ProvedState, standing: Standing) -> str | None:
         """Prove what arrived. Returns what the digest of what this rank owns gains, or of all bits the digest."""
         if self._staged is not None:
             self._staged.check()
@@ -132,7 +132,7 @@ class Receiver:
         """The weights turned out not to hold what they should."""
         self.held = None
 
-    def write(self, target: State) -> None:
+    def write(self, target: ProvedState) -> None:
         """Write what was proved. `held` says what the weights hold then, None if that failed."""
         self.held = None
         if self._staged is not None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pulse_rl.channel.dense import Reader
-from pulse_rl.channel.meeting import Found, Meeting, Role, State
+from pulse_rl.channel.meeting import ChannelMeeting, ProvedState, RankFindings, Role
 from pulse_rl.channel.reports import Payload
 from pulse_rl.channel.sides import Standing
-from pulse_rl.channel.sparse import Collected, Finder, Made, kinds, payload
+from pulse_rl.channel.sparse import Collected, Finder, ProvedPart, kinds, payload
 from pulse_rl.channel.wire import giving
 from pulse_rl.errors import IntegrityError
 from pulse_rl.group.collectives import Bytes
@@ -26,13 +26,13 @@ FAST = 10e9  # bits per second: what a codec is chosen for until a bandwidth was
 class _Base(NamedTuple):
     """What changes are found against."""
 
-    state: State  # of the whole weights
+    state: ProvedState  # of the whole weights
     digest: int  # of what this sender owns
     tensors: Layout | None  # its bits; None where changes are collected instead
     pieces: bytes  # the fingerprint of its pieces
 
 
-class Sender:
+class ChannelSender:
     """One sender of a channel.
 
     cast: the dtype that floating-point tensors are sent in, or None. bandwidth: bits per second, None to measure it.
@@ -47,7 +47,7 @@ class Sender:
         self._finder = Finder(codec)
         self._cast, self._bandwidth, self._collected, self._statistics = cast, bandwidth, collected, statistics
         self._base: _Base | None = None  # None while its memory is being written
-        self._made: Made | None = None
+        self._made: ProvedPart | None = None
         self._copy: Layout | None = None  # of the first version, until it is the base
         self._digest = 0  # of what it owns, of the version that is being sent
         self._own = Layout()
@@ -55,7 +55,7 @@ class Sender:
         self.sends = 0  # that succeeded
 
     @property
-    def held(self) -> State | None:
+    def held(self) -> ProvedState | None:
         return self._base.state if self._base else None
 
     def view(self, weights: Any, version: int | None) -> Layout:
@@ -70,7 +70,7 @@ class Sender:
         """Whether changes can be found against the base: not where this sender owns other pieces than before."""
         return self._base is None or self._base.pieces == fingerprint_of(standing.share.own)
 
-    def find(self, meeting: Meeting, standing: Standing, bandwidth: float | None) -> Found:
+    def find(self, meeting: ChannelMeeting, standing: Standing, bandwidth: float | None) -> RankFindings:
         """Find and code the changes since the base; without one, copy what this sender owns."""
         self._own = standing.share.own
         replicas = standing.replicas()
@@ -81,7 +81,7 @@ class Sender:
             else:
                 self._collected.clear()
             self._digest = digests.state_digest(self._copy or self._own)
-            return Found(digest=digests.to_hex(self._digest), replicas=replicas)
+            return RankFindings(digest=digests.to_hex(self._digest), replicas=replicas)
         base = self._base
         assert base is not None  # it said so
         number, count = meeting.sources.index(standing.rank), len(meeting.sources)
@@ -104,7 +104,7 @@ class Sender:
         if self._statistics:
             self.payload = payload(made, self._own)
         dense, sparse = kinds(made.head)
-        return Found(
+        return RankFindings(
             delta=digests.to_hex(made.coded.delta),
             changes=made.coded.changes,
             codec=made.coded.codec,
@@ -132,7 +132,7 @@ class Sender:
             return {}
         return {"find_s": made.find_s, "encode_s": made.coded.encode_s, "prove_s": made.prove_s}
 
-    def part(self, target: State, meeting: Meeting, standing: Standing) -> Callable[[int], Bytes]:
+    def part(self, target: ProvedState, meeting: ChannelMeeting, standing: Standing) -> Callable[[int], Bytes]:
         """Give the bytes of the part, one after another."""
         made, base = self._made, meeting.base
         assert made is not None
@@ -153,7 +153,7 @@ class Sender:
         """Give all bits of what this sender owns, one after another, read from the weights."""
         return Reader(self._own).take
 
-    def commit(self, target: State) -> None:
+    def commit(self, target: ProvedState) -> None:
         """The version that was sent is the next base."""
         base, self._base = self._base, None
         tensors = self._copy

@@ -37,7 +37,7 @@ class Collected(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class ProvedPart:
     """A sender's part of a version, proved against its base."""
 
     coded: Coded
@@ -71,7 +71,7 @@ class Finder:
         *,
         cut: bool,
         part: tuple[int, int],
-    ) -> Made:
+    ) -> ProvedPart:
         """Find the changes of what this sender owns.
 
         versions: base and target. base_digest: of what it owns, before; None if unknown. bandwidth: bits per second.
@@ -99,7 +99,7 @@ class Finder:
         reason = chooser.reason
         if cut and self._asked != "gap":
             reason = "receivers hold parts of tensors, which codec='context' may not serve"
-        return Made(coded, application, head, reason, find_s, sum(trial.decode_s for trial in tried))
+        return ProvedPart(coded, application, head, reason, find_s, sum(trial.decode_s for trial in tried))
 
     def _prove(
         self, coded: Coded, base: Mapping[str, Bits], versions: tuple[int, int], part: tuple[int, int]
@@ -130,7 +130,7 @@ def kinds(patch: Patch) -> tuple[int, int]:
     return len(several) - len(sparse), len(sparse)
 
 
-def payload(made: Made, own: Layout) -> Payload:
+def payload(made: ProvedPart, own: Layout) -> Payload:
     """What the payload of a part consists of. Counts all changes, on one thread."""
     gaps = np.zeros(1 << 16, np.int64)
     counts: dict[int, int] = {}  # of each value

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from pulse_rl.channel.dense import Table
-from pulse_rl.channel.meeting import Found, Hello, Meeting, Settings, State, meet
-from pulse_rl.channel.receiver import Receiver
+from pulse_rl.channel.dense import SenderTable
+from pulse_rl.channel.meeting import ChannelMeeting, ChannelSettings, Hello, ProvedState, RankFindings, meet
+from pulse_rl.channel.receiver import ChannelReceiver
 from pulse_rl.channel.reports import Sent
-from pulse_rl.channel.sender import Sender
+from pulse_rl.channel.sender import ChannelSender
 from pulse_rl.channel.sides import Standing, agree
 from pulse_rl.channel.wire import Wire, giving
 from pulse_rl.errors import IntegrityError
@@ -23,11 +23,11 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
 
-class Plan(NamedTuple):
+class SendPlan(NamedTuple):
     """What all ranks know once the changes are found."""
 
-    target: State
-    found: list[Found]  # by rank
+    target: ProvedState
+    found: list[RankFindings]  # by rank
     engines: dict[int, list[int]]  # the ranks of each, by its first
     sparse: tuple[int, ...]  # receivers that are to be sent changes
     dense: tuple[int, ...]  # receivers that are to be sent all bits
@@ -52,14 +52,16 @@ class Steps:
     settings: with the ranks that send.
     """
 
-    def __init__(self, wire: Wire, settings: Settings) -> None:
+    def __init__(self, wire: Wire, settings: ChannelSettings) -> None:
         self.wire, self.ranks, self.settings = wire, wire.ranks, settings
         self.sources = settings.source
-        self.tables: list[Table] = []  # of each sender
+        self.tables: list[SenderTable] = []  # of each sender
         self._print: bytes | None = None  # of what this rank held when it was last agreed who owns what
         self._standing: Standing | None = None
 
-    def meet(self, end: Sender | Receiver, weights: Any, version: int | None) -> tuple[Layout, Meeting]:
+    def meet(
+        self, end: ChannelSender | ChannelReceiver, weights: Any, version: int | None
+    ) -> tuple[Layout, ChannelMeeting]:
         def hello() -> tuple[Layout, Hello]:
             tensors = end.view(weights, version)
             moved = fingerprint_of(tensors) != self._print
@@ -68,7 +70,9 @@ class Steps:
         tensors, said = self.ranks.do_and_share("the start of a send", hello, Hello)
         return tensors, meet(said, self.sources)
 
-    def agree(self, end: Sender | Receiver, tensors: Layout, meeting: Meeting) -> tuple[Standing, Meeting]:
+    def agree(
+        self, end: ChannelSender | ChannelReceiver, tensors: Layout, meeting: ChannelMeeting
+    ) -> tuple[Standing, ChannelMeeting]:
         """Agree who owns what, and tell receivers what the senders own; where that is known, nothing is exchanged."""
         if not meeting.moved:
             assert self._standing is not None  # of what is as it was
@@ -77,9 +81,9 @@ class Steps:
 
         def describe() -> tuple[tuple[Standing, bytes], _Described]:
             standing = agree(self.ranks, tensors, self.sources, meeting.sharded)
-            if isinstance(end, Receiver):
+            if isinstance(end, ChannelReceiver):
                 return (standing, b""), _Described(0, True)
-            mine = Table.of(standing.share.own).encoded
+            mine = SenderTable.of(standing.share.own).encoded
             return (standing, mine), _Described(len(mine), end.can_go_on(standing))
 
         (standing, mine), described = self.ranks.do_and_share("the shares of the ranks", describe, _Described)
@@ -93,18 +97,18 @@ class Steps:
                 tables[rank] = bytes(received)
 
         def learn() -> None:
-            self.tables = [Table.decode(tables[rank]) for rank in self.sources]
-            if isinstance(end, Receiver):
+            self.tables = [SenderTable.decode(tables[rank]) for rank in self.sources]
+            if isinstance(end, ChannelReceiver):
                 end.learn(self.tables, standing)
 
         self.ranks.do("the tensors of the ranks", learn)
         self._standing, self._print = standing, fingerprint_of(tensors)
         return standing, meeting
 
-    def find(self, end: Sender | Receiver, meeting: Meeting, standing: Standing) -> Plan:
+    def find(self, end: ChannelSender | ChannelReceiver, meeting: ChannelMeeting, standing: Standing) -> SendPlan:
         """Find the changes, and who needs what."""
         what = f"the changes of version {meeting.version}"
-        found = self.ranks.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), Found)
+        found = self.ranks.share(what, lambda: end.find(meeting, standing, self.wire.bandwidth), RankFindings)
         senders = [found[rank] for rank in self.sources]
         unequal = unequal_replicas(self.ranks, [one.replicas for one in found], standing.replica_digests)
         if unequal is not None:
@@ -113,7 +117,7 @@ class Steps:
             total = sum(int(sender.digest or "0", 16) for sender in senders)
         else:
             total = int(meeting.base.digest, 16) + sum(int(sender.delta or "0", 16) for sender in senders)
-        target = State(meeting.version, digests.to_hex(total))
+        target = ProvedState(meeting.version, digests.to_hex(total))
         if meeting.base is not None and meeting.base.version == target.version and meeting.base != target:
             raise ValueError(
                 f"version: expected more than {target.version}, which was sent with other bits (digest "
@@ -129,25 +133,27 @@ class Steps:
             digest = _digest_of([found[rank] for rank in members], meeting.held[members[0]])
             if digest != target.digest:
                 (sparse if meeting.base is not None and digest == meeting.base.digest else dense).extend(members)
-        return Plan(target, found, engines, tuple(sorted(sparse)), tuple(sorted(dense)))
+        return SendPlan(target, found, engines, tuple(sorted(sparse)), tuple(sorted(dense)))
 
-    def bulk(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
+    def bulk(
+        self, end: ChannelSender | ChannelReceiver, meeting: ChannelMeeting, plan: SendPlan, standing: Standing
+    ) -> None:
         """Send what is needed: changes by broadcast, all bits by broadcast or, where few need them, to those."""
         me = self.ranks.rank
         for number, rank in enumerate(self.sources):
             if plan.sparse:
                 sender = plan.found[rank]
                 give, take = _nothing()
-                if me == rank and isinstance(end, Sender):
+                if me == rank and isinstance(end, ChannelSender):
                     give = self._prepared(partial(end.part, plan.target, meeting, standing))
-                if me in plan.sparse and isinstance(end, Receiver):
+                if me in plan.sparse and isinstance(end, ChannelReceiver):
                     take = end.read_part(sender, standing).feed
                 self.wire.stream(rank, sender.nbytes, give, take)
             if plan.dense:
                 give, take = _nothing()
-                if me == rank and isinstance(end, Sender):
+                if me == rank and isinstance(end, ChannelSender):
                     give = end.everything()
-                if me in plan.dense and isinstance(end, Receiver):
+                if me in plan.dense and isinstance(end, ChannelReceiver):
                     take = self._prepared(partial(end.stage, number))
                 nbytes = self.tables[number].nbytes
                 if plan.sparse:
@@ -158,11 +164,13 @@ class Steps:
     def _prepared(self, prepare: Callable[[], Callable[[Any], Any]]) -> Callable[[Any], Any]:
         return self.ranks.attempt(prepare) or _ignore
 
-    def prove(self, end: Sender | Receiver, meeting: Meeting, plan: Plan, standing: Standing) -> None:
+    def prove(
+        self, end: ChannelSender | ChannelReceiver, meeting: ChannelMeeting, plan: SendPlan, standing: Standing
+    ) -> None:
         """Prove the version on all receivers."""
 
         def work() -> str | None:
-            if isinstance(end, Receiver):
+            if isinstance(end, ChannelReceiver):
                 return end.prove(meeting.base, plan.target, standing)
             return None
 
@@ -175,7 +183,7 @@ class Steps:
             elif members[0] not in plan.dense:
                 continue
             if digests.to_hex(found) != plan.target.digest:
-                if self.ranks.rank in members and isinstance(end, Receiver):
+                if self.ranks.rank in members and isinstance(end, ChannelReceiver):
                     end.distrust()
                 where = name_ranks(members, self.ranks.size)
                 raise IntegrityError(
@@ -187,36 +195,36 @@ class Steps:
                     ranks=members,
                 )
 
-    def write(self, end: Sender | Receiver, plan: Plan) -> None:
+    def write(self, end: ChannelSender | ChannelReceiver, plan: SendPlan) -> None:
         """Write on all receivers; the senders' base is the new version."""
 
         def work() -> None:
-            if isinstance(end, Sender):
+            if isinstance(end, ChannelSender):
                 end.commit(plan.target)
             elif not self.settings.observe:
                 end.write(plan.target)
 
         self.ranks.do(f"the write of version {plan.target.version}", work)
 
-    def validate(self, end: Sender | Receiver, plan: Plan, standing: Standing) -> None:
+    def validate(self, end: ChannelSender | ChannelReceiver, plan: SendPlan, standing: Standing) -> None:
         """Compare every bit."""
         del standing
         for number, rank in enumerate(self.sources):
             give, take = _nothing()
-            if self.ranks.rank == rank and isinstance(end, Sender):
+            if self.ranks.rank == rank and isinstance(end, ChannelSender):
                 give = end.everything()
-            if isinstance(end, Receiver):
+            if isinstance(end, ChannelReceiver):
                 take = end.compare(number).feed
             self.wire.stream(rank, self.tables[number].nbytes, give, take)
 
         def work() -> None:
-            if isinstance(end, Receiver):
+            if isinstance(end, ChannelReceiver):
                 end.check(plan.target.version)
 
         self.ranks.do(f"the validation of version {plan.target.version}", work)
 
 
-def _digest_of(found: Sequence[Found], held: State | None) -> str:
+def _digest_of(found: Sequence[RankFindings], held: ProvedState | None) -> str:
     """The digest of an engine's weights, as its ranks counted or knew it; "" if they hold nothing that has one."""
     if all(one.digest is None for one in found):
         return held.digest if held else ""

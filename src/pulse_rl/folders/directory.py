@@ -33,7 +33,7 @@ MARK = ".pulse-rl.json"  # no asset of a history begins with a dot
 LOCK = ".pulse-rl.lock"
 
 
-class Mark(msgspec.Struct, frozen=True):
+class FolderMark(msgspec.Struct, frozen=True):
     """What a finished folder holds, in a file of it. Only folders with one are ever deleted."""
 
     version: Count
@@ -84,7 +84,7 @@ class Directory:
                 except OSError as error:
                     log.warning("%s could not be deleted: %s", path, error)
 
-    def finished(self) -> dict[int, Mark]:
+    def finished(self) -> dict[int, FolderMark]:
         """The versions whose folders were made here, ascending."""
         found = {}
         for path in self.path.iterdir():
@@ -94,7 +94,7 @@ class Directory:
                 found[mark.version] = mark
         return dict(sorted(found.items()))
 
-    def newest(self) -> Mark | None:
+    def newest(self) -> FolderMark | None:
         """The newest version whose folder is proved to hold it, which becomes the current one.
 
         Folders that something has altered are deleted. Raises OSError where one cannot be read.
@@ -172,14 +172,14 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _read_mark(folder: Path) -> Mark | None:
+def _read_mark(folder: Path) -> FolderMark | None:
     """What a folder holds; None for one that was not made here."""
     try:
-        return decode_json(read_file(folder / MARK), Mark, str(folder / MARK))
+        return decode_json(read_file(folder / MARK), FolderMark, str(folder / MARK))
     except (FormatError, OSError):
         return None
 
 
-def write_mark(folder: Path, mark: Mark) -> None:
+def write_mark(folder: Path, mark: FolderMark) -> None:
     """Say what a folder holds."""
     (folder / MARK).write_bytes(msgspec.json.encode(mark) + b"\n")

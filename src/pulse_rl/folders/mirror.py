@@ -19,7 +19,7 @@ from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.checkpoint.shards import INDEX, nbytes_of, write_zeros
 from pulse_rl.disk import check_room
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
-from pulse_rl.folders.directory import Directory, Mark, write_mark
+from pulse_rl.folders.directory import Directory, FolderMark, write_mark
 from pulse_rl.folders.looking import check_poll, look
 from pulse_rl.folders.names import FolderName
 from pulse_rl.history.assets import read_assets
@@ -118,7 +118,7 @@ class Mirror:
         self._begun = True
         return Mirrored(self._directory.folder(newest), report)
 
-    def _check_same_history(self, held: Mark) -> None:
+    def _check_same_history(self, held: FolderMark) -> None:
         """Raise ValueError if a finished folder holds a version of another history."""
         try:
             found = self._subscriber.history.find(held.version).digest
@@ -152,7 +152,7 @@ class Mirror:
                 (part / name).write_bytes(data)
             if self._marker is not None:
                 (part / self._marker).touch()
-            mark = Mark(version, report.digest)
+            mark = FolderMark(version, report.digest)
             write_mark(part, mark)
         self._held = mark
         self._directory.switch(version)

@@ -50,19 +50,19 @@ class Wording(NamedTuple):
 PLAIN = Wording()
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A rank and how many there are."""
 
     rank: int
     size: int
 
 
-def default_place() -> Place | None:
+def default_place() -> RankPlace | None:
     """This rank in torch's default process group; None where there is none. Imports nothing."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
-    return Place(dist.get_rank(), dist.get_world_size())
+    return RankPlace(dist.get_rank(), dist.get_world_size())
 
 
 class Group:
@@ -107,9 +107,9 @@ class Group:
         return cls(process_group, rank, dist.get_world_size(process_group), device, wording)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank among those of the group."""
-        return Place(self.rank, self.size)
+        return RankPlace(self.rank, self.size)
 
     def release(self) -> None:
         """Drop the process group: its connections end as soon as nothing refers to it."""

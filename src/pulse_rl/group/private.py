@@ -43,7 +43,7 @@ _STATUS, _LENGTH = 8, 8  # bytes
 _MESSAGE, _BULK = 0, 1  # Gloo's tags
 _ROUNDING_S = 0.01  # Gloo counts whole milliseconds
 _NOTHING: Bytes = np.empty(0, np.uint8)
-# Groups that this process has left: their farewells can still be received when their owner drops them.
+# Groups that this process has left: their failure notices can still be received when their owner drops them.
 _departed: deque[PrivateGroup] = deque(maxlen=4)
 
 
@@ -104,7 +104,7 @@ class PrivateGroup(Group):
         why: what each later call of this rank raises. Of a rank that has left already, the first reason stands.
         """
         if self._left is None:
-            self._say_goodbye(self.wording.with_advice(why), (self.rank,))
+            self._notify_peers(self.wording.with_advice(why), (self.rank,))
 
     def gather(self, data: bytes, limit: int, numbers: Sequence[int] | None = None) -> list[memoryview]:
         """As `Group.gather`. One message to each rank where all are short, and nothing is padded.
@@ -246,7 +246,7 @@ class PrivateGroup(Group):
         found = [f"{name_ranks(lost, self.size)} {'are' if len(lost) > 1 else 'is'} lost"] if lost else []
         if silent:
             found.append(f"{name_ranks(silent, self.size)} did not answer within {self._timeout:g} s")
-        self._say_goodbye(self.wording.with_advice("; ".join(found)), lost or silent)
+        self._notify_peers(self.wording.with_advice("; ".join(found)), lost or silent)
         raise self._left_error() from None
 
     def _left_error(self) -> ExchangeError:
@@ -264,7 +264,7 @@ class PrivateGroup(Group):
             self.leave(f"rank {self.rank} was interrupted in an earlier call")
             raise
 
-    def _say_goodbye(self, message: str, ranks: Sequence[int]) -> None:
+    def _notify_peers(self, message: str, ranks: Sequence[int]) -> None:
         self._left = message, ranks
         _departed.append(self)
         status = np.array([-1 - ranks[0]], np.int64).view(np.uint8)

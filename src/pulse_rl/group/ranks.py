@@ -23,7 +23,7 @@ import msgspec
 from pulse_rl import errors
 from pulse_rl.documents import decode_json
 from pulse_rl.errors import ExchangeError, FormatError, PulseError, one_line
-from pulse_rl.group.collectives import PLAIN, Group, Place, Wording, default_place, name_ranks
+from pulse_rl.group.collectives import PLAIN, Group, RankPlace, Wording, default_place, name_ranks
 from pulse_rl.group.private import PrivateGroup
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Ranks:
     def rank(self) -> int:
         """The place of this process among them. Known before they are connected."""
         if self._connect is not None:
-            return (default_place() or Place(0, 1)).rank
+            return (default_place() or RankPlace(0, 1)).rank
         if self._group is None:
             return 0
         return self._group.rank if self._numbers is None else self._numbers.index(self._group.rank)

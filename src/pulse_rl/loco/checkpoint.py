@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pulse_rl.errors import printable
-from pulse_rl.group.collectives import Place
+from pulse_rl.group.collectives import RankPlace
 from pulse_rl.loco.masters import Masters
 
 _COUNTS = ("round", "inner_steps", "workers")
@@ -35,7 +35,7 @@ class Counters(Protocol):
     inner_steps: int  # since the last round began
 
 
-def state_dict(counters: Counters, masters: Masters, place: Place, workers: int | None) -> dict[str, Any]:
+def state_dict(counters: Counters, masters: Masters, place: RankPlace, workers: int | None) -> dict[str, Any]:
     """The state; with `workers`, a dict to load a checkpoint of that many ranks into: its residuals are new zeros."""
     filled = workers is None or workers == place.size
     residual = {
@@ -56,7 +56,7 @@ def state_dict(counters: Counters, masters: Masters, place: Place, workers: int 
     }
 
 
-def load_state_dict(counters: Counters, masters: Masters, place: Place, state: dict[str, Any]) -> None:
+def load_state_dict(counters: Counters, masters: Masters, place: RankPlace, state: dict[str, Any]) -> None:
     """Load a state. All of it is checked before anything is changed."""
     tables = _tables(state)
     done, inner_steps, workers = (_whole_number(state, name) for name in _COUNTS)
@@ -122,7 +122,7 @@ def _whole_number(state: Mapping[str, Any], name: str) -> int:
 
 
 def _residuals(
-    masters: Masters, place: Place, workers: int, residuals: Mapping[Any, Any]
+    masters: Masters, place: RankPlace, workers: int, residuals: Mapping[Any, Any]
 ) -> Iterator[tuple[str, object]]:
     """The residuals that this rank takes over. Raises ValueError for those that are missing."""
     if not masters.residual:
@@ -159,7 +159,7 @@ def _checked(masters: Masters, what: str, tensors: object) -> Mapping[str, torch
     return tensors
 
 
-def _inherited(place: Place, workers: int) -> range:
+def _inherited(place: RankPlace, workers: int) -> range:
     """The ranks whose residuals, in a checkpoint of `workers` ranks, this rank takes over."""
     return range(place.rank, workers, place.size)
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from pulse_rl.errors import ExchangeError, IntegrityError, require
-from pulse_rl.group.collectives import Group, Place, torch_errors
+from pulse_rl.group.collectives import Group, RankPlace, torch_errors
 from pulse_rl.loco.checkpoint import Counters
 from pulse_rl.loco.collect import collect
 from pulse_rl.loco.exchange import Timings
@@ -89,7 +89,7 @@ class ElasticMembers:
     """
 
     elastic = True
-    place = Place(0, 1)  # in checkpoints: each trainer saves its own residual only
+    place = RankPlace(0, 1)  # in checkpoints: each trainer saves its own residual only
 
     def __init__(self, lighthouse: str, name: str, *, timeout: float, host: str | None) -> None:
         self.name = name
@@ -209,7 +209,7 @@ class ElasticMembers:
     def _form(self, decision: Decision) -> Group:
         """Connect to the other members."""
         gloo = self._gloo(self._timeout)
-        place = Place(decision.ids.index(self._id), len(decision.ids))
+        place = RankPlace(decision.ids.index(self._id), len(decision.ids))
         with torch_errors(TRAINERS):
             gloo.configure(decision.rendezvous, self._id, *place)
         self._ids = decision.ids

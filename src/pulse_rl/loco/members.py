@@ -14,7 +14,7 @@ from blake3 import blake3
 from pulse_rl.documents import decode_json
 from pulse_rl.errors import IntegrityError, shown
 from pulse_rl.group import agreement
-from pulse_rl.group.collectives import Group, Place
+from pulse_rl.group.collectives import Group, RankPlace
 from pulse_rl.loco.checkpoint import Counters
 from pulse_rl.loco.collect import collect
 from pulse_rl.loco.contributions import Contribution
@@ -44,7 +44,7 @@ class Members(Protocol):
     """What a round needs of the trainers that take part in it."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """The rank, of how many, whose residual a checkpoint holds."""
 
     @property
@@ -73,7 +73,7 @@ class FixedMembers:
         self.group = group
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         return self.group.place
 
     def join(self, trainer: Trainer) -> None:

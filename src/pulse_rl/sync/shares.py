@@ -44,7 +44,7 @@ class _Held(msgspec.Struct):
     tied: dict[str, str]
 
 
-class Part(NamedTuple):
+class OwnedBox(NamedTuple):
     """A part of a tensor that certain ranks hold."""
 
     box: Box
@@ -57,7 +57,7 @@ class SharePlan:
     """Who holds and who owns what."""
 
     tensors: dict[str, TensorSpec]  # of the whole model, in canonical order
-    parts: dict[str, list[Part]]  # of each tensor
+    parts: dict[str, list[OwnedBox]]  # of each tensor
     tied: dict[str, str]
     fingerprint: bytes  # of what every rank holds
 
@@ -185,13 +185,15 @@ def share_of(
     """Agree who owns what. A collective.
 
     tensors: what this rank holds. known: the plan of the last time, which stands if every rank still holds the same.
-    prints: every rank's `print_of`, where they were exchanged already.
+    prints: every rank's `layout_fingerprint`, where they were exchanged already.
     Raises BaseMismatchError or ExchangeError on all ranks if a tensor is not complete, or its dtype or shape differs.
     """
     if ranks.size == 1 and not tensors.sharded:
         return whole_share(tensors)
     if prints is None:
-        prints = ranks.gather("compare what the ranks hold", lambda: print_of(tensors, known), 2 * PRINT_NBYTES)
+        prints = ranks.gather(
+            "compare what the ranks hold", lambda: layout_fingerprint(tensors, known), 2 * PRINT_NBYTES
+        )
     fingerprint = blake3(b"".join(found[:PRINT_NBYTES] for found in prints)).digest(PRINT_NBYTES)
     if known is None or any(found[PRINT_NBYTES:] != fingerprint for found in prints):
         packed = ranks.gather("describe what the ranks hold", lambda: _packed(tensors), MAX_NBYTES)
@@ -200,7 +202,7 @@ def share_of(
     return _assign(ranks.rank, tensors, known)
 
 
-def print_of(tensors: Layout, known: SharePlan | None) -> bytes:
+def layout_fingerprint(tensors: Layout, known: SharePlan | None) -> bytes:
     """The fingerprint of what this rank holds, and that of the plan that it knows.
 
     A rank that was interrupted may know another plan than the others: then all make it anew.
@@ -284,7 +286,7 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[i
         tying = [number for number, one in zip(numbers, said, strict=True) if both[0] in one.tied]
         raise ExchangeError(f"tensor {both[0]!r} is tied to {tied[both[0]]!r} on {_listed(tying)}, and on others not")
     load = [0] * len(said)
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[OwnedBox]] = {}
     for name in sorted(specs):
         itemsize, all_of_it = ITEMSIZES[specs[name].dtype], whole(specs[name].shape)
         found = []
@@ -293,7 +295,7 @@ def make_plan(said: "list[_Held]", fingerprint: bytes = b"", numbers: Sequence[i
             holders = tuple(sorted(having[copy] for copy in copies))
             least = min(holders, key=lambda rank: (load[rank], rank))
             load[least] += box.size * itemsize
-            found.append(Part(box, holders, least))
+            found.append(OwnedBox(box, holders, least))
         missing = all_of_it.size - sum(part.box.size for part in found)
         if missing:
             raise BaseMismatchError(

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from pulse_rl.errors import StoreError
 
 
-class Turn:
+class ThreadTurn:
     """Lets one thread in. Raises RuntimeError for a second one, and StoreError in a forked process.
 
     who: the class that has it, for messages. nested: whether a method may call another one of them; otherwise a call
@@ -48,7 +48,7 @@ class Turn:
 
 
 class _HasTurn(Protocol):
-    _turn: Turn
+    _turn: ThreadTurn
 
 
 S = TypeVar("S", bound=_HasTurn)

@@ -104,13 +104,13 @@ class Layout(Derives, dict[str, Bits]):
         """Whether this process holds parts of tensors."""
         return any(isinstance(bits, Pieces) for bits in self.values())
 
-    def clone(self, beside: "Layout | None" = None, *, pinned: bool = False) -> "Layout":
+    def clone(self, device_like: "Layout | None" = None, *, pinned: bool = False) -> "Layout":
         """A copy of all bits, made segment by segment.
 
-        beside: the same tensors, each copied to where it lies in these, if that is a device; None for host memory.
+        device_like: the same tensors, each copied to where it lies in these, if that is a device; None for host memory.
         pinned: instead of to a device, each is copied to pinned host memory that this device's kernels read.
         """
-        near = beside if beside is not None else Layout()
+        near = device_like if device_like is not None else Layout()
         copies = {name: _clone(bits, device_at(near.get(name)), pinned=pinned) for name, bits in self.items()}
         return Layout(copies, self.tied)
 

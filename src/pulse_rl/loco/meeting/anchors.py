@@ -14,7 +14,7 @@ from pulse_rl.errors import FormatError, IntegrityError, StoreError, translate
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.board import Board
-from pulse_rl.loco.meeting.documents import Anchor, Part
+from pulse_rl.loco.meeting.documents import Anchor, FragmentObject
 from pulse_rl.loco.outcome import StateAfter
 from pulse_rl.log.objects import fetch
 from pulse_rl.store.base import Store
@@ -29,7 +29,7 @@ def write(board: Board, masters: Masters, run: str, round: int) -> Anchor:
         raw = np.concatenate([*(one.shared for one in segments), *(one.momentum for one in segments)]).tobytes()
         data = zstandard.ZstdCompressor(1).compress(raw)
         board.store.put(names.anchor_part_name(round, board.life, number), data)
-        parts.append(Part.of(data))
+        parts.append(FragmentObject.of(data))
     return Anchor(
         run=run,
         round=round,
@@ -88,7 +88,7 @@ def newest(board: Board, masters: Masters, since: int = 0) -> StateAfter | None:
     return read(board.store, masters, board.anchor(rounds[-1])) if rounds else None
 
 
-def _read_part(store: Store, part: Part, name: str, nbytes: int) -> bytes:
+def _read_part(store: Store, part: FragmentObject, name: str, nbytes: int) -> bytes:
     data = fetch(store, part.ref(name), nbytes + (nbytes >> 8) + 1024)
     with translate(FormatError, to=lambda reason: IntegrityError(reason, name=name)):
         raw = decompress(memoryview(data), nbytes, name)

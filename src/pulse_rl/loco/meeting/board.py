@@ -6,9 +6,9 @@ A round is committed by one put-if-absent. All that is known of who has arrived 
 from typing import NamedTuple, TypeVar
 
 from pulse_rl.errors import IntegrityError, ObjectNotFoundError
-from pulse_rl.group.collectives import Place
+from pulse_rl.group.collectives import RankPlace
 from pulse_rl.loco.meeting import names
-from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, Run
+from pulse_rl.loco.meeting.documents import FORMAT, Anchor, Commit, Document, Offer, RunDocument
 from pulse_rl.log.beginning import begin_at, read_first
 from pulse_rl.log.objects import create, new_token, numbered
 from pulse_rl.log.sealed import read_sealed
@@ -34,7 +34,7 @@ class Board:
     place: the trainer's rank, of how many. Methods raise StoreError, and IntegrityError for what is damaged.
     """
 
-    def __init__(self, store: Store, keys: Keys, place: Place) -> None:
+    def __init__(self, store: Store, keys: Keys, place: RankPlace) -> None:
         self.store = store
         self._keys = keys
         self.rank, self.size = place
@@ -45,10 +45,10 @@ class Board:
         """Put a document, if absent; returns whether it is the one that is there now."""
         return create(self.store, name, self._keys.seal(document))
 
-    def run(self) -> Run | None:
+    def run(self) -> RunDocument | None:
         """The run that is in the store; None in one without."""
         try:
-            return self.read(names.RUN, Run)
+            return self.read(names.RUN, RunDocument)
         except ObjectNotFoundError:
             return None
 

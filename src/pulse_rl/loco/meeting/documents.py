@@ -16,7 +16,7 @@ from pulse_rl.log.sealed import SealedFormat
 FORMAT = SealedFormat("pulse-rl/trainers", 1, "the meeting of trainers", "sealed document", 16 << 20)
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class FragmentObject(msgspec.Struct, frozen=True, array_like=True):
     """The object of one fragment."""
 
     nbytes: Count
@@ -47,10 +47,10 @@ class Anchor(Document, frozen=True, kw_only=True, tag="anchor"):
     theta: Digest
     momentum: Digest
     life: Token  # of the trainer that wrote it
-    parts: tuple[Part, ...]  # by fragment
+    parts: tuple[FragmentObject, ...]  # by fragment
 
 
-class Run(Document, frozen=True, kw_only=True, tag="run"):
+class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
     """Who may take part, and the state that the run began with."""
 
     world_size: Count
@@ -66,7 +66,7 @@ class Offer(Document, frozen=True, kw_only=True, tag="offer"):
     life: Token
     base: Digest  # of its θ before the round
     sent: Count  # elements
-    parts: tuple[Part, ...]  # by fragment
+    parts: tuple[FragmentObject, ...]  # by fragment
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pulse_rl.group.collectives import Place
+from pulse_rl.group.collectives import RankPlace
 from pulse_rl.loco.meeting.board import Board
 from pulse_rl.loco.meeting.commits import Meeting
 from pulse_rl.loco.meeting.members import StoreMembers
@@ -78,6 +78,6 @@ class StoreGroup:
         opened = open_store(store) if isinstance(store, str | Path | None) else store
         self.store = patient(opened, patience)
         self.late_after = late_after
-        board = Board(self.store, Keys(sign_with, public_key), Place(rank, world_size))
+        board = Board(self.store, Keys(sign_with, public_key), RankPlace(rank, world_size))
         meeting = Meeting(board, late_after=late_after, timeout=timeout)
         self._members = StoreMembers(meeting, anchor_every=anchor_every, retain=retain)

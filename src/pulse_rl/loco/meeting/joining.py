@@ -20,7 +20,7 @@ from pulse_rl.errors import ExchangeError, IntegrityError, ObjectNotFoundError
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.meeting import anchors, names, parcels
 from pulse_rl.loco.meeting.commits import Ended, Meeting
-from pulse_rl.loco.meeting.documents import Run
+from pulse_rl.loco.meeting.documents import RunDocument
 from pulse_rl.loco.members import Trainer, readable
 from pulse_rl.loco.outcome import Outcome, StateAfter
 from pulse_rl.log.objects import new_token
@@ -55,7 +55,7 @@ def join(meeting: Meeting, trainer: Trainer) -> None:
                 raise
 
 
-def _run(meeting: Meeting, trainer: Trainer) -> Run:
+def _run(meeting: Meeting, trainer: Trainer) -> RunDocument:
     """The run of the store, once rank 0 has begun it."""
     began = time.monotonic()
     while (run := meeting.board.run()) is None:
@@ -71,12 +71,12 @@ def _run(meeting: Meeting, trainer: Trainer) -> Run:
     return run
 
 
-def _begin(meeting: Meeting, trainer: Trainer) -> Run:
+def _begin(meeting: Meeting, trainer: Trainer) -> RunDocument:
     """Begin a run from this trainer's state. Of two processes of rank 0, both use the run of the first."""
     board = meeting.board
     run = new_token()
     anchor = anchors.write(board, trainer.masters, run, trainer.counters.round)
-    mine = Run(run=run, world_size=board.size, options=dict(trainer.options), anchor=anchor)
+    mine = RunDocument(run=run, world_size=board.size, options=dict(trainer.options), anchor=anchor)
     if not board.post(names.RUN, mine):
         anchors.delete(board.store, anchor)
     found = board.run()
@@ -84,7 +84,7 @@ def _begin(meeting: Meeting, trainer: Trainer) -> Run:
     return found
 
 
-def _check_options(meeting: Meeting, trainer: Trainer, run: Run) -> None:
+def _check_options(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
     expected = {"world_size": str(run.world_size)} | run.options
     found = {"world_size": str(meeting.board.size)} | dict(trainer.options)
     differing = [name for name in expected | found if expected.get(name) != found.get(name)]
@@ -104,12 +104,12 @@ def _check_options(meeting: Meeting, trainer: Trainer, run: Run) -> None:
     raise IntegrityError(reason, expected=expected.get(name), found=found.get(name), ranks=(meeting.rank,))
 
 
-def _newest(meeting: Meeting, run: Run) -> int:
+def _newest(meeting: Meeting, run: RunDocument) -> int:
     """The last committed round."""
     return max([run.anchor.round, *meeting.board.committed(), *meeting.board.anchors()])
 
 
-def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
+def _catch_up(meeting: Meeting, trainer: Trainer, run: RunDocument) -> None:
     """Bring the trainer's state to the last committed round."""
     board, counters, masters = meeting.board, trainer.counters, trainer.masters
     newest, round = _newest(meeting, run), counters.round
@@ -142,7 +142,7 @@ def _catch_up(meeting: Meeting, trainer: Trainer, run: Run) -> None:
     meeting.ignore_stops(look)
 
 
-def _leads_on(meeting: Meeting, trainer: Trainer, run: Run, newest: int) -> bool:
+def _leads_on(meeting: Meeting, trainer: Trainer, run: RunDocument, newest: int) -> bool:
     """Whether the trainer can go on from its own state; if not, it takes over an anchor.
 
     Raises IntegrityError if that state is of another run.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pulse_rl.errors import ExchangeError, StoreError
-from pulse_rl.group.collectives import Group, Place
+from pulse_rl.group.collectives import Group, RankPlace
 from pulse_rl.loco.contributions import NonFinite
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.gate import Sends
@@ -27,7 +27,7 @@ class StoreMembers:
     elastic = True
 
     def __init__(self, meeting: Meeting, *, anchor_every: int, retain: int) -> None:
-        self.place = Place(meeting.rank, meeting.board.size)
+        self.place = RankPlace(meeting.rank, meeting.board.size)
         self._meeting = meeting
         self._anchor_every = anchor_every
         self._retain = retain

@@ -17,7 +17,7 @@ from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting import names
 from pulse_rl.loco.meeting.board import Board
-from pulse_rl.loco.meeting.documents import Offer, Part
+from pulse_rl.loco.meeting.documents import FragmentObject, Offer
 from pulse_rl.loco.members import Trainer
 from pulse_rl.loco.sums import Mean
 from pulse_rl.log.objects import fetch
@@ -27,7 +27,7 @@ from pulse_rl.store.base import Store
 REQUESTS_AT_ONCE = 8
 
 
-def send(board: Board, trainer: Trainer, sends: list[Sends], timings: Timings) -> tuple[Part, ...]:
+def send(board: Board, trainer: Trainer, sends: list[Sends], timings: Timings) -> tuple[FragmentObject, ...]:
     """Put this trainer's payloads of its next round; returns what they are, by fragment."""
     parts = []
     for number, fragment in enumerate(trainer.masters.fragments):
@@ -36,7 +36,7 @@ def send(board: Board, trainer: Trainer, sends: list[Sends], timings: Timings) -
         board.store.put(names.payload_name(trainer.counters.round + 1, board.rank, board.life, number), data)
         timings.spent("exchange")
         timings.sent_nbytes += len(data)
-        parts.append(Part.of(data))
+        parts.append(FragmentObject.of(data))
     return tuple(parts)
 
 

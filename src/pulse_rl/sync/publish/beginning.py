@@ -7,21 +7,21 @@ from pulse_rl.group.collectives import Wording
 WORDING = Wording(
     failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
     "same calls",
-    # A lost first rank may have committed the version: who is left cannot know.
+    # A lost first rank may have committed the version: the surviving ranks cannot tell.
     advice="if a rank is lost, make a new process group and a new Publisher on all ranks: it goes on from the newest "
     "version in the store, and none is there in part",
     in_step="when the cause is gone, the same call may be made again on all ranks",
 )
 
 
-class Wish(msgspec.Struct, array_like=True):
+class PublishRequest(msgspec.Struct, array_like=True):
     """What one rank was asked to publish, and how."""
 
     version: int | None
     anchor: bool
     background: bool
     settings: str
-    print: bytes  # of what the rank holds (`print_of`); empty of one process alone
+    fingerprint: bytes  # of what the rank holds (`layout_fingerprint`); empty of one process alone
 
     @property
     def asked(self) -> dict[str, object]:
@@ -36,6 +36,6 @@ class Beginning(msgspec.Struct, array_like=True):
     ready: bool  # whether its baseline holds that version
     sequence: int = 0  # of the next version
     before: int | None = None  # of the version before it; None for the first
-    blind: bool = False  # whether nothing is rebuilt, as an anchor was asked for
+    skip_rebuild: bool = False  # whether nothing is rebuilt, as an anchor was asked for
     bandwidth: float | None = None  # bits per second, for the choice of a codec
     token: str = ""  # of this attempt

@@ -73,16 +73,16 @@ class Position:
             return first, None, None
         if any(one.known != first.before for one in found):
             self._ranks.do("read the newest version", partial(self._read, first.before))
-        blind = first.blind or (anchor and not all(one.ready for one in found))
+        skip_rebuild = first.skip_rebuild or (anchor and not all(one.ready for one in found))
         ready = all(one.ready and one.known == first.before for one in found)
-        if not ready and not blind:
+        if not ready and not skip_rebuild:
             if self._head is not None and (share is not None or self._ranks.size == 1):
                 log.info("reading and proving version %d, to continue after it", self._head.version)
             if self._ranks.size == 1:
                 self._ranks.do("rebuild the newest version", partial(self._rebuild, share, resumed))
             elif share is not None:
                 self._rebuild_share(share, resumed)
-        return first, self._head, None if blind else self.baseline
+        return first, self._head, None if skip_rebuild else self.baseline
 
     def _beside(self, share: Share | None) -> Layout | None:
         """The weights whose device's kernels reach a baseline; None for host memory. share: what this rank holds."""
@@ -97,8 +97,8 @@ class Position:
         if self._ranks.rank:
             committed = self.committed
             return Beginning(committed.sequence if committed else None, self.baseline is not None)
-        blind = self.baseline is None and anchor
-        if blind:
+        skip_rebuild = self.baseline is None and anchor
+        if skip_rebuild:
             sequence, head = self._history.end()
             self.check_end(head)
             check_key(self._history, head)
@@ -114,7 +114,7 @@ class Position:
         self._head = head
         known = self.committed.sequence if self.committed else None
         before = head.sequence if head else None
-        return Beginning(known, self.baseline is not None, sequence, before, blind, bandwidth, new_token())
+        return Beginning(known, self.baseline is not None, sequence, before, skip_rebuild, bandwidth, new_token())
 
     def _read(self, sequence: int) -> None:
         """Read the version before, where this rank does not know it."""

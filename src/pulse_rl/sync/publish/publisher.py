@@ -59,7 +59,7 @@ from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
-from pulse_rl.sync.publish.beginning import WORDING, Beginning, Wish
+from pulse_rl.sync.publish.beginning import WORDING, Beginning, PublishRequest
 from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
 from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
 from pulse_rl.sync.publish.position import Position
@@ -75,8 +75,8 @@ from pulse_rl.sync.publish.successor import (
     next_version,
     without_copies,
 )
-from pulse_rl.sync.shares import Share, SharePlan, print_of, share_of
-from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.sync.shares import Share, SharePlan, layout_fingerprint, share_of
+from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights import streamed
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.casts import cast_name
@@ -201,7 +201,7 @@ class Publisher:
             self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
             self._kept = Kept()
             self._plan: SharePlan | None = None  # who owns what, as it was agreed last
-            self._turn = Turn("Publisher", nested=True)
+            self._turn = ThreadTurn("Publisher", nested=True)
             # The state: see the module's docstring.
             self._position = Position(self.history, self._ranks, baseline)
             self._in_flight: _InFlight | None = None
@@ -323,7 +323,7 @@ class Publisher:
                 report = self.publish(kept, assets=assets, metadata=metadata, **options)
             return replace(report, total_s=clock.seconds)
 
-        def check() -> tuple[_Checked, Wish]:
+        def check() -> tuple[_Checked, PublishRequest]:
             if self._ranks.size > 1:
                 self.flush()  # the ranks are at one thing at a time
             if version is not None:
@@ -343,17 +343,17 @@ class Publisher:
             tensors = self._kept.layout(weights, kind)
             settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
             settings += f", tied={self._tied}" if self._tied else ""
-            mine = print_of(tensors, self._plan) if self._ranks.size > 1 else b""
-            return _Checked(tensors, files, noted), Wish(version, anchor, background, settings, mine)
+            mine = layout_fingerprint(tensors, self._plan) if self._ranks.size > 1 else b""
+            return _Checked(tensors, files, noted), PublishRequest(version, anchor, background, settings, mine)
 
-        checked, wishes = self._ranks.do_and_share("check the weights", check, Wish)
-        require_same("publish", [wish.asked for wish in wishes], "nothing was published")
-        prints = [wish.print for wish in wishes] if self._ranks.size > 1 else None
+        checked, requests = self._ranks.do_and_share("check the weights", check, PublishRequest)
+        require_same("publish", [request.asked for request in requests], "nothing was published")
+        prints = [request.fingerprint for request in requests] if self._ranks.size > 1 else None
         share = share_of(self._ranks, checked.tensors, self._plan, prints)
         self._plan = share.plan
         check_tensors(share.plan)
         share = without_copies(self._ranks, share, self._tied)
-        looked = self._in_flight is None
+        head_is_fresh = self._in_flight is None
         beginning, head, base = self._begin(anchor, share)
         if head is not None:
             share = share.called(None if base is None else base.plan.all_names(), head.tied)
@@ -389,9 +389,9 @@ class Publisher:
             log.warning("version %d: %s", number, found_odd)
         upcoming = Upcoming(move, encoded.patch, checked.files, plan, beginning.token)
         if background:
-            return self._deliver_in_background(upcoming, looked, encoded, clock)
+            return self._deliver_in_background(upcoming, head_is_fresh, encoded, clock)
         try:
-            delivered = self._deliver(upcoming, looked)
+            delivered = self._deliver(upcoming, head_is_fresh)
         except BaseException:
             self._settle(upcoming)
             raise
@@ -505,21 +505,23 @@ class Publisher:
         self._position.record(upcoming.move.baseline, delivered.manifest)
         return publish_report(delivered.manifest, encoded, delivered, clock)
 
-    def _deliver(self, upcoming: Upcoming, looked: bool) -> Delivered:
-        """Put and commit a version. looked: whether this call has looked where the history ends.
+    def _deliver(self, upcoming: Upcoming, head_is_fresh: bool) -> Delivered:
+        """Put and commit a version. head_is_fresh: whether this call has looked where the history ends.
 
         If not, as a version was in flight, the history may have been rolled back: then no patch can start from its end.
         """
         base = upcoming.move.base
-        if base is not None and not looked and self._ranks.size == 1 and not holds(self.history.store, base):
+        if base is not None and not head_is_fresh and self._ranks.size == 1 and not holds(self.history.store, base):
             raise self._position.changed(base, self.history.end()[1])
         return self._delivery.deliver(upcoming)
 
-    def _deliver_in_background(self, upcoming: Upcoming, looked: bool, encoded: Encoded, clock: Clock) -> PublishReport:
+    def _deliver_in_background(
+        self, upcoming: Upcoming, head_is_fresh: bool, encoded: Encoded, clock: Clock
+    ) -> PublishReport:
         def deliver() -> Delivered:
             try:
                 with self._ranks.collective():
-                    return self._deliver(upcoming, looked)
+                    return self._deliver(upcoming, head_is_fresh)
             except Exception as error:
                 # Perhaps nobody asks for the result any more.
                 log.error("version %d could not be published: %s", upcoming.manifest.version, error)

@@ -30,8 +30,8 @@ class Held:
     """The weights of one call.
 
     plan: of the last call, which stands if every rank still holds the same. halo: of the last call, if it is still up
-    to date. prints: every rank's `print_of` the live weights, where they were exchanged already. known: the names of
-    the history's tensors, where they were looked up.
+    to date. prints: every rank's `layout_fingerprint` of the live weights, where they were exchanged already. known:
+    the names of the history's tensors, where they were looked up.
     """
 
     def __init__(

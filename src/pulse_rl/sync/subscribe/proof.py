@@ -14,7 +14,7 @@ from pulse_rl.group.agreement import require_same
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Effort
 from pulse_rl.history.trail import State
-from pulse_rl.sync.shares import SharePlan, print_of
+from pulse_rl.sync.shares import SharePlan, layout_fingerprint
 from pulse_rl.sync.subscribe.counting import check
 from pulse_rl.sync.subscribe.held import Halo, Held
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -28,7 +28,7 @@ class _Standing(msgspec.Struct, array_like=True):
     still: bool  # whether its weights are in the memory that was proved
     known: bool  # whether this memory has held a version before, whatever it holds now
     due: bool  # whether they are to be recounted all the same
-    print: bytes  # of what it holds (`print_of`); empty of one process alone
+    print: bytes  # of what it holds (`layout_fingerprint`); empty of one process alone
 
 
 class Proof:
@@ -93,7 +93,7 @@ class Proof:
                 self._memory = None
             due = self._recount_every and self._syncs % self._recount_every == 0
             known = self.overwrite or (self._known is not None and self._known.is_same(live))
-            mine = print_of(live.layout, self._plan) if together else b""
+            mine = layout_fingerprint(live.layout, self._plan) if together else b""
             return live, _Standing(version, self.held, self._memory is not None, known, bool(due), mine)
 
         found, standings = self._ranks.do_and_share(call, stand, _Standing)

@@ -37,7 +37,7 @@ from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
 from pulse_rl.sync.subscribe.routes import advance
 from pulse_rl.sync.subscribe.staging import Made, Staged
 from pulse_rl.sync.subscribe.target import find_target
-from pulse_rl.sync.turn import Turn, in_turn
+from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import TensorSpec
 from pulse_rl.weights.memory import LiveWeights, Memory
@@ -142,7 +142,7 @@ class Subscriber:
             self._proof = Proof(self._ranks, int(verify_live), overwrite)
             self._beating = Beating(heart, self._proof, self._ranks)
             self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
-            self._turn = Turn("Subscriber", nested=False)
+            self._turn = ThreadTurn("Subscriber", nested=False)
 
     @property
     def version(self) -> int | None:
