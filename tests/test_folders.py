@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,12 @@ def once(run: Run, directory: Path, **options: Any) -> list[pulse.Mirrored]:
 # What a folder is
 
 
-def test_transformers_loads_every_version_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_nbytes", [1 << 32, 20_000])
+def test_transformers_loads_every_version_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_nbytes: int
+) -> None:
     """from_pretrained of the folder, against the published model; only the first version reads an anchor."""
+    monkeypatch.setattr("pulse_rl.folders.mirror.write_zeros", partial(write_zeros, shard_nbytes=shard_nbytes))
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -106,6 +111,7 @@ def test_transformers_loads_every_version_bit_for_bit(tmp_path: Path) -> None:
         assert loaded.dtype == torch.bfloat16
         assert bits(loaded.state_dict()) == bits(model.state_dict())
         assert (found.folder / "tokenizer.json").read_bytes() == b"{}"
+        assert (found.folder / INDEX).exists() == (shard_nbytes == 20_000)
     assert folders(tmp_path / "models") == ["current", "v00000003", "v00000004"]
 
 
