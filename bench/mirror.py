@@ -1,4 +1,4 @@
-"""What a folder costs that follows a history: `python -m bench.mirror [--lr 2e-6]`.
+"""What a folder costs that follows a history: `python -m bench.mirror [--lr 5e-6]`.
 
 SmolLM2-135M, BF16, dithered within its rounding, moves by Adam-like steps at a learning rate that changes about 0.3 %
 of its bits. Each version is published to a directory and mirrored to a folder; then the newest version's anchor is
@@ -57,5 +57,5 @@ def main(lr: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What a folder costs that follows a history.")
-    parser.add_argument("--lr", type=float, default=2e-6)
+    parser.add_argument("--lr", type=float, default=5e-6)
     main(parser.parse_args().lr)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,30 +118,38 @@ def mirror(
         raise typer.BadParameter(f"{', '.join(wrong)}: expected {'with' if not backwards else 'without'} --from")
     if len(pairs) % 2:
         raise typer.BadParameter(f"expected pairs of a store and a directory, found {len(pairs)} arguments")
-    sources, targets = pairs[::2], pairs[1::2]
+    from pulse_rl import Publisher
+    from pulse_rl.folders.looking import look
+    from pulse_rl.folders.mirror import Mirror
+    from pulse_rl.folders.publish import Folders
+
     patience = _PATIENCE_S if once else 0.0
-    options: dict[str, Any] = {"marker": marker} | ({"name": name} if name else {})
+    named: dict[str, Any] = {"marker": marker} | ({"name": name} if name else {})
+    reader = named | {"public_key": public_key, "heartbeat": heartbeat, "patience": patience}
+    reader |= {"keep": keep} if keep is not None else {}
     shown: list[dict[str, Any]] = []
     failed = False
     with ExitStack() as stack:
-        if backwards:
-            published = _publishing(sources, targets, cast, sign_with, patience, options, once, poll)
-            results: Iterator[dict[str, Any]] = map(_published, stack.enter_context(published))
-        else:
-            options |= {"public_key": public_key, "heartbeat": heartbeat, "patience": patience}
-            options |= {"keep": keep} if keep is not None else {}
-            results = map(_mirrored, stack.enter_context(_mirroring(sources, targets, options, once, poll)))
+        steps: list[Callable[[], Mirrored | PublishReport | None]] = []
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            with output.checking():
+                if backwards:
+                    publisher = Publisher(output.resolved(target), sign_with=sign_with, patience=patience)
+                    steps.append(Folders(source, publisher, cast=cast, **named).publish)
+                else:
+                    steps.append(stack.enter_context(Mirror(output.resolved(source), target, **reader)).update)
         try:
-            for found in results:
+            results: Iterator[Mirrored | PublishReport] = look(steps, once=once, poll=poll)
+            for row in map(_row, results):
                 if hook is not None:
-                    found["hook"] = _run(hook, found["folder"], found["version"])
-                    failed = found["hook"] != 0
+                    row["hook"] = _run(hook, row["folder"], row["version"])
+                    failed = row["hook"] != 0
                 if once:
-                    shown.append(found)
+                    shown.append(row)
                 if not as_json:
-                    output.write(_line(found))
+                    output.write(_line(row))
                 elif not once:
-                    output.emit(found)
+                    output.emit(row)
                 if failed and hook_must_pass:
                     break
         except KeyboardInterrupt:
@@ -153,53 +161,12 @@ def mirror(
         raise typer.Exit(1)
 
 
-@contextmanager
-def _mirroring(
-    stores: list[str], directories: list[str], options: dict[str, Any], once: bool, poll: float
-) -> Iterator[Iterator[Mirrored]]:
-    """What the mirrors of some stores reach."""
-    from pulse_rl.folders.looking import look
-    from pulse_rl.folders.mirror import Mirror
+def _row(found: Mirrored | PublishReport) -> dict[str, Any]:
+    from pulse_rl import Mirrored
 
-    with ExitStack() as stack:
-        steps: list[Callable[[], Mirrored | None]] = []
-        for store, directory in zip(stores, directories, strict=True):
-            with output.checking():
-                made = Mirror(output.resolved(store), directory, **options)
-            steps.append(stack.enter_context(made).update)
-        yield look(steps, once=once, poll=poll)
-
-
-@contextmanager
-def _publishing(
-    directories: list[str],
-    stores: list[str],
-    cast: str | None,
-    sign_with: str | None,
-    patience: float,
-    options: dict[str, Any],
-    once: bool,
-    poll: float,
-) -> Iterator[Iterator[PublishReport]]:
-    """What is published of some directories."""
-    from pulse_rl import Publisher
-    from pulse_rl.folders.looking import look
-    from pulse_rl.folders.publish import Folders
-
-    steps: list[Callable[[], PublishReport | None]] = []
-    for directory, store in zip(directories, stores, strict=True):
-        with output.checking():
-            publisher = Publisher(output.resolved(store), sign_with=sign_with, patience=patience)
-            steps.append(Folders(directory, publisher, cast=cast, **options).publish)
-    yield look(steps, once=once, poll=poll)
-
-
-def _mirrored(found: Mirrored) -> dict[str, Any]:
-    return {"folder": str(found.folder), **asdict(found.report)}
-
-
-def _published(report: PublishReport) -> dict[str, Any]:
-    return asdict(report)
+    if isinstance(found, Mirrored):
+        return {"folder": str(found.folder), **asdict(found.report)}
+    return asdict(found)
 
 
 def _run(command: str, folder: str, version: int) -> int:
