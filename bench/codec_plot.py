@@ -21,7 +21,7 @@ from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import field_of
 from pulse_rl.kernels.cpu import coding, context, moves, rangecoder
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts
+from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.encode import encode
 from pulse_rl.weights.layout import Layout
@@ -61,14 +61,16 @@ def counted() -> Iterator[list[tuple[Any, Any, int]]]:
     original = coding.encode_segments
     found: list[tuple[Any, Any, int]] = []
 
-    def spy(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]:
+    def spy(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
         streams = original(memory, kind, starts, changes)
         for number, stream in enumerate(streams):
             if stream is None:
                 continue
             one, (a, b) = [number], changes.edges[number : number + 2]
             alone = Kind(*kind[:2], *(each[one] for each in kind[2:]))
-            mine = Coded(changes.edges[number : number + 2] - a, changes.indices[a:b], changes.moved.at(slice(a, b)))
+            mine = SegmentMoves(
+                changes.edges[number : number + 2] - a, changes.indices[a:b], changes.moved.at(slice(a, b))
+            )
             counts = starts._replace(states=np.zeros_like(starts.states))
             coding.count_bits(memory.of(one), alone, counts, mine)
             which = kind.classes[number]

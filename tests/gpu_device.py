@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 pytest.importorskip("numba_cuda")
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.kernels.gpu import device
 from pulse_rl.kernels.gpu.regions import Regions
 
@@ -59,9 +59,9 @@ class Held:
         return self._in(memory).reshape(-1).copy()
 
 
-def memory_of(held: list[Held]) -> Memory:
+def memory_of(held: list[Held]) -> MemoryRows:
     addresses, rows, runs, apart = np.array([one.lies for one in held], np.int64).T.copy()
-    return Memory(addresses.view(np.uint64), rows, runs, apart, held)
+    return MemoryRows(addresses.view(np.uint64), rows, runs, apart, held)
 
 
 def regions_of(held: list[Held]) -> Regions:

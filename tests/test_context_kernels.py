@@ -246,7 +246,7 @@ def test_segments_in_one_call_are_coded_where_they_lie(dtype: str) -> None:
     after = [bits ^ bits.dtype.type(3) for bits in before]
     edges = np.concatenate([[0], np.cumsum([len(where) for where in indices])])
     moved = moves.find_moves(np.concatenate(before), np.concatenate(after), field)
-    changes = coding.Coded(edges, np.concatenate(indices), moved)
+    changes = coding.SegmentMoves(edges, np.concatenate(indices), moved)
     memory = coding.memory_of(olds)
     streams = coding.encode_segments(memory, kind, starts, changes)
     counts = starts._replace(states=np.zeros_like(starts.states))
@@ -257,7 +257,7 @@ def test_segments_in_one_call_are_coded_where_they_lie(dtype: str) -> None:
         copy = coding.memory_of([old.flatten()])
         mine = slice(*edges[number : number + 2])
         alone = coding.Kind(field, itemsize, *(each[number : number + 1] for each in kind[2:]))
-        change = coding.Coded(edges[number : number + 2] - edges[number], indices[number], moved.at(mine))
+        change = coding.SegmentMoves(edges[number : number + 2] - edges[number], indices[number], moved.at(mine))
         assert coding.encode_segments(copy, alone, starts, change) == [streams[number]]
         coding.count_bits(copy, alone, one_by_one, change)
         every = np.array([1])

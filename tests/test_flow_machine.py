@@ -19,7 +19,7 @@ from pulse_rl.flow.data.dataflow import Dataflow
 from pulse_rl.flow.data.dispatch import DispatchSettings
 from pulse_rl.flow.data.filters import drop_equal
 from pulse_rl.flow.data.replay import Recent
-from pulse_rl.flow.samples import Batch, Task
+from pulse_rl.flow.samples import PolicyBatch, Task
 
 WORKERS = ["w0", "w1", "w2"]
 POLICIES = ["a", "b"]
@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         self.version = dict.fromkeys(POLICIES, 0)
         self.step = dict.fromkeys(POLICIES, 0)
         self.saved = dict.fromkeys(POLICIES, 0)
-        self.batch: dict[str, Batch | None] = dict.fromkeys(POLICIES)  # pulled, and not yet trained on
+        self.batch: dict[str, PolicyBatch | None] = dict.fromkeys(POLICIES)  # pulled, and not yet trained on
         self.given: dict[str, dict[int, int]] = {name: {} for name in POLICIES}  # task → times it was trained on
         self.again = dict.fromkeys(POLICIES, 0)  # groups that came marked as repeated
         self.lost_trainers = 0
@@ -166,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         self.check_batch(name, batch)
         self.batch[name] = batch
 
-    def check_batch(self, name: str, batch: Batch) -> None:
+    def check_batch(self, name: str, batch: PolicyBatch) -> None:
         """It is fresh, as it was if it was pulled before, and what was trained on before is marked."""
         assert len(batch.groups) == self.groups
         assert len({each.number for each in batch.groups}) == self.groups

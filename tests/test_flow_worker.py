@@ -25,7 +25,7 @@ from pulse_rl.flow.playing.workflow import Policy, Rewards
 from pulse_rl.flow.recipe import EvaluationRecipe, PolicyRecipe, PoolRecipe, Recipe, WorkflowRecipe
 from pulse_rl.flow.rollout import worker
 from pulse_rl.flow.rollout.worker import RolloutWorker
-from pulse_rl.flow.samples import Batch, Turn
+from pulse_rl.flow.samples import PolicyBatch, Turn
 
 
 class Odd:
@@ -133,8 +133,8 @@ class World:
             found[turn.versions == version] = of_tokens.numpy()[turn.versions == version]
         return found
 
-    def pull(self) -> Batch:
-        batch: Batch = wait_for(lambda: self.dataflow.pull("solver"))
+    def pull(self) -> PolicyBatch:
+        batch: PolicyBatch = wait_for(lambda: self.dataflow.pull("solver"))
         return batch
 
     @property
@@ -144,7 +144,7 @@ class World:
         return held
 
 
-def _versions(batch: Batch) -> list[int]:
+def _versions(batch: PolicyBatch) -> list[int]:
     return sorted({int(v) for group in batch.groups for turn in group.turns for v in turn.versions})
 
 

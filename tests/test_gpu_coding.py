@@ -19,7 +19,7 @@ from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
 from pulse_rl.kernels.cpu import moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Lies
+from pulse_rl.kernels.cpu.coding import Kind, Lies, SegmentMoves
 from pulse_rl.kernels.gpu import coding, device
 from pulse_rl.weights import devices
 
@@ -128,7 +128,7 @@ def test_segments_are_coded_in_batches(scratch: int, coders: int, monkeypatch: p
     before = np.concatenate([one.old[i] for one, i in zip(listed, where, strict=True)])
     after = np.concatenate([one.new[i] for one, i in zip(listed, where, strict=True)])
     edges = np.concatenate([[0], np.cumsum([len(i) for i in where])])
-    changes = Coded(edges, np.concatenate(where), moves.find_moves(before, after, field))
+    changes = SegmentMoves(edges, np.concatenate(where), moves.find_moves(before, after, field))
     kind = Kind(field, 2, np.full(4, 80), np.arange(4) % 80, np.array([0, 1, 1, 0]))
     starts = cpu_coding.starts_of([model.blank(field)._replace(threshold=t).start() for t in (120, field.exponents)])
     streams = cpu_coding.encode_segments(cpu_coding.memory_of(rows), kind, starts, changes)

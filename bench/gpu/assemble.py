@@ -19,7 +19,7 @@ from bench.gpu import emulator
 from pulse_rl.dtypes import UINTS, field_of
 from pulse_rl.kernels.cpu import Spots, context
 from pulse_rl.kernels.cpu import moves as cpu_moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Streams, starts_of
+from pulse_rl.kernels.cpu.coding import Kind, SegmentMoves, Streams, starts_of
 from pulse_rl.kernels.gpu import casts, changes, coding, device, digests, moves, regions, spots
 
 ARCHITECTURE = sys.argv[1] if len(sys.argv) > 1 else "sm_90"
@@ -88,7 +88,7 @@ def assemble(dtype: str, width: int) -> None:
     states = np.zeros(context.tables(field.exponents).size, np.int64)
     starts = starts_of([context.Start(field.exponents, np.zeros(field.exponents, np.int64), states)])
     kind = Kind(field, width, np.array([8]), np.array([0]), np.array([0]))
-    changed = Coded(np.array([0, 4]), where, moved)
+    changed = SegmentMoves(np.array([0, 4]), where, moved)
     coding.count_bits(one.memory, kind, starts, changed)
     coding.encode_segments(one.memory, kind, starts, changed)
     streams = Streams(np.frombuffer(b"1", np.uint8), np.array([0]), np.array([1]))

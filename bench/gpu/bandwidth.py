@@ -19,7 +19,7 @@ from bench.gpu import peers
 from bench.gpu.children import Keep
 from bench.gpu.clock import Times, times, wall
 from bench.gpu.synthetic import changed, fill, shapes_of, state_like
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.kernels.cpu.digests import digest_range
 from pulse_rl.kernels.gpu import casts, changes, device, digests
 from pulse_rl.kernels.gpu.regions import Regions, regions_of
@@ -292,4 +292,4 @@ def _tiles(tensors: Sequence[torch.Tensor]) -> Regions:
             at = tensor.data_ptr() + 2 * (top * columns + left)
             lie.append((at, min(TILE, rows - top), min(TILE, columns - left), 2 * columns))
     addresses, heights, widths, apart = np.array(lie, np.int64).T.copy()
-    return Regions(Memory(addresses.view(np.uint64), heights, widths, apart, tensors), 2)
+    return Regions(MemoryRows(addresses.view(np.uint64), heights, widths, apart, tensors), 2)

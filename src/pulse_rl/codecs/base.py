@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Lies, Memory, memory_at
+from pulse_rl.kernels.cpu.coding import Lies, MemoryRows, memory_at
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.segments import SEGMENT
@@ -114,7 +114,7 @@ class Run(NamedTuple):
     replaced: UIntArray  # (k,) the old bits of the changed elements
     read: Read
     every: Read  # all new bits of a segment
-    memory: Memory  # where the old bits lie
+    memory: MemoryRows  # where the old bits lie
     usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
     device: Device  # in whose memory that is
 
@@ -205,7 +205,7 @@ def run_of(segment: SegmentChanges) -> Run:
 class OldBits(NamedTuple):
     """The old bits of segments, which kernels use where they lie."""
 
-    memory: Memory
+    memory: MemoryRows
     device: Device
 
     def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "OldBits":

@@ -266,7 +266,7 @@ class _Group:
         here = zip((run for _, run in runs), chosen, strict=True)
         places = [(*run.memory.of(some)[:4], np.full(len(some), run.device is self._device)) for run, some in here]
         *lies, there = map(np.concatenate, zip(*places, strict=True))
-        self._lies, self._usable = coding.Memory(lies[0], lies[1], lies[2], lies[3], runs), usable & there
+        self._lies, self._usable = coding.MemoryRows(lies[0], lies[1], lies[2], lies[3], runs), usable & there
 
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """Some of the segments, or all, in the runs that one call takes."""
@@ -300,23 +300,23 @@ class _Group:
         with self._device.coder() as coder:
             return coder.encode_segments(*self._given(batch, classes), starts, self._changes(batch))
 
-    def _given(self, batch: Sequence[int], classes: Ints) -> tuple[coding.Memory, coding.Kind]:
+    def _given(self, batch: Sequence[int], classes: Ints) -> tuple[coding.MemoryRows, coding.Kind]:
         strides, phases = self._strides[batch], self._phases[batch]
         return self._memory(batch), coding.Kind(self.field, self._itemsize, strides, phases, classes[batch])
 
-    def _memory(self, batch: Sequence[int]) -> coding.Memory:
+    def _memory(self, batch: Sequence[int]) -> coding.MemoryRows:
         """The old bits, read where they cannot be used as they lie."""
         if self._usable[batch].all():
             return self._lies.of(batch)
         return coding.memory_of([run.read(at) for run, at in (self._where[number] for number in batch)])
 
-    def _changes(self, batch: Sequence[int]) -> coding.Coded:
+    def _changes(self, batch: Sequence[int]) -> coding.SegmentMoves:
         edges = np.concatenate([[0], np.cumsum(self.changed[batch])])
         if len(batch) == batch[-1] - batch[0] + 1:
             here = slice(self._edges[batch[0]], self._edges[batch[-1] + 1])
-            return coding.Coded(edges, self._indices[here], self._moved.at(here))  # views
+            return coding.SegmentMoves(edges, self._indices[here], self._moved.at(here))  # views
         chosen = np.concatenate([np.arange(*self._edges[number : number + 2]) for number in batch])
-        return coding.Coded(edges, self._indices[chosen], self._moved.at(chosen))
+        return coding.SegmentMoves(edges, self._indices[chosen], self._moved.at(chosen))
 
     def plain(self, number: int) -> bytes:
         """All new elements of a segment."""

@@ -1,6 +1,6 @@
 """What moves between the services of a dataflow: tasks out, groups in, batches on to the trainers.
 
-    Dataflow ── Task ──▶ worker: plays it group_size times ── EpisodeGroup ──▶ Dataflow ── Batch ──▶ a policy's trainer
+    Dataflow ─ Task ─▶ worker: plays it group_size times ─ EpisodeGroup ─▶ Dataflow ─ PolicyBatch ─▶ a policy's trainer
 
 Everything is plain data (NumPy arrays, numbers, text), so it can cross processes. A group holds the turns of all
 policies of its workflow; a batch holds those of one. Each token carries the version of the weights that made it, as the
@@ -92,7 +92,7 @@ class PolicyGroup(NamedTuple):
     facts: Mapping[str, float] = {}  # the mean of each over the episodes, `solved` always
 
 
-class Batch(NamedTuple):
+class PolicyBatch(NamedTuple):
     """What a trainer pulls."""
 
     number: int  # of this policy's batches, from 0

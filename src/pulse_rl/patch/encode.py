@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from pulse_rl.codecs.base import Codec, Run, Specs
 from pulse_rl.dtypes import UIntArray
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
 from pulse_rl.patch.overlay import Recorder, Section
 from pulse_rl.patch.scan import Scan, rows_of
-from pulse_rl.patch.segments import Entry, Group, Segments, groups_of
+from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
 from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
@@ -35,7 +35,7 @@ from pulse_rl.weights.layout import derived
 
 BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
-# least this many bytes of decoded changes after the span began, by `Group.boundary`; between groups and quadrants
+# least this many bytes of decoded changes after the span began, by `CutGroup.boundary`; between groups and quadrants
 # also if so many come after it. A span costs 20 to 60 bytes.
 CLOSE_NBYTES = {1: 64 << 10, 2: 4 << 10}
 
@@ -206,7 +206,7 @@ def _table_of(tensors: Mapping[str, Bits], table: Sequence[Entry], tied: Mapping
 class _Lying(NamedTuple):
     """Where the old bits of segments lie."""
 
-    memory: Memory
+    memory: MemoryRows
     usable: NDArray[np.bool_]  # (segments,) whether kernels use them there
     device: Device  # in whose memory that is
 
@@ -216,24 +216,24 @@ class _Lying(NamedTuple):
         return _Lying(self.memory.at(some), self.usable[some], self.device)
 
 
-def _lying(old: Mapping[str, Bits], table: Sequence[Entry], groups: Sequence[Group]) -> _Lying:
+def _lying(old: Mapping[str, Bits], table: Sequence[Entry], groups: Sequence[CutGroup]) -> _Lying:
     """On the device on which most old bits are."""
     device = device_for(old.values())
     live = {name: [bits] for name, bits in old.items()}
     return _Lying(*lies_of(Segments(table, groups), live, device), device)
 
 
-def _nowhere(table: Sequence[Entry], groups: Sequence[Group]) -> _Lying:
+def _nowhere(table: Sequence[Entry], groups: Sequence[CutGroup]) -> _Lying:
     """For codecs that read no old bits."""
     count = len(Segments(table, groups))
     none = np.zeros(count, np.int64)
-    return _Lying(Memory(none.view(np.uint64), none, none, none, None), np.zeros(count, np.bool_), HOST)
+    return _Lying(MemoryRows(none.view(np.uint64), none, none, none, None), np.zeros(count, np.bool_), HOST)
 
 
 class _Segments(NamedTuple):
     """The segments of a group."""
 
-    group: Group
+    group: CutGroup
     entries: Sequence[Entry]  # its tensors
     old: Mapping[str, Bits]
     new: Mapping[str, Bits]

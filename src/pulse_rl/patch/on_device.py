@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.patch.segments import Entry, Group, Segments
+from pulse_rl.patch.segments import CutGroup, Entry, Segments
 from pulse_rl.patch.targets import device_for, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
@@ -37,7 +37,7 @@ class Differing(NamedTuple):
 
 
 def differing(
-    group: Group,
+    group: CutGroup,
     entries: Sequence[Entry],
     old: Mapping[str, Bits],
     new: Mapping[str, Bits],

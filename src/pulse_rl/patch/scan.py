@@ -19,7 +19,7 @@ from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map, sliced
 from pulse_rl.patch.on_device import differing
-from pulse_rl.patch.segments import CACHED_PLACES, Entry, Group
+from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits, lying_itemsize
 from pulse_rl.weights.box_sets import BoxSet
@@ -86,7 +86,7 @@ class Scan:
     elements: int = 0
     nbytes: int = 0  # of all changes
 
-    def find(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
+    def find(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
         """The changes of all segments of a group, in order, of one or more at a time. entries: its tensors."""
         elements = int(group.sizes.sum()) * len(entries)
         if elements == 0:
@@ -113,7 +113,7 @@ class Scan:
         self.diff_s += compared.diff_s
         self.nbytes += compared.nbytes
 
-    def _in_tiles(self, group: Group, entries: Sequence[Entry]) -> Iterator[Found]:
+    def _in_tiles(self, group: CutGroup, entries: Sequence[Entry]) -> Iterator[Found]:
         """Compare tile by tile."""
         seeds = [_seed(entry) for entry in entries]
 
@@ -128,7 +128,7 @@ class Scan:
             self._add(compared)
             yield Found(np.array([0, len(compared.replaced)]), compared.changes, compared.replaced)
 
-    def _in_runs(self, group: Group, entries: Sequence[Entry]) -> Found | None:
+    def _in_runs(self, group: CutGroup, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
         shape, boxes = entries[0].shape, entries[0].boxes
         grids = _grids(group, boxes)
@@ -173,7 +173,7 @@ class _Held(NamedTuple):
     addresses: NDArray[np.int64]  # (boxes, tensors); none unless they do
 
 
-def _held(state: Mapping[str, Bits], table: Sequence[Entry], group: Group) -> _Held:
+def _held(state: Mapping[str, Bits], table: Sequence[Entry], group: CutGroup) -> _Held:
     entries = [table[number] for number in group.tensors]
     pieces = [[place_view(state[entry.name], box) for entry in entries] for box in entries[0].boxes]
     itemsizes = {lying_itemsize(bits) for tensors in pieces for bits in tensors}
@@ -300,7 +300,7 @@ class _Grid(NamedTuple):
     numbers: NDArray[np.int64]  # of each tile of the grid: its number in the group
 
 
-def _grids(group: Group, boxes: tuple[Box, ...]) -> Sequence[_Grid | None]:
+def _grids(group: CutGroup, boxes: tuple[Box, ...]) -> Sequence[_Grid | None]:
     """The tiles of each box as a grid; None where their rows are not next to each other."""
     kept = isinstance(group.places, tuple) and len(group.places) <= CACHED_PLACES
     return (_grids_of_and_kept if kept else _grids_of)(group.places, boxes)

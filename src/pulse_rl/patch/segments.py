@@ -49,7 +49,7 @@ class Segment(NamedTuple):
     spec: SegmentSpec
 
 
-class Group(NamedTuple):
+class CutGroup(NamedTuple):
     """Tensors that are cut alike, and coded together."""
 
     tensors: tuple[int, ...]  # positions in the table, in the order of coding
@@ -78,17 +78,17 @@ def _count_at_most(shape: Shape, boxes: Sequence[Box]) -> int:
     return sum(count_at_most(shape, box) for box in boxes)
 
 
-def groups_of(table: Sequence[Entry]) -> Sequence[Group]:
+def groups_of(table: Sequence[Entry]) -> Sequence[CutGroup]:
     """The groups of a table, in the order of coding. Raises PatchFormatError for more segments than any model has."""
     return derived(table, _groups_of)
 
 
-def _groups_of(table: Sequence[Entry]) -> Sequence[Group]:
+def _groups_of(table: Sequence[Entry]) -> Sequence[CutGroup]:
     boxes = sum(len(entry.boxes) for entry in table)
     return (_grouped_and_kept if boxes <= KEPT_BOXES else _grouped)(tuple(table))
 
 
-def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
+def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
     kinds: dict[tuple[str, str, Shape, tuple[Box, ...]], list[tuple[list[int], int]]] = {}
     for number, (name, dtype, shape, boxes) in enumerate(table):
         # Experts of one number in all layers are next to each other: ranks hold ranges of experts.
@@ -107,7 +107,7 @@ def _grouped(table: tuple[Entry, ...]) -> tuple[Group, ...]:
         places, quadrants = (_tiled_and_kept if count <= CACHED_PLACES else _tiled)(shape, boxes)
         specs = [row_spec(dtype, place.sizes, 0) for place in places]
         sizes, strides = np.array([(spec.size, spec.stride) for spec in specs], np.int64).reshape(-1, 2).T.copy()
-        found.append(Group(tuple(number for _, number in sorted(members)), places, quadrants, dtype, sizes, strides))
+        found.append(CutGroup(tuple(number for _, number in sorted(members)), places, quadrants, dtype, sizes, strides))
     return tuple(found)
 
 
@@ -128,7 +128,7 @@ class Segments(Sequence[Segment]):
     """
 
     def __init__(
-        self, table: Sequence[Entry], groups: Sequence[Group], counts: NDArray[np.uint32] | None = None
+        self, table: Sequence[Entry], groups: Sequence[CutGroup], counts: NDArray[np.uint32] | None = None
     ) -> None:
         self.table, self.groups = table, groups
         sizes = [len(group.tensors) * len(group.places) for group in groups]
@@ -193,7 +193,7 @@ class Segments(Sequence[Segment]):
         start = self.numbers.start
         return map(self.place, (start + np.flatnonzero(self.counts[start : self.numbers.stop])).tolist())
 
-    def _find(self, number: int) -> tuple[Group, int, int]:
+    def _find(self, number: int) -> tuple[CutGroup, int, int]:
         place = bisect_right(self._firsts, number) - 1  # the last that starts here: those before it are empty
         group = self.groups[place]
         return group, *divmod(number - self._firsts[place], len(group.tensors))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.segments import CACHED_PLACES, Entry, Segments
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
@@ -129,7 +129,9 @@ def spots_of(
     ), cpu.Windows(*windows)
 
 
-def lies_of(segments: Segments, old: Mapping[str, Copies], device: Device = HOST) -> tuple[Memory, NDArray[np.bool_]]:
+def lies_of(
+    segments: Segments, old: Mapping[str, Copies], device: Device = HOST
+) -> tuple[MemoryRows, NDArray[np.bool_]]:
     """Where the old bits of each segment of a patch lie on a device; and of which they can be used as they lie.
 
     old: tensors that hold the old bits, in the same pieces or larger ones. They are to be kept while this is used.
@@ -145,7 +147,7 @@ def lines(
     itemsizes: NDArray[np.int64],
     device: Device,
     held: object,
-) -> tuple[Memory, NDArray[np.bool_]]:
+) -> tuple[MemoryRows, NDArray[np.bool_]]:
     """The memory of segments of these spots and sizes, elements; and of which it can be used as it lies.
 
     held: what keeps the memory.
@@ -155,7 +157,7 @@ def lines(
     usable = (spots.addresses > 0) & (windows.runs == cpu.WHOLE) & aligned
     if device is HOST:  # whose kernels compare many lanes at once
         usable &= (rows == 1) | (spots.runs >= cpu.LANES)
-    return Memory(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
+    return MemoryRows(spots.addresses, rows, spots.runs, itemsizes * spots.apart, held), usable
 
 
 class _Plain(NamedTuple):

@@ -17,7 +17,7 @@ from pulse_rl.kernels import cpu
 from pulse_rl.patch.format import Patch, Span
 from pulse_rl.patch.live import Copies, SharedMemory, shared_memory
 from pulse_rl.patch.scan import rows_of
-from pulse_rl.patch.segments import Group, Segments, Table
+from pulse_rl.patch.segments import CutGroup, Segments, Table
 from pulse_rl.patch.targets import device_of, holds, lines, spots_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.boxes import Box
@@ -231,7 +231,7 @@ def _tensors(live: Mapping[str, Copies], table: Table, before: Mapping[str, Copi
     ]
 
 
-def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[Group], device: Device) -> _Lying:
+def _lying(live: Mapping[str, Copies], table: Table, groups: Sequence[CutGroup], device: Device) -> _Lying:
     segments = Segments(table, groups)
     shared = {name for pair in derived(live, shared_memory) for name in pair}
     spots, windows = spots_of(segments, [digests.seed(*entry[:3]) for entry in table], live, shared, device)

@@ -25,7 +25,7 @@ from pulse_rl.dtypes import Field, UIntArray
 from pulse_rl.errors import MissingExtraError, install_hint
 from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import Differences, Spots, coding
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts, Streams
+from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams
 from pulse_rl.logs import logger
 
 if TYPE_CHECKING:
@@ -39,15 +39,17 @@ class Coder(Protocol):
     """What codes segments of the codec `context`, as `kernels.cpu.coding`, whose old bits lie on a device."""
 
     def count_exponents(
-        self, memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]
+        self, memory: MemoryRows, field: Field, itemsize: int, every: NDArray[np.int64]
     ) -> NDArray[np.int32]: ...
 
-    def count_bits(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> None: ...
+    def count_bits(self, memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> None: ...
 
-    def encode_segments(self, memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]: ...
+    def encode_segments(
+        self, memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves
+    ) -> list[bytes | None]: ...
 
     def decode_segments(
-        self, streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+        self, streams: Streams, memory: MemoryRows, kind: Kind, starts: Starts, edges: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], UIntArray] | int: ...
 
 

@@ -28,7 +28,7 @@ import msgspec
 from pulse_rl.flow.data.filters import Filter, keep_all
 from pulse_rl.flow.data.replay import Candidate, Replay
 from pulse_rl.flow.rounds import round_end
-from pulse_rl.flow.samples import Batch, PolicyGroup
+from pulse_rl.flow.samples import PolicyBatch, PolicyGroup
 
 Order: TypeAlias = Literal["task", "deadline", "newest"]
 PATIENCE = 10  # batches that a filter may drop before it lets groups through
@@ -72,7 +72,7 @@ class BufferState(msgspec.Struct):
     step: int = 0  # steps that the newest version holds
     finished: bool = False
     ready: dict[int, PolicyGroup] = {}  # by number of the task
-    batches: dict[int, Batch] = {}  # given or made, and not committed
+    batches: dict[int, PolicyBatch] = {}  # given or made, and not committed
     again: list[int] = []  # batches that are given again as they were: who had them was lost
     owed: list[int] = []  # batches that were made as a rank pulled a later one, and are not given yet
     absent: list[int] = []  # ranks that died, and are not back
@@ -192,7 +192,7 @@ class PolicyBuffer:
         before = 0 if self.settings.elastic else number - state.made
         return len(state.ready) >= self._fresh() + before * self.settings.groups
 
-    def give(self, number: int) -> Batch:
+    def give(self, number: int) -> PolicyBatch:
         """The batch of this number, of which `has` is true. One that was made before is given as it was."""
         state = self.state
         if self.settings.elastic and number not in state.batches:
@@ -210,7 +210,7 @@ class PolicyBuffer:
         state.given = max(state.given, number + 1)
         return state.batches[number]
 
-    def _make(self, number: int) -> Batch:
+    def _make(self, number: int) -> PolicyBatch:
         state, settings = self.state, self.settings
         order = {"task": _by_task, "deadline": _by_deadline, "newest": _by_newest}[settings.order]
         chosen = sorted(state.ready.values(), key=order)[: self._fresh()]
@@ -229,7 +229,7 @@ class PolicyBuffer:
         state.marked[number] = sum(group.repeated for group in chosen)
         state.replayed += len(repeats)
         state.filtered = 0
-        return Batch(number, chosen + [group._replace(repeated=True) for group in repeats])
+        return PolicyBatch(number, chosen + [group._replace(repeated=True) for group in repeats])
 
     def _fresh(self) -> int:
         """Groups of the next batch that are not replayed."""
@@ -301,7 +301,7 @@ class PolicyBuffer:
     def _give_again(self, number: int) -> None:
         state = self.state
         groups = [group._replace(repeated=True) for group in state.batches[number].groups]
-        state.batches[number] = Batch(number, groups)
+        state.batches[number] = PolicyBatch(number, groups)
         state.again = sorted({*state.again, number})
 
     def publish(self, step: int, version: int, digest: str | None) -> None:

@@ -1,6 +1,6 @@
 """The dataflow: the service between rollout workers and trainers, of which an actor is made.
 
-    curator ── problem ──▶ dispatcher ── Task ──▶ workers ── EpisodeGroup ──▶ a policy's buffer ── Batch ──▶ its trainer
+    curator ─ problem ─▶ dispatcher ─ Task ─▶ workers ─ EpisodeGroup ─▶ a policy's buffer ─ PolicyBatch ─▶ its trainer
 
 A task feeds all policies of its workflow. It is handed out while the policy that lacks most has room for a group that
 will still be fresh when its turn comes. What the others cannot use is dropped and counted. Policies advance at their
@@ -30,7 +30,7 @@ from pulse_rl.flow.data.buffer import PolicyBuffer, PolicySettings
 from pulse_rl.flow.data.curators import Curator
 from pulse_rl.flow.data.dispatch import Dispatcher, DispatchSettings, Worker
 from pulse_rl.flow.data.state import FlowState
-from pulse_rl.flow.samples import Batch, EpisodeGroup, Orders, Task, split
+from pulse_rl.flow.samples import EpisodeGroup, Orders, PolicyBatch, Task, split
 
 QUESTIONS = 500  # for work that find none, of all workers in a second, at most
 Kind = TypeVar("Kind", bound="type[Dataflow]")
@@ -212,7 +212,7 @@ class Dataflow(StatusBoard):
         """The values of something that ranks have put, by rank."""
         return self._state.shared.get(what, {})
 
-    def pull(self, policy: str, number: int | None = None) -> Batch | None:
+    def pull(self, policy: str, number: int | None = None) -> PolicyBatch | None:
         """The policy's next batch; None until there is one, and when it is stopping.
 
         number: of the batch. One that was given already, and that no checkpoint holds, is given again as it was; so a

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pulse_rl.flow.samples import Batch
+from pulse_rl.flow.samples import PolicyBatch
 
 
 class PolicyCalls:
@@ -30,10 +30,10 @@ class PolicyCalls:
         self.share("joined", rank, None)
         self._dataflow.lose_rank(self._name, rank)
 
-    def pull(self, number: int) -> Batch | None:
+    def pull(self, number: int) -> PolicyBatch | None:
         """The batch of that number; None until there is one, and when the policy is stopping."""
         found = self._dataflow.pull(self._name, number)
-        return found and Batch(*found)
+        return found and PolicyBatch(*found)
 
     def publish(self, version: int, digest: str, step: int) -> None:
         """The store holds a new version, with so many steps."""

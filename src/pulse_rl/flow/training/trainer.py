@@ -23,7 +23,7 @@ import torch
 from pulse_rl.flow import directory as run_directory
 from pulse_rl.flow import metrics, model, policy, registry
 from pulse_rl.flow.recipe import Recipe
-from pulse_rl.flow.samples import Batch, PolicyGroup
+from pulse_rl.flow.samples import PolicyBatch, PolicyGroup
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.checkpoints import TrainerCheckpoints
 from pulse_rl.flow.training.elastic import ElasticExchange
@@ -139,7 +139,7 @@ class PolicyTrainer:
             records.append(record | seconds)
         return records
 
-    def _pull(self, number: int) -> Batch | None:
+    def _pull(self, number: int) -> PolicyBatch | None:
         """Wait for a batch; None if the run is stopped before the round's first one."""
         started = time.monotonic()
         while not self._calls.stopping():
@@ -148,7 +148,7 @@ class PolicyTrainer:
             time.sleep(min(max(IDLE_S[0], IDLE_SHARE * (time.monotonic() - started)), IDLE_S[1]))
         return None
 
-    def _train_step(self, batch: Batch, done: int) -> dict[str, Any]:
+    def _train_step(self, batch: PolicyBatch, done: int) -> dict[str, Any]:
         """Take one optimizer step on a batch. done: steps before this one."""
         given = self._policy
         record = self._add_gradients(batch)
@@ -161,7 +161,7 @@ class PolicyTrainer:
         self._optimizer.zero_grad()
         return record | {"grad_norm": float(whole(norm)), "lr": lr}
 
-    def _add_gradients(self, batch: Batch) -> dict[str, Any]:
+    def _add_gradients(self, batch: PolicyBatch) -> dict[str, Any]:
         """Add a batch's gradients, by the policy's loss. Returns what is recorded of it."""
         groups = [PolicyGroup(*group) for group in batch.groups]
         parts = micro_batches(groups, self._advantages)

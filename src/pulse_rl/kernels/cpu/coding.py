@@ -42,7 +42,7 @@ class Lies(NamedTuple):
     apart: int  # bytes from row to row
 
 
-class Memory(NamedTuple):
+class MemoryRows(NamedTuple):
     """Where the old bits of segments lie, (segments,) each, as `Lies`."""
 
     addresses: NDArray[np.uint64]
@@ -51,24 +51,24 @@ class Memory(NamedTuple):
     apart: NDArray[np.int64]
     held: object  # what keeps the memory: an address does not
 
-    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "Memory":
+    def of(self, numbers: Sequence[int] | NDArray[np.int64]) -> "MemoryRows":
         """Those of some segments."""
         addresses, rows, runs, apart, held = self
-        return Memory(addresses[numbers], rows[numbers], runs[numbers], apart[numbers], held)
+        return MemoryRows(addresses[numbers], rows[numbers], runs[numbers], apart[numbers], held)
 
-    def at(self, some: slice) -> "Memory":
+    def at(self, some: slice) -> "MemoryRows":
         """Those of consecutive segments, as views."""
         addresses, rows, runs, apart, held = self
-        return Memory(addresses[some], rows[some], runs[some], apart[some], held)
+        return MemoryRows(addresses[some], rows[some], runs[some], apart[some], held)
 
 
-def memory_at(places: Sequence[Lies], held: object) -> Memory:
+def memory_at(places: Sequence[Lies], held: object) -> MemoryRows:
     """held: what keeps the memory."""
     addresses, rows, runs, apart = np.array(places, np.int64).reshape(-1, 4).T.copy()
-    return Memory(addresses.view(np.uint64), rows, runs, apart, held)
+    return MemoryRows(addresses.view(np.uint64), rows, runs, apart, held)
 
 
-def memory_of(olds: Sequence[UIntArray]) -> Memory:
+def memory_of(olds: Sequence[UIntArray]) -> MemoryRows:
     """olds: of one dtype, each as in `moves.count_exponents`."""
     held = [old if old.flags.aligned else old.copy() for old in olds]
     places = []
@@ -146,7 +146,7 @@ def _count(like, addresses, rows, runs, apart, mask, shift, every, counts):
             count_in_rows(old, mask, shift, every[s], counts[s])
 
 
-def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
+def count_exponents(memory: MemoryRows, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
     """Estimate how many elements of each segment have each exponent, (segments, E).
 
     every: (segments,), as in `moves.count_exponents`.
@@ -240,7 +240,7 @@ def _decode(
     return -1
 
 
-def _given(memory: Memory, kind: Kind, starts: Starts) -> tuple[Any, ...]:
+def _given(memory: MemoryRows, kind: Kind, starts: Starts) -> tuple[Any, ...]:
     """What both kernels take, from `bounds` to `all_leans`."""
     field, itemsize = kind.field, kind.itemsize
     bounds = (starts.thresholds << field.shift).astype(UINTS[itemsize])
@@ -258,7 +258,7 @@ def _given(memory: Memory, kind: Kind, starts: Starts) -> tuple[Any, ...]:
     )
 
 
-class Coded(NamedTuple):
+class SegmentMoves(NamedTuple):
     """Segments' changes, of all of them one after another."""
 
     edges: NDArray[np.int64]  # (segments + 1,): where those of each begin, and the last one's end
@@ -266,18 +266,18 @@ class Coded(NamedTuple):
     moved: Moves  # (k,)
 
 
-def _changed(changes: Coded) -> list[Any]:
+def _changed(changes: SegmentMoves) -> list[Any]:
     """What `_encode` takes of changes."""
     exponents, ups, sizes = changes.moved
     return [read_only(each) for each in (changes.edges, changes.indices, exponents, ups, sizes)]
 
 
-def count_bits(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> None:
+def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> None:
     """Count what coding would take: `starts.states`, zeros at first, become ones << 32 | bits of each context."""
     _encode(None, *_given(memory, kind, starts), *_changed(changes), np.empty(0, np.int64))
 
 
-def encode_segments(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]:
+def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
     """Code each segment's changes. None for one whose stream would take more bytes than its elements."""
     nbytes = np.empty(len(kind.classes), np.int64)
     most = kind.itemsize * int((memory.rows * memory.runs).sum()) + SLACK
@@ -292,7 +292,7 @@ def encode_segments(memory: Memory, kind: Kind, starts: Starts, changes: Coded) 
 
 
 def decode_segments(
-    streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+    streams: Streams, memory: MemoryRows, kind: Kind, starts: Starts, edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint32], UIntArray] | int:
     """The inverse. edges: where the changes of each segment begin and end.
 

@@ -126,7 +126,7 @@ def _warm_context(field: Field, kind: np.dtype[np.unsignedinteger]) -> None:
     memory = coding.memory_of([old])
     coding.count_exponents(memory, field, kind.itemsize, one)
     segment = coding.Kind(field, kind.itemsize, N * one, 0 * one, 0 * one)
-    changes = coding.Coded(np.array([0, len(indices)]), indices, moved)
+    changes = coding.SegmentMoves(np.array([0, len(indices)]), indices, moved)
 
     def starts(state: int) -> coding.Starts:
         share = np.full(field.exponents, 1 << 15, np.int64)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, UIntArray
 from pulse_rl.kernels.cpu import context, moves
-from pulse_rl.kernels.cpu.coding import Coded, Kind, Memory, Starts, Streams
+from pulse_rl.kernels.cpu.coding import Kind, MemoryRows, SegmentMoves, Starts, Streams
 from pulse_rl.kernels.cpu.context import Changed, Place, Start
 from pulse_rl.kernels.cpu.moves import Hot, Moves
 from pulse_rl.kernels.cpu.rangecoder import SLACK
@@ -187,12 +187,12 @@ def _pack(out, slots, at, packed):
         packed[at[s] + j] = out[slots[s] + j]
 
 
-def count_exponents(memory: Memory, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
+def count_exponents(memory: MemoryRows, field: Field, itemsize: int, every: NDArray[np.int64]) -> NDArray[np.int32]:
     """As `cpu.coding.count_exponents`."""
     return count_in_regions(Regions(memory, itemsize), field, every)
 
 
-def _batches(memory: Memory, kind: Kind, starts: Starts) -> Iterator[slice]:
+def _batches(memory: MemoryRows, kind: Kind, starts: Starts) -> Iterator[slice]:
     """The segments in runs that take at most SCRATCH bytes, or one of them."""
     elements = memory.rows * memory.runs
     others = 8 * starts.states.shape[1] + 4 * kind.strides + elements * kind.itemsize // 8
@@ -214,17 +214,17 @@ def _batches(memory: Memory, kind: Kind, starts: Starts) -> Iterator[slice]:
 class _Batch:
     """Segments that are coded at once."""
 
-    def __init__(self, memory: Memory, kind: Kind, starts: Starts, chosen: slice) -> None:
+    def __init__(self, memory: MemoryRows, kind: Kind, starts: Starts, chosen: slice) -> None:
         addresses, rows, runs, apart, held = memory
         field, itemsize, strides, phases, classes = kind
         self.kind = Kind(field, itemsize, strides[chosen], phases[chosen], classes[chosen])
-        mine = Memory(addresses[chosen], rows[chosen], runs[chosen], apart[chosen], held)
+        mine = MemoryRows(addresses[chosen], rows[chosen], runs[chosen], apart[chosen], held)
         self.regions = Regions(mine, itemsize)
         self.segments = _segments(self.kind, self.regions.sizes, starts)
         self.hot: HotElements = find_hot(self.regions, field, starts.thresholds[self.kind.classes])
         self.blocks = -(-len(self.regions) // CODERS)
 
-    def of(self, changes: Coded, first: int) -> _Changes:
+    def of(self, changes: SegmentMoves, first: int) -> _Changes:
         """Its part of the changes. first: the number of its first segment."""
         edges = changes.edges[first : first + len(self.regions) + 1]
         a, b = int(edges[0]), int(edges[-1])
@@ -232,7 +232,7 @@ class _Batch:
         return _Changes(upload(edges - a), upload(changes.indices[a:b]), moved)
 
 
-def count_bits(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> None:
+def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> None:
     """As `cpu.coding.count_bits`."""
     for chosen in _batches(memory, kind, starts):
         batch = _Batch(memory, kind, starts._replace(states=np.zeros_like(starts.states)), chosen)
@@ -241,7 +241,7 @@ def count_bits(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> No
         np.add.at(starts.states, batch.kind.classes, download(batch.segments.states))
 
 
-def encode_segments(memory: Memory, kind: Kind, starts: Starts, changes: Coded) -> list[bytes | None]:
+def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
     """As `cpu.coding.encode_segments`. Indices and moves may also be device arrays."""
     streams: list[bytes | None] = []
     for chosen in _batches(memory, kind, starts):
@@ -249,7 +249,9 @@ def encode_segments(memory: Memory, kind: Kind, starts: Starts, changes: Coded) 
     return streams
 
 
-def _encode_batch(memory: Memory, kind: Kind, starts: Starts, changes: Coded, chosen: slice) -> list[bytes | None]:
+def _encode_batch(
+    memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves, chosen: slice
+) -> list[bytes | None]:
     batch = _Batch(memory, kind, starts, chosen)
     mine = batch.of(changes, chosen.start)
     full = batch.regions.sizes * kind.itemsize
@@ -277,7 +279,7 @@ def _coded(batch: _Batch, changes: _Changes, most: NDArray[np.int64]) -> list[by
 
 
 def decode_segments(
-    streams: Streams, memory: Memory, kind: Kind, starts: Starts, edges: NDArray[np.int64]
+    streams: Streams, memory: MemoryRows, kind: Kind, starts: Starts, edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint32], UIntArray] | int:
     """As `cpu.coding.decode_segments`."""
     indices, values = np.empty(int(edges[-1]), np.uint32), np.empty(int(edges[-1]), UINTS[kind.itemsize])

@@ -1,6 +1,6 @@
 """Memory on the device that one launch reads or writes: many tensors, or parts of them, of one width.
 
-A *region* is rows of one length and distance, as in `cpu.coding.Memory`; its elements count row by row. Kernels cut
+A *region* is rows of one length and distance, as in `cpu.coding.MemoryRows`; its elements count row by row. Kernels cut
 regions into *tiles* of UNITS · THREADS units, a block each; a *unit* is 16 bytes of elements, which a thread loads at
 once where they lie together at an address that 16 divides.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.kernels.gpu.device import THREADS, DeviceArray, bits_of, device, itemsize_of, load, upload
 
 UNIT_NBYTES = 16
@@ -47,7 +47,7 @@ class RegionTiles(NamedTuple):
 class Regions:
     """Regions of one width, in the order in which results list them."""
 
-    def __init__(self, memory: Memory, itemsize: int) -> None:
+    def __init__(self, memory: MemoryRows, itemsize: int) -> None:
         self.memory, self.itemsize = memory, itemsize
         self.sizes: NDArray[np.int64] = memory.rows * memory.runs
         units = -(-self.sizes * itemsize // UNIT_NBYTES)
@@ -77,7 +77,7 @@ def regions_of(arrays: Sequence[DeviceArray]) -> Regions:
     sizes = np.array([int(np.prod(array.shape)) for array in held], np.int64)
     itemsize = int(held[0].itemsize)
     addresses = np.array([array.data_ptr() for array in held], np.uint64)
-    return Regions(Memory(addresses, np.ones_like(sizes), sizes, sizes * itemsize, held), itemsize)
+    return Regions(MemoryRows(addresses, np.ones_like(sizes), sizes, sizes * itemsize, held), itemsize)
 
 
 @device

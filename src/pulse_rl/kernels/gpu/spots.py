@@ -9,7 +9,7 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
-from pulse_rl.kernels.cpu.coding import Memory
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.kernels.cpu.digests import C2, mixed
 from pulse_rl.kernels.cpu.spots import Spots
 from pulse_rl.kernels.cpu.states import Differences
@@ -38,7 +38,7 @@ _mixed = twin(mixed)
 
 def _regions(spots: Spots, sizes: NDArray[np.int64], itemsize: int) -> Regions:
     rows = sizes // np.maximum(spots.runs, 1)
-    return Regions(Memory(spots.addresses, rows, spots.runs, itemsize * spots.apart, None), itemsize)
+    return Regions(MemoryRows(spots.addresses, rows, spots.runs, itemsize * spots.apart, None), itemsize)
 
 
 def _flat(spots: Spots) -> Flat:
