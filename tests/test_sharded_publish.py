@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from shares import model, shares
 
 import pulse_rl as pulse
-from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import restore
-from pulse_rl.history.search import FaultLog
 from pulse_rl.sync.shares import _Held, make_plan
 from pulse_rl.weights.digests import digest
 
@@ -30,7 +29,7 @@ def restored(store: str, version: int) -> str:
     """The digest of a version, rebuilt from its anchor and patches."""
     history = History(store)
     with tempfile.TemporaryDirectory() as directory:
-        tensors = restore(history, history.find(version), Path(directory), Effort(), FaultLog(), None)
+        tensors = restore(Reading(history), history.find(version), Path(directory), None)
         return digest(tensors)
 
 

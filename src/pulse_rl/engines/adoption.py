@@ -23,8 +23,8 @@ from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import read_headers, read_share
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import scratch
-from pulse_rl.history.search import FaultLog
 from pulse_rl.sync.subscribe.counting import recognise
 from pulse_rl.sync.subscribe.held import Held
 from pulse_rl.weights.bits import Bits, as_bits
@@ -69,7 +69,7 @@ def prove(
     if not any(differing):
         return None
     live = Held(LiveWeights({**views, **kept}), ranks, None, {})
-    state = recognise(history, ranks, live, head, FaultLog())
+    state = recognise(Reading(history, ranks), live, head)
     if state is None:
         files = different or "another rank's differ from the files"
         reason = f"they hold no version of {history.store.url} that patches lead from, and {files}"

@@ -7,49 +7,23 @@ Ranks may follow together, each with a share of the weights. Then the first choo
 up, and a fault that one of them meets is all the others' too: so all make the same decisions.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Protocol
 
-import msgspec
-
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
-from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
-from pulse_rl.history.search import FaultLog, Faults, find_links
+from pulse_rl.history.reading import Effort, Reading
+from pulse_rl.history.search import find_links
 from pulse_rl.history.trail import PatchLink, State, cheapest, cost
 from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout
-
-
-@dataclass
-class Effort:
-    """What it took to reach a version: bytes, patches, changes and seconds. decode_s and prove_s add up threads."""
-
-    nbytes: int = 0
-    patches: int = 0
-    changes: int = 0
-    fetch_s: float = 0.0  # spent waiting: less than the transfers took where they overlapped other work
-    decode_s: float = 0.0
-    apply_s: float = 0.0
-    prove_s: float = 0.0
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Add the seconds that a block takes to one of the fields."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
 
 class Landing(Protocol):
@@ -124,66 +98,50 @@ class Written:
             application.write()
 
 
-class _Choice(msgspec.Struct):
-    """A chain that one process has chosen, and what it found wrong on the way."""
-
-    chain: list[PatchLink] | None
-    faults: Faults
-
-
-def find_chain(
-    history: History, held: State, target: Manifest, faults: FaultLog, ranks: Ranks, limit: int | None = None
-) -> list[PatchLink] | None:
+def find_chain(reading: Reading, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
     """The cheapest chain of patches between two versions; None without one, or where it costs `limit` bytes or more.
 
-    Raises StoreError where the store is unreachable.
+    A collective. Raises StoreError where the store is unreachable.
     """
 
-    def choose() -> _Choice:
-        links = find_links(history, held.sequence, target, faults, limit)
+    def choose() -> list[PatchLink] | None:
+        links = find_links(reading.history, held.sequence, target, reading.faults, limit)
         chain = cheapest(links, held.sequence, target.sequence)
-        if chain is not None and limit is not None and cost(chain) >= limit:
-            chain = None
-        return _Choice(chain, faults.state())
+        return None if chain is None or (limit is not None and cost(chain) >= limit) else chain
 
-    choice = ranks.lead("find patches", choose, _Choice)
-    faults.take(choice.faults)
-    return choice.chain
+    return reading.lead("find patches", choose, list[PatchLink] | None)  # type: ignore[arg-type]
 
 
 def follow(
-    history: History,
+    reading: Reading,
     landing: Landing,
     held: State,
     target: Manifest,
-    effort: Effort,
-    faults: FaultLog,
     *,
     sure: bool,
-    ranks: Ranks,
     chain: list[PatchLink] | None = None,
 ) -> State:
     """Bring weights from the version that they hold to another, by the cheapest chain of patches. A collective.
 
     sure: whether the weights were proved just now, so that a patch that does not fit them is itself at fault. Faulty
-    objects are reported to faults and avoided: then the next cheapest chain is taken. Returns the version that was
-    reached, which is not the target where no chain is left. chain: the cheapest one, if it is known.
+    objects are avoided: then the next cheapest chain is taken. chain: the cheapest one, if it is known. Returns the
+    version that was reached, which is not the target where no chain is left.
     Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
     the store is unreachable.
     """
     while held.sequence != target.sequence:
-        chain = chain or find_chain(history, held, target, faults, ranks)
+        chain = chain or find_chain(reading, held, target)
         if chain is None:
             break
-        with closing(_Ahead(history, chain, landing)) as ahead:
+        with closing(_Ahead(reading.history, chain, landing)) as ahead:
             for link in chain:
                 try:
-                    fetched = _fetch(ahead.next, link, held, target, landing, effort, ranks)
+                    fetched = _fetch(reading, ahead, link, held, target)
                 except (FormatError, IntegrityError, StoreError) as error:
-                    faults.add(link.ref.name, error)
+                    reading.faults.add(link.ref.name, error)
                     break
                 try:
-                    application = _prove(link, fetched, landing, effort, ranks)
+                    application = _prove(reading, link, fetched, landing)
                 except (FormatError, IntegrityError, BaseMismatchError) as error:
                     if not sure and not isinstance(error, FormatError):
                         raise
@@ -191,7 +149,7 @@ def follow(
                     if not sure and any(part.codec.conditional for part in fetched.parts):
                         name = link.ref.name
                         raise IntegrityError(f"{name} on these weights: {error}", name=name) from error
-                    faults.add(link.ref.name, error)
+                    reading.faults.add(link.ref.name, error)
                     break
                 landing.land(application, link.to)
                 held = link.to
@@ -204,7 +162,8 @@ class _Ahead:
     """The patches of a chain, in order. Each is fetched while the one before is used."""
 
     def __init__(self, history: History, chain: Sequence[PatchLink], landing: Landing) -> None:
-        self._store, self._landing = history.store, landing
+        self.landing = landing
+        self._store = history.store
         self._left = list(reversed(chain))
         self._limit = limit_of(landing.full_nbytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
@@ -212,7 +171,7 @@ class _Ahead:
 
     def _submit(self) -> None:
         if self._left:
-            weights, self._added = self._landing.weights, self._landing.added
+            weights, self._added = self.landing.weights, self.landing.added
             self._pending = self._pool.submit(fetch_patch, self._store, self._left[-1].ref, self._limit, weights)
 
     def next(self) -> Fetched:
@@ -220,39 +179,32 @@ class _Ahead:
         fetched = self._pending.result()
         link, added = self._left.pop(), self._added
         self._submit()
-        if added == self._landing.added or has_share(fetched, self._landing.weights):
+        if added == self.landing.added or has_share(fetched, self.landing.weights):
             return fetched
-        return fetch_patch(self._store, link.ref, self._limit, self._landing.weights)  # pieces were added meanwhile
+        return fetch_patch(self._store, link.ref, self._limit, self.landing.weights)  # pieces were added meanwhile
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch(
-    wait: Callable[[], Fetched],
-    link: PatchLink,
-    held: State,
-    target: Manifest,
-    landing: Landing,
-    effort: Effort,
-    ranks: Ranks,
-) -> Fetched:
+def _fetch(reading: Reading, ahead: _Ahead, link: PatchLink, held: State, target: Manifest) -> Fetched:
     """Wait for the next patch, and check where it leads. A collective. Raises as `fetch_patch`."""
 
     def receive() -> tuple[Fetched, int]:
-        with effort.timing("fetch_s"):
-            fetched = wait()
+        with reading.effort.timing("fetch_s"):
+            fetched = ahead.next()
         check_promised(fetched, link, held, target.tied)
-        return fetched, landing.missing(fetched)
+        return fetched, ahead.landing.missing(fetched)
 
-    fetched, missing = ranks.do_and_share(f"fetch {link.ref.name}", receive, int, alike=True)
+    fetched, missing = reading.ranks.do_and_share(f"fetch {link.ref.name}", receive, int, alike=True)
     if any(missing):
-        landing.complete()
+        ahead.landing.complete()
     return fetched
 
 
-def _prove(link: PatchLink, fetched: Fetched, landing: Landing, effort: Effort, ranks: Ranks) -> Application:
+def _prove(reading: Reading, link: PatchLink, fetched: Fetched, landing: Landing) -> Application:
     """Decode and prove a patch. A collective. Raises PatchFormatError, IntegrityError or BaseMismatchError."""
+    effort = reading.effort
 
     def decode() -> tuple[Application, int]:
         live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
@@ -263,7 +215,7 @@ def _prove(link: PatchLink, fetched: Fetched, landing: Landing, effort: Effort, 
             effort.decode_s += application.decode_s
             effort.prove_s += application.prove_s
 
-    application, deltas = ranks.do_and_share(f"prove {link.ref.name}", decode, int, alike=True)
+    application, deltas = reading.ranks.do_and_share(f"prove {link.ref.name}", decode, int, alike=True)
     delta = sum(deltas) & digests.MASK
     application.prove(int(fetched.first.header.base_digest, 16), lambda mine: delta)
     effort.nbytes += fetched.nbytes

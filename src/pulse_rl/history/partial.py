@@ -17,10 +17,10 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
-from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
+from pulse_rl.history.reading import Reading
 from pulse_rl.log.objects import ObjectRef, limit_of
 from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.ranges import plan_requests, read_range, read_ranges
@@ -104,14 +104,14 @@ def tensors_of(history: History, manifest: Manifest) -> dict[str, TensorSpec]:
     return fetch_patch(history.store, manifest.patch, limit_of(manifest.full_nbytes)).by_name()
 
 
-def names_beside(history: History, manifest: Manifest, ties: Mapping[str, str], ranks: Ranks) -> list[str] | None:
+def names_beside(reading: Reading, manifest: Manifest, ties: Mapping[str, str]) -> list[str] | None:
     """The names of a version's tensors, where some of these ties are not the version's own; None else. A collective.
 
     ties: of weights, the same on all ranks. Raises as `tensors_of`.
     """
     if {*ties, *ties.values()} <= {*manifest.tied, *manifest.tied.values()}:
         return None  # the ordinary case: the manifest names them
-    return ranks.lead("look up the names", lambda: list(tensors_of(history, manifest)), list[str])
+    return reading.lead("look up the names", lambda: list(tensors_of(reading.history, manifest)), list[str])
 
 
 def read_share(store: Store, stored: Mapping[str, AnchorTensor], wanted: Layout, directory: Path) -> tuple[Layout, int]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from pulse_rl.checkpoint.files import open_checkpoint
 from pulse_rl.disk import check_room
 from pulse_rl.errors import (
@@ -28,12 +26,12 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
-from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.follow import Effort, Landing, Written, follow
+from pulse_rl.history.follow import Landing, Written, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import cut, read_headers, read_share
-from pulse_rl.history.search import FaultLog, Faults, find_anchors, find_links
+from pulse_rl.history.reading import Effort, Reading
+from pulse_rl.history.search import find_anchors, find_links
 from pulse_rl.history.trail import cheapest, state_of
 from pulse_rl.log.objects import check_size, fetch_parts, limit_of
 from pulse_rl.weights import digests
@@ -89,24 +87,14 @@ class Wanted:
 
     pieces: Layout
     tensors: Mapping[str, HasLayout]
-    ranks: Ranks
     landing: Callable[[Layout], Landing]  # for patches to the pieces
     sides: Sides  # of these weights with the version, for errors
 
 
-class _Start(msgspec.Struct):
-    """An anchor from which patches lead to a version, and what was found wrong on the way to it."""
-
-    anchor: Manifest | None
-    faults: Faults
-
-
 def restore(
-    history: History,
+    reading: Reading,
     target: Manifest,
     directory: Path,
-    effort: Effort,
-    faults: FaultLog,
     model_nbytes: int | None,
     wanted: Wanted | None = None,
 ) -> Layout:
@@ -118,22 +106,20 @@ def restore(
     Returns the tensors, mapped from the files. Raises IntegrityError or StoreError, naming the objects that are
     wrong, where no anchor leads there; VersionSkewError where one of them is of a newer format.
     """
+    history, effort, faults = reading.history, reading.effort, reading.faults
     limit = limit_of(target.full_nbytes if model_nbytes is None else model_nbytes)
-    ranks = wanted.ranks if wanted else Ranks()
     anchors = find_anchors(history, target, faults)
 
-    def choose() -> _Start:
+    def choose() -> Manifest | None:
         """The next anchor from which patches lead to the version."""
         for anchor in anchors:
             held = state_of(anchor)
             if cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence) is not None:
-                return _Start(anchor, faults.state())
-        return _Start(None, faults.state())
+                return anchor
+        return None
 
     while True:
-        start = ranks.lead("find an anchor", choose, _Start)
-        faults.take(start.faults)
-        anchor = start.anchor
+        anchor = reading.lead("find an anchor", choose, Manifest | None)  # type: ignore[arg-type]
         if anchor is None:
             break
         files = directory / str(anchor.sequence)
@@ -145,13 +131,13 @@ def restore(
                 _check_tied(target, tensors)
                 landing = Written(tensors, effort)
             else:
-                tensors = _load_share(history, target, anchor, files, effort, limit, wanted)
+                tensors = _load_share(reading, target, anchor, files, limit, wanted)
                 landing = wanted.landing(tensors)
         except (IntegrityError, StoreError) as error:
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
-        held = follow(history, landing, state_of(anchor), target, effort, faults, sure=True, ranks=ranks)
+        held = follow(reading, landing, state_of(anchor), target, sure=True)
         if held.sequence == target.sequence:
             return tensors
         shutil.rmtree(files)
@@ -167,19 +153,14 @@ def restore(
 
 
 def _load_share(
-    history: History,
-    target: Manifest,
-    anchor: Manifest,
-    directory: Path,
-    effort: Effort,
-    limit: int,
-    wanted: Wanted,
+    reading: Reading, target: Manifest, anchor: Manifest, directory: Path, limit: int, wanted: Wanted
 ) -> Layout:
     """Read what this process needs of an anchor, and prove what all have read together. A collective.
 
     Where the store reads no ranges, or what was read is not proved, the files are read whole, which proves their
     hashes. Raises as `load_anchor`, and BaseMismatchError if the anchor is of other tensors.
     """
+    history, effort = reading.history, reading.effort
 
     def read(whole: bool) -> tuple[Layout, int]:
         if whole:
@@ -197,12 +178,12 @@ def _load_share(
                 found, more = read_share(history.store, stored, wanted.pieces, directory)
                 effort.nbytes += nbytes + more
         with effort.timing("prove_s"):
-            return found, _own_digest(found, target, wanted)
+            return found, _own_digest(found, target, wanted, first=reading.ranks.rank == 0)
 
     for whole in (False, True):
         try:
             what = f"load version {anchor.version}"
-            found, shares = wanted.ranks.do_and_share(what, partial(read, whole), int, alike=True)
+            found, shares = reading.ranks.do_and_share(what, partial(read, whole), int, alike=True)
         except (CannotReadRangeError, IntegrityError):
             if whole:
                 raise
@@ -216,9 +197,10 @@ def _load_share(
     )
 
 
-def _own_digest(found: Layout, target: Manifest, wanted: Wanted) -> int:
+def _own_digest(found: Layout, target: Manifest, wanted: Wanted, *, first: bool) -> int:
+    """What this rank adds to the digest. Tensors without elements are the first rank's."""
     total = digests.state_digest({name: bits for name, bits in found.items() if bits.size})
-    if wanted.ranks.rank == 0:
+    if first:
         for name, spec in wanted.tensors.items():
             if name not in target.tied and math.prod(spec.shape) == 0:
                 total += digests.mix(digests.seed(name, spec.dtype, tuple(spec.shape)))

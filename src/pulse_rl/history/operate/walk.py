@@ -23,12 +23,12 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     one_line,
 )
-from pulse_rl.history.follow import Effort, prove
+from pulse_rl.history.follow import prove
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
+from pulse_rl.history.reading import Effort, Reading
 from pulse_rl.history.restore import load_anchor, restore
-from pulse_rl.history.search import FaultLog
 from pulse_rl.history.trail import PatchLink, costs, link_of, state_of
 from pulse_rl.log.beginning import FIRST
 from pulse_rl.log.objects import limit_of
@@ -199,10 +199,10 @@ class Walk:
                 return
             files = self._scratch / f"restored-{manifest.sequence}"
             files.mkdir()
-            faults = FaultLog()
-            faults.names |= self._faulty
+            reading = Reading(self._history)
+            reading.faults.names |= self._faulty
             try:
-                tensors = restore(self._history, manifest, files, Effort(), faults, None)
+                tensors = restore(reading, manifest, files, None)
             except BaseException:
                 shutil.rmtree(files)
                 raise

@@ -23,9 +23,10 @@ from pulse_rl.codecs.base import Decoded, Read
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
-from pulse_rl.history.follow import Effort, prove
+from pulse_rl.history.follow import prove
 from pulse_rl.history.manifest import Manifest, PatchObject
 from pulse_rl.history.patches import Fetched, check_promised, part_refs
+from pulse_rl.history.reading import Effort
 from pulse_rl.history.restore import load_anchor
 from pulse_rl.history.trail import link_of, state_of
 from pulse_rl.kernels import cpu

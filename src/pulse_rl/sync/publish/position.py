@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.follow import Effort
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
 from pulse_rl.history.partial import names_beside
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog
 from pulse_rl.log.objects import new_token
@@ -125,21 +125,21 @@ class Position:
         """Rebuild the newest version as the baseline of one process alone."""
         head = self._head
         assert head is not None  # the caller has looked
-        faults = FaultLog()
+        reading = Reading(self._history)
         with add_recovery_hint(), scratch() as directory:
             nbytes = share.plan.nbytes if share else None
-            files = restore(self._history, head, directory, Effort(), faults, nbytes)
+            files = restore(reading, head, directory, nbytes)
             own = files.clone(self._beside(share), pinned=self._pinned)
             own.tied = dict(head.tied)
-            self._take_up(Baseline(own, head, whole_share(own).plan), faults, resumed)
+            self._take_up(Baseline(own, head, whole_share(own).plan), reading.faults, resumed)
 
     def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:
         """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
         head = self._head
         assert head is not None  # the caller has looked
-        faults, effort, ranks = FaultLog(), Effort(), self._ranks
+        reading, ranks = Reading(self._history, self._ranks), self._ranks
         with add_recovery_hint(), ExitStack() as files:
-            share = share.called(names_beside(self._history, head, share.plan.tied, ranks), head.tied)
+            share = share.called(names_beside(reading, head, share.plan.tied), head.tied)
 
             def make_room() -> Path:
                 if apart := sorted(head.tied.keys() & share.plan.tensors.keys()):
@@ -154,15 +154,14 @@ class Position:
             wanted = Wanted(
                 share.own,
                 share.plan.tensors,
-                ranks,
-                lambda found: InFiles(found, share, ranks, effort),
+                lambda found: InFiles(reading, found, share),
                 next_in_store(head.version, self._history.store.url),
             )
-            found = restore(self._history, head, directory, effort, faults, share.plan.nbytes, wanted)
+            found = restore(reading, head, directory, share.plan.nbytes, wanted)
 
             def take_up() -> None:
                 own = taken(found, share.own).clone(self._beside(share), pinned=self._pinned)
-                self._take_up(Baseline(own, head, share.plan), faults, resumed)
+                self._take_up(Baseline(own, head, share.plan), reading.faults, resumed)
 
             ranks.do("take up the newest version", take_up)
 

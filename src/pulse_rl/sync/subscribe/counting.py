@@ -8,13 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
-import msgspec
-
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.search import FaultLog, Faults
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
 from pulse_rl.sync.shares import Share, unequal_replicas
@@ -104,37 +101,27 @@ def check(ranks: Ranks, held: Held, tied: Mapping[str, str], state: State) -> st
     return found
 
 
-class _Recognised(msgspec.Struct):
-    """The version that one process recognised, and what it found wrong on the way."""
-
-    state: State | None
-    faults: Faults
-
-
-def recognise(history: History, ranks: Ranks, held: Held, target: Manifest, faults: FaultLog) -> State | None:
+def recognise(reading: Reading, held: Held, target: Manifest) -> State | None:
     """Find out whether live weights already hold a version from which patches lead to the target. A collective."""
     try:
-        found = count(ranks, held, target.tied)
+        found = count(reading.ranks, held, target.tied)
     except BaseMismatchError:
         return None
 
-    def look() -> _Recognised:
-        states = (state for state in _candidates(history, target, faults) if state.digest == found)
-        return _Recognised(next(states, None), faults.state())
+    def look() -> State | None:
+        return next((state for state in _candidates(reading, target) if state.digest == found), None)
 
-    recognised = ranks.lead("recognise the weights", look, _Recognised)
-    faults.take(recognised.faults)
-    return recognised.state
+    return reading.lead("recognise the weights", look, State | None)  # type: ignore[arg-type]
 
 
-def _candidates(history: History, target: Manifest, faults: FaultLog) -> Iterator[State]:
+def _candidates(reading: Reading, target: Manifest) -> Iterator[State]:
     """The versions from which patches may lead to the target: those of its trail, and its newest anchor's."""
     yield state_of(target)
     if target.trail is not None:
         try:
-            trail = history.trail(target)
+            trail = reading.history.trail(target)
             yield from dict.fromkeys(link.to for link in reversed(trail.links() if trail else []))
         except PulseError as error:
-            faults.add(target.trail.name, error)
+            reading.faults.add(target.trail.name, error)
     with suppress(VersionNotFoundError, IntegrityError):  # reported later, if that anchor is needed
-        yield state_of(history.read(target.anchor_sequence))
+        yield state_of(reading.history.read(target.anchor_sequence))

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.follow import Effort, Landing
+from pulse_rl.history.follow import Landing
 from pulse_rl.history.patches import Fetched
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
@@ -74,9 +75,9 @@ class Writing:
     keep_nbytes: float = KEEP_NBYTES
     later = False
 
-    def __init__(self, live: Held, proof: Proof, ranks: Ranks, effort: Effort) -> None:
-        self._live, self._proof, self._ranks, self._effort = live, proof, ranks, effort
-        self._strips = _Strips(live, ranks)
+    def __init__(self, reading: Reading, live: Held, proof: Proof) -> None:
+        self._reading, self._live, self._proof = reading, live, proof
+        self._strips = _Strips(live, reading.ranks)
 
     @property
     def weights(self) -> Layout:
@@ -116,8 +117,8 @@ class Writing:
         with files:
             self._live.drop_halo()
             self._write(restored.write)
-        with self._effort.timing("prove_s"):
-            restored.check(self._ranks, self._live)
+        with self._reading.effort.timing("prove_s"):
+            restored.check(self._reading.ranks, self._live)
         self._proof.hold(state_of(restored.target), restored.target.tied)
 
     def _write(self, write: Callable[[], None]) -> None:
@@ -125,10 +126,10 @@ class Writing:
         self._proof.hold(None)
 
         def timed() -> None:
-            with self._effort.timing("apply_s"):
+            with self._reading.effort.timing("apply_s"):
                 write()
 
-        self._ranks.do("write", timed, alike=True)
+        self._reading.ranks.do("write", timed, alike=True)
 
 
 class InFiles:
@@ -137,9 +138,9 @@ class InFiles:
     keep_nbytes: float = KEEP_NBYTES
     later = False
 
-    def __init__(self, files: Layout, live: HasPlan, ranks: Ranks, effort: Effort) -> None:
-        self._files, self._live, self._ranks, self._effort = files, live, ranks, effort
-        self._strips = _Strips(live, ranks)
+    def __init__(self, reading: Reading, files: Layout, live: HasPlan) -> None:
+        self._reading, self._files, self._live = reading, files, live
+        self._strips = _Strips(live, reading.ranks)
         self._halo: dict[str, list[Piece]] = {}
         self.added = 0
 
@@ -167,10 +168,10 @@ class InFiles:
 
     def land(self, application: Application, to: State) -> None:
         def write() -> None:
-            with self._effort.timing("apply_s"):
+            with self._reading.effort.timing("apply_s"):
                 application.write()
 
-        self._ranks.do("write to files", write, alike=True)
+        self._reading.ranks.do("write to files", write, alike=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import msgspec
 from pulse_rl.errors import BaseMismatchError, IntegrityError
 from pulse_rl.group.agreement import require_same
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.follow import Effort
+from pulse_rl.history.reading import Effort
 from pulse_rl.history.trail import State
 from pulse_rl.sync.shares import SharePlan, layout_fingerprint
 from pulse_rl.sync.subscribe.counting import check

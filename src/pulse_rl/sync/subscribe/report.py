@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pulse_rl.history.follow import Effort
 from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.history.reading import Effort
 
 Route: TypeAlias = Literal["none", "patches", "anchor"]  # nothing to do; patches only; from an anchor
 

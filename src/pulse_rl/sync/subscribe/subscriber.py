@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
 
 from pulse_rl.dtypes import torch_name
 from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, require
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.ranks import Ranks, collective
-from pulse_rl.history.follow import Effort
 from pulse_rl.history.heartbeat import Heart
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import tensors_of
-from pulse_rl.history.search import FaultLog, Faults
+from pulse_rl.history.reading import Reading
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.beating import Beating
@@ -34,7 +32,7 @@ from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
 from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
-from pulse_rl.sync.subscribe.routes import advance
+from pulse_rl.sync.subscribe.routes import Way
 from pulse_rl.sync.subscribe.staging import Made, Staged
 from pulse_rl.sync.subscribe.target import find_target
 from pulse_rl.sync.turn import ThreadTurn, in_turn
@@ -56,13 +54,6 @@ WORDING = Wording(
     "weights in place",
     in_step="when the cause is gone, the same call may be made again on all ranks",
 )
-
-
-class _Found(msgspec.Struct):
-    """The version that one process has found for all, and what was wrong with the one before it."""
-
-    target: Manifest
-    faults: Faults
 
 
 class Subscriber:
@@ -298,10 +289,10 @@ class Subscriber:
         """
         start = time.perf_counter()
         with self._beating.failures(start):
-            effort = Effort()
-            live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "sync", version, effort)
-            writing = Writing(live, self._proof, self._ranks, effort)
-            arrival = self._advance(live, version, writing, effort, altered)
+            reading = Reading(self.history, self._ranks)
+            view = partial(LiveWeights, weights, self._kept)
+            live, altered = self._proof.begin(view, "sync", version, reading.effort)
+            arrival = self._advance(reading, live, version, Writing(reading, live, self._proof), altered)
             self._reached = arrival.target
             return self._report(arrival, live, start)
 
@@ -329,11 +320,11 @@ class Subscriber:
         """
         start = time.perf_counter()
         with self._beating.failures(start), ExitStack() as undo:
-            effort = Effort()
-            live, altered = self._proof.begin(lambda: LiveWeights(weights, self._kept), "stage", version, effort)
+            reading, view = Reading(self.history, self._ranks), partial(LiveWeights, weights, self._kept)
+            live, altered = self._proof.begin(view, "stage", version, reading.effort)
             memory, keeping = Memory(live.live, keep=True), Keeping(live, self._ranks)
             undo.callback(keeping.discard)
-            arrival = self._advance(live, version, keeping, effort, altered)
+            arrival = self._advance(reading, live, version, keeping, altered)
             keeping.settle()
             undo.pop_all()
             return Staged(Made(self._apply, weights, self._kept, memory, self._proof.held, keeping, arrival))
@@ -349,7 +340,7 @@ class Subscriber:
             live = self._proof.resume(staged._view, f"apply version {staged.version}")
             keeping, arrival = staged._held()
             try:
-                keeping.write(Writing(live, self._proof, self._ranks, arrival.effort))
+                keeping.write(Writing(Reading(self.history, self._ranks, arrival.effort), live, self._proof))
                 keeping.hand_over_halo(live)
             finally:
                 self._proof.remember(live, before)
@@ -382,25 +373,18 @@ class Subscriber:
         return self._proof.verify(self._proof.held, live)
 
     def _advance(
-        self, live: Held, version: int | None, landing: Landings, effort: Effort, altered: str | None
+        self, reading: Reading, live: Held, version: int | None, landing: Landings, altered: str | None
     ) -> Arrival:
         """Take the weights to a version, written or kept. A collective. Raises as `sync`.
 
         altered: what was wrong with them when the call began.
         """
-        faults = FaultLog()
         before, previous = self._proof.held, self.version
-
-        def find() -> _Found:
-            target = find_target(self.history, version, self._reached, self._proof.highest, faults)
-            return _Found(target, faults.state())
-
+        find = partial(find_target, reading, version, self._reached, self._proof.highest)
         try:
-            found = self._ranks.lead("find the version", find, _Found)
-            faults.take(found.faults)
-            target = found.target
+            target = reading.lead("find the version", find, Manifest)
             self._beating.aim(target.sequence)
-            restored = advance(self.history, target, self._ranks, live, landing, self._proof, effort, faults)
+            restored = Way(reading, live, self._proof, landing, target).take()
         except PulseError as error:
             if altered:
                 error.add_note(f"before that: {altered}")
@@ -408,9 +392,9 @@ class Subscriber:
             raise
         finally:
             self._proof.remember(live, before)
-        route: Route = "anchor" if restored else "patches" if effort.patches else "none"
-        recovered = "; ".join(filter(None, [altered, *faults.messages])) or None
-        return Arrival(target, previous, route, effort, recovered)
+        route: Route = "anchor" if restored else "patches" if reading.effort.patches else "none"
+        recovered = "; ".join(filter(None, [altered, *reading.faults.messages])) or None
+        return Arrival(target, previous, route, reading.effort, recovered)
 
     def _report(self, arrival: Arrival, live: Held, start: float) -> SyncReport:
         report = arrival.report(live.halo_nbytes, start)

@@ -3,23 +3,22 @@
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest, check_same_history
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import add_recovery_hint
-from pulse_rl.history.search import FaultLog, check_line
+from pulse_rl.history.search import check_line
 from pulse_rl.history.trail import State, state_of
 
 
-def find_target(
-    history: History, version: int | None, reached: Manifest | None, highest: State | None, faults: FaultLog
-) -> Manifest:
+def find_target(reading: Reading, version: int | None, reached: Manifest | None, highest: State | None) -> Manifest:
     """The version to sync to.
 
     version: that was asked for; None for the newest. reached: of the last sync that succeeded; None before the first.
-    highest: the newest version that was ever held. faults: learn what is wrong with the version before the one found.
-    Raises as `Subscriber.sync`.
+    highest: the newest version that was ever held. Raises as `Subscriber.sync`.
     """
+    history = reading.history
     target = history.find(version) if version is not None else _find_newest(history, highest)
     if reached is None:  # nothing tells which history it should be, but a version swapped in is noticed
-        check_line(history, target, faults)
+        check_line(history, target, reading.faults)
     else:
         try:
             check_same_history(target, reached)
