@@ -257,7 +257,7 @@ def _messages() -> list[str]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(map(_part, node.values)))
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Format" and len(node.args) > 3:
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "SealedFormat" and len(node.args) > 3:
                 nouns.append(str(ast.literal_eval(node.args[3])))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)

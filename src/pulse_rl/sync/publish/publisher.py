@@ -196,8 +196,8 @@ class Publisher:
             return history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind
 
         with self._ranks.collective():
-            made = self._ranks.make("make a publisher", make)
-            self.history, self._encoder, self._delivery, self._cast = made
+            history, self._encoder, self._delivery, self._cast = self._ranks.make("make a publisher", make)
+            self.history = history
             self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
             self._kept = Kept()
             self._plan: SharePlan | None = None  # who owns what, as it was agreed last

@@ -127,7 +127,8 @@ class Subscriber:
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
         with self._ranks.collective():
-            self.history, heart = self._ranks.make("make a subscriber", make)
+            history, heart = self._ranks.make("make a subscriber", make)
+            self.history = history
             self._poll, self._poll_max = poll, poll_max
             self._kept = Kept()
             self._proof = Proof(self._ranks, int(verify_live), overwrite)
