@@ -142,6 +142,22 @@ def test_no_two_of_them_need_each_other(unit: Callable[[str], str]) -> None:
         pytest.fail(f"a cycle of imports: {' → '.join(error.args[1])}")
 
 
+# Names that two classes have all the same, and why.
+SHARED = {
+    "Report": "both are public: what a study gives, and what the conformance suite gives",
+}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Of the classes without an underscore, in or outside of another class."""
+    homes: dict[str, list[str]] = {}
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1}.keys() == SHARED.keys()
+
+
 @pytest.mark.parametrize("room", sorted(name for name, file in MODULES.items() if file.name == "__init__.py"))
 def test_a_room_says_what_happens_in_it(room: str) -> None:
     assert ast.get_docstring(ast.parse(MODULES[room].read_text()))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pulse_rl.weights import boxes
 from pulse_rl.weights.box_sets import disjoint
-from pulse_rl.weights.boxes import Box, Positions, Run, Shape, count_at_most, cuts, tiles, whole
+from pulse_rl.weights.boxes import Box, FlatRun, Positions, Shape, count_at_most, cuts, tiles, whole
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 FILLED = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -79,7 +79,7 @@ def test_many_boxes_are_disjoint_where_no_element_is_in_two(data: st.DataObject,
 def test_a_run_is_its_boxes(data: st.DataObject, shape: Shape) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
-    run = Run(start, data.draw(st.integers(start, size)))
+    run = FlatRun(start, data.draw(st.integers(start, size)))
     found = run.boxes(shape)
     assert [position for box in found for position in flat(box, shape)] == list(range(run.start, run.stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)

@@ -26,7 +26,7 @@ from pulse_rl.history.partial import read_headers, read_share
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import scratch
 from pulse_rl.sync.subscribe.counting import recognise
-from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.layout import Layout, as_tensor
 from pulse_rl.weights.memory import LiveWeights
@@ -68,7 +68,7 @@ def prove(
     ranks.do("fill in what the engine does not hold", lambda: _fill(kept, history, head, source), alike=True)
     if not any(differing):
         return None
-    live = Held(LiveWeights({**views, **kept}), ranks, None, {})
+    live = HeldWeights(LiveWeights({**views, **kept}), ranks, None, {})
     state = recognise(Reading(history, ranks), live, head)
     if state is None:
         files = different or "another rank's differ from the files"

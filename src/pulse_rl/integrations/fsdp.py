@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pulse_rl import Shard
 from pulse_rl.errors import require
-from pulse_rl.weights.boxes import Run, Shape
+from pulse_rl.weights.boxes import FlatRun, Shape
 from pulse_rl.weights.names import own_names
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -130,7 +130,7 @@ def _in_memory_order(memory: Any, shape: Shape, strides: Sequence[int], start: i
     back = [axes.index(d) for d in range(len(shape))]
     found = [Shard(memory[:0], shape=shape, flat_offset=0)]  # its dtype, where it has no element
     at = 0
-    for box in Run(start, start + len(memory)).boxes(tuple(shape[d] for d in axes)):
+    for box in FlatRun(start, start + len(memory)).boxes(tuple(shape[d] for d in axes)):
         view = memory[at : at + box.size].view(box.sizes).permute(back)
         found.append(Shard(view, shape=shape, offset=[box.offset[d] for d in back]))
         at += box.size

@@ -77,7 +77,7 @@ class Box(NamedTuple):
         return _positions(self, shape)
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """The elements at flat row-major positions [start, stop)."""
 
     start: int

@@ -17,9 +17,9 @@ from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.box_sets import BoxSet, cut_apart
-from pulse_rl.weights.boxes import Box, Run, Shape, whole
+from pulse_rl.weights.boxes import Box, FlatRun, Shape, whole
 
-Place: TypeAlias = Box | Run
+Place: TypeAlias = Box | FlatRun
 
 
 class Shard:
@@ -58,7 +58,7 @@ class Shard:
                 )
             self.place: Place = box
         elif flat_offset is not None:
-            run, elements = Run(int(flat_offset), int(flat_offset) + sum(sizes)), whole(self.shape).size
+            run, elements = FlatRun(int(flat_offset), int(flat_offset) + sum(sizes)), whole(self.shape).size
             if len(sizes) != 1 or not 0 <= run.start <= run.stop <= elements:
                 raise ValueError(
                     f"Shard: expected a 1-D tensor within the {elements} elements of shape {list(self.shape)}, found "
@@ -123,7 +123,7 @@ class Pieces:
         self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, -piece.times)))
 
     def read(self, start: int, stop: int) -> UIntArray:
-        views = [place_view(self, box) for box in Run(start, stop).boxes(self.shape)]
+        views = [place_view(self, box) for box in FlatRun(start, stop).boxes(self.shape)]
         parts = [view.read(0, view.size) for view in views]
         if len(parts) == 1:
             return parts[0]
@@ -288,7 +288,7 @@ class Mosaic:
 
     def read(self, start: int, stop: int) -> UIntArray:
         if stop - start < self.size:
-            boxes = Run(start, stop).boxes(self.shape)
+            boxes = FlatRun(start, stop).boxes(self.shape)
             views = [self.view(box.slices(whole(self.shape))) for box in boxes]
             return np.concatenate([np.empty(0, UINTS[self.itemsize]), *(view.read(0, view.size) for view in views)])
         found = np.empty(self.shape, UINTS[self.itemsize])

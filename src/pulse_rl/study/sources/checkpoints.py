@@ -17,7 +17,7 @@ from pulse_rl.errors import CheckpointFormatError
 from pulse_rl.study.results import Version
 from pulse_rl.study.sources.base import StudiedTensor, check_same_model
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Run
+from pulse_rl.weights.boxes import FlatRun
 from pulse_rl.weights.pieces import Place
 from pulse_rl.weights.segments import segments
 
@@ -127,7 +127,7 @@ class Checkpoints:
         Returns:
             Runs of its elements.
         """
-        return [Run(start, stop) for start, stop in segments(self.tensors[name].size)]
+        return [FlatRun(start, stop) for start, stop in segments(self.tensors[name].size)]
 
     def walk(self, name: str, place: Place) -> Iterator[UIntArray]:
         """Yield the bits of a tensor's elements in every version, in order.

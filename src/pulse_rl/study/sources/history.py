@@ -37,7 +37,7 @@ from pulse_rl.study.results import Version
 from pulse_rl.study.sources.base import StudiedTensor, check_same_model
 from pulse_rl.study.sources.checkpoints import CheckpointReader
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Run
+from pulse_rl.weights.boxes import FlatRun
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import Place
@@ -124,7 +124,7 @@ class Stored:
             Boxes or runs of its elements.
         """
         if self._cut is None:
-            return [Run(start, stop) for start, stop in segments(self.tensors[name].size)]
+            return [FlatRun(start, stop) for start, stop in segments(self.tensors[name].size)]
         return self._cut.places.get(name, ())
 
     def walk(self, name: str, place: Place) -> Iterator[UIntArray]:

@@ -24,7 +24,7 @@ from pulse_rl.log.objects import ObjectRef
 from pulse_rl.store.base import Store
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights import digests
-from pulse_rl.weights.boxes import Box, Run, whole
+from pulse_rl.weights.boxes import Box, FlatRun, whole
 from pulse_rl.weights.layout import Layout
 from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import segments
@@ -43,7 +43,7 @@ class _Chunk(NamedTuple):
     """A run of elements of one tensor, as they follow each other in a file."""
 
     name: str
-    run: Run
+    run: FlatRun
 
 
 def put_anchor_together(
@@ -115,7 +115,7 @@ def _append(path: Path, data: bytes) -> None:
 def _chunks(plan: SharePlan, shard: ShardFile) -> Iterator[_Chunk]:
     for name in in_file_order(plan.tensors, shard.tensors):
         for start, stop in segments(whole(plan.tensors[name].shape).size):
-            yield _Chunk(name, Run(start, stop))
+            yield _Chunk(name, FlatRun(start, stop))
 
 
 def _nbytes(plan: SharePlan, chunk: _Chunk) -> int:

@@ -15,7 +15,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.live import by_name, live_digest, tied_differ
 from pulse_rl.sync.shares import Share, unequal_replicas
-from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.boxes import whole
@@ -23,7 +23,7 @@ from pulse_rl.weights.boxes import whole
 _ALTERED = "something other than this subscriber has written to them, or they are other weights"
 
 
-def count(ranks: Ranks, held: Held, tied: Mapping[str, str]) -> str:
+def count(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> str:
     """The digest of all live weights. A collective.
 
     tied: the tied tensors of the version that they may hold. Where replicas or tied tensors differ, it is the digest of
@@ -36,7 +36,7 @@ def count(ranks: Ranks, held: Held, tied: Mapping[str, str]) -> str:
     return digests.to_hex(sum(counted))
 
 
-def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
+def _counted(held: HeldWeights, tied: Mapping[str, str], rank: int) -> int:
     """What this rank adds to the digest. Tensors without elements are the first rank's."""
     total = digests.state_digest({name: bits for name, bits in held.memory.items() if bits.size})
     if rank == 0:
@@ -46,7 +46,7 @@ def _counted(held: Held, tied: Mapping[str, str], rank: int) -> int:
     return total & digests.MASK
 
 
-def unequal(ranks: Ranks, held: Held, tied: Mapping[str, str]) -> IntegrityError | None:
+def unequal(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str]) -> IntegrityError | None:
     """Find replicas, or tensors that a version ties, that differ in weights whose sum is wrong. A collective.
 
     Returns the error that names them; None without any.
@@ -81,7 +81,7 @@ def _terms(name: str, tensor: Bits | None) -> int:
     return digests.state_digest({name: tensor}) if tensor is not None else 0
 
 
-def check(ranks: Ranks, held: Held, tied: Mapping[str, str], state: State) -> str:
+def check(ranks: Ranks, held: HeldWeights, tied: Mapping[str, str], state: State) -> str:
     """Count live weights that should hold a version. A collective. Returns their digest.
 
     tied: the tied tensors of that version. Raises IntegrityError if they do not hold it.
@@ -101,7 +101,7 @@ def check(ranks: Ranks, held: Held, tied: Mapping[str, str], state: State) -> st
     return found
 
 
-def recognise(reading: Reading, held: Held, target: Manifest) -> State | None:
+def recognise(reading: Reading, held: HeldWeights, target: Manifest) -> State | None:
     """Find out whether live weights already hold a version from which patches lead to the target. A collective."""
     try:
         found = count(reading.ranks, held, target.tied)

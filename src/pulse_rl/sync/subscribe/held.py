@@ -26,7 +26,7 @@ from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
 Halo = Mapping[str, list[Piece]]  # by tensor
 
 
-class Held:
+class HeldWeights:
     """The weights of one call.
 
     plan: of the last call, which stands if every rank still holds the same. halo: of the last call, if it is still up

@@ -23,7 +23,7 @@ from pulse_rl.patch.merging import Batch, Merged, batches, write_all
 from pulse_rl.patch.overlay import laid_over
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.subscribe.halo import fetch_strips
-from pulse_rl.sync.subscribe.held import Halo, Held, add_pieces, missing_strips, nbytes_of, with_pieces
+from pulse_rl.sync.subscribe.held import Halo, HeldWeights, add_pieces, missing_strips, nbytes_of, with_pieces
 from pulse_rl.sync.subscribe.loading import Restored
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.weights.boxes import Box
@@ -75,7 +75,7 @@ class Writing:
     keep_nbytes: float = KEEP_NBYTES
     later = False
 
-    def __init__(self, reading: Reading, live: Held, proof: Proof) -> None:
+    def __init__(self, reading: Reading, live: HeldWeights, proof: Proof) -> None:
         self._reading, self._live, self._proof = reading, live, proof
         self._strips = _Strips(live, reading.ranks)
 
@@ -195,7 +195,7 @@ class Keeping:
 
     later = True
 
-    def __init__(self, live: Held, ranks: Ranks) -> None:
+    def __init__(self, live: HeldWeights, ranks: Ranks) -> None:
         self._live, self._ranks = live, ranks
         self._strips = _Strips(live, ranks)
         self.nbytes = 0  # of decoded changes or files
@@ -322,7 +322,7 @@ class Keeping:
         if self._restored is not None:
             writing.load(self._restored, self._files)
 
-    def hand_over_halo(self, live: Held) -> None:
+    def hand_over_halo(self, live: HeldWeights) -> None:
         """Add the strips that were fetched to those that are kept from call to call."""
         for halo in self._halos:
             live.add(halo)

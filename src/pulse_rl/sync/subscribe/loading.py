@@ -15,7 +15,7 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
 from pulse_rl.sync.subscribe.counting import count, unequal
-from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.weights.bits import Bits, differ, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, Sides
@@ -30,7 +30,7 @@ class Restored:
     speaks of the version and the weights. Raises BaseMismatchError or ValueError.
     """
 
-    def __init__(self, target: Manifest, proved: Layout, live: Held, directory: Path, sides: Sides) -> None:
+    def __init__(self, target: Manifest, proved: Layout, live: HeldWeights, directory: Path, sides: Sides) -> None:
         self.target = target
         self.nbytes = proved.held_nbytes  # of the files
         self._proved = proved
@@ -45,7 +45,7 @@ class Restored:
         """Write every element that this rank holds."""
         finish_despite_interrupt(lambda: _write_all(self._proved, self._live))
 
-    def check(self, ranks: Ranks, live: Held) -> None:
+    def check(self, ranks: Ranks, live: HeldWeights) -> None:
         """Count the live weights. A collective. Raises IntegrityError if they do not hold the version."""
         found = count(ranks, live, self.target.tied)
         if found != self.target.digest:
@@ -108,7 +108,7 @@ def _copy(source: Bits, target: Bits) -> None:
         target.write(start, source.read(start, stop))
 
 
-def wanted(live: Held) -> Layout | None:
+def wanted(live: HeldWeights) -> Layout | None:
     """What a rank needs of a version: the boxes that it holds of each tensor; None for whole tensors."""
     if not live.shared:
         return None

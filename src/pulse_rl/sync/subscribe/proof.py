@@ -16,7 +16,7 @@ from pulse_rl.history.reading import Effort
 from pulse_rl.history.trail import State
 from pulse_rl.sync.shares import SharePlan, layout_fingerprint
 from pulse_rl.sync.subscribe.counting import check
-from pulse_rl.sync.subscribe.held import Halo, Held
+from pulse_rl.sync.subscribe.held import Halo, HeldWeights
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 
@@ -64,7 +64,7 @@ class Proof:
 
     def begin(
         self, make: Callable[[], LiveWeights], call: str, version: int | None, effort: Effort
-    ) -> tuple[Held, str | None]:
+    ) -> tuple[HeldWeights, str | None]:
         """View the weights, and recount those that may not be the ones that were proved, or if that is due.
 
         A collective. make: views them, and may raise. Returns them, and what is wrong with them; then no version is
@@ -80,7 +80,7 @@ class Proof:
                 altered = str(error)
         return live, altered
 
-    def view(self, make: Callable[[], LiveWeights], call: str, version: int | None) -> tuple[Held, str | None]:
+    def view(self, make: Callable[[], LiveWeights], call: str, version: int | None) -> tuple[HeldWeights, str | None]:
         """View the weights. A collective. Returns them, and what is wrong with the versions that the ranks hold."""
         together = self._ranks.size > 1
 
@@ -106,19 +106,19 @@ class Proof:
             altered = f"the ranks held different versions: {known}"
         prints = [standing.print for standing in standings] if together else None
         halo = self.halo if self.held is not None else {}
-        live = Held(found, self._ranks, self._plan, halo, prints, self.known)
+        live = HeldWeights(found, self._ranks, self._plan, halo, prints, self.known)
         if together:
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
         self._recognised = all(standing.known for standing in standings)
         return live, altered
 
-    def resume(self, look: Callable[[State | None], LiveWeights], call: str) -> Held:
+    def resume(self, look: Callable[[State | None], LiveWeights], call: str) -> HeldWeights:
         """View weights that a version was staged on. A collective. look: views them, and raises if it is obsolete."""
         found = self._ranks.do(call, lambda: look(self.held), alike=True)
-        return Held(found, self._ranks, self._plan, self.halo, known=self.known)
+        return HeldWeights(found, self._ranks, self._plan, self.halo, known=self.known)
 
-    def verify(self, held: State, live: Held) -> str:
+    def verify(self, held: State, live: HeldWeights) -> str:
         """Recount live weights that should hold a version. A collective. Returns their digest.
 
         Raises IntegrityError.
@@ -137,7 +137,7 @@ class Proof:
                 "overwrite=False, found other ones; they are as they were"
             )
 
-    def remember(self, live: Held, before: State | None) -> None:
+    def remember(self, live: HeldWeights, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
         known = self.overwrite or (self._known is not None and self._known.is_same(live.live))
         if self._recognised and not known:

@@ -16,7 +16,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
 from pulse_rl.sync.subscribe.counting import recognise, unequal
-from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import InFiles, Landings
 from pulse_rl.sync.subscribe.loading import Restored, wanted
 from pulse_rl.sync.subscribe.proof import Proof
@@ -31,7 +31,7 @@ class Way:
     """
 
     reading: Reading
-    live: Held
+    live: HeldWeights
     proof: Proof
     landing: Landings
     target: Manifest

@@ -27,7 +27,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.beating import Beating
-from pulse_rl.sync.subscribe.held import Held
+from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
 from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.subscribe.proof import Proof
@@ -374,7 +374,7 @@ class Subscriber:
         return self._proof.verify(self._proof.held, live)
 
     def _advance(
-        self, reading: Reading, live: Held, version: int | None, landing: Landings, altered: str | None
+        self, reading: Reading, live: HeldWeights, version: int | None, landing: Landings, altered: str | None
     ) -> Arrival:
         """Take the weights to a version, written or kept. A collective. Raises as `sync`.
 
@@ -397,7 +397,7 @@ class Subscriber:
         recovered = "; ".join(filter(None, [altered, *reading.faults.messages])) or None
         return Arrival(target, previous, route, reading.effort, recovered)
 
-    def _report(self, arrival: Arrival, live: Held, start: float) -> SyncReport:
+    def _report(self, arrival: Arrival, live: HeldWeights, start: float) -> SyncReport:
         report = arrival.report(live.halo_nbytes, start)
         self._beating.beat(None, report, start)
         return report
