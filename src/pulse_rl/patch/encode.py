@@ -268,12 +268,11 @@ class _Segments(NamedTuple):
             self.lying.device,
         )
 
-    def boundaries(self, first: int, count: int) -> list[int]:
-        """How much of an end comes before each of some segments."""
-        found = [0] * count
-        for number in range(-first % len(self.entries), count, len(self.entries)):
-            found[number] = self.group.boundary((first + number) // len(self.entries))
-        return found
+    def boundaries(self, first: int, count: int) -> dict[int, int]:
+        """How much of an end comes before some segments, by the places of those where a tile begins."""
+        tensors = len(self.entries)
+        begins = range(-first % tensors, count, tensors)
+        return {number: self.group.boundary((first + number) // tensors) for number in begins}
 
 
 class _End(NamedTuple):
@@ -297,28 +296,42 @@ class _Coding:
         self._span_nbytes = 0  # of the decoded changes in the last one
         self._end: _End | None = None  # where the last span may still be closed
 
-    def add(self, run: Run, boundaries: Sequence[int]) -> None:
-        """Add segments. boundaries: how much of an end comes before each."""
-        begin, widths = 0, 4 + run.specs.itemsize
-        for number, (count, boundary) in enumerate(zip(run.specs.changed.tolist(), boundaries, strict=True)):
-            if boundary and self._span_nbytes >= CLOSE_NBYTES[boundary]:
-                self._close_span(_End(self._spans[-1], self._span_nbytes))
-            elif boundary == 2 and self._span_nbytes:
-                self._end = _End(self._spans[-1], self._span_nbytes)
-            self._segments += 1
-            self._spans[-1] += 1
-            self._nbytes += widths * count
-            self._span_nbytes += widths * count
+    def add(self, run: Run, boundaries: Mapping[int, int]) -> None:
+        """Add segments. boundaries: how much of an end comes before some of them, by place."""
+        begin = at = 0
+        ends = np.cumsum((4 + run.specs.itemsize) * run.specs.changed)  # of the decoded changes, bytes
+        tiles = [*sorted(boundaries), run.segments]
+        tile = 0  # that begins next
+        while at < run.segments:
+            if at == tiles[tile]:
+                tile += 1
+                if self._span_nbytes >= CLOSE_NBYTES[boundaries[at]]:
+                    self._close_span(_End(self._spans[-1], self._span_nbytes))
+                elif boundaries[at] == 2 and self._span_nbytes:
+                    self._end = _End(self._spans[-1], self._span_nbytes)
+            # All segments up to the next tile, or to one with which a block is full, or a span.
+            before = int(ends[at - 1]) if at else 0
+            left = self.codec.block_nbytes - self._nbytes
+            if self._end is not None:
+                left = min(left, CLOSE_NBYTES[2] - (self._span_nbytes - self._end.nbytes))
+            full = int(np.searchsorted(ends, before + left)) + 1
+            stop = min(max(full, at + 1), tiles[tile], at + BLOCK_SEGMENTS - self._segments)
+            nbytes = int(ends[stop - 1]) - before
+            self._segments += stop - at
+            self._spans[-1] += stop - at
+            self._nbytes += nbytes
+            self._span_nbytes += nbytes
+            at = stop
             # Norms, which all receivers need, would otherwise make them read the first tiles of the matrices after
             # them.
             if self._end is not None and self._span_nbytes - self._end.nbytes >= CLOSE_NBYTES[2]:
                 self._close_span(self._end)
             if self._nbytes >= self.codec.block_nbytes or self._segments == BLOCK_SEGMENTS:
-                self._open.append(run.at(begin, number + 1))
-                begin = number + 1
+                self._open.append(run.at(begin, at))
+                begin = at
                 self.close()
-        if begin < len(boundaries):
-            self._open.append(run.at(begin, len(boundaries)))
+        if begin < at:
+            self._open.append(run.at(begin, at))
 
     def _close_span(self, end: "_End") -> None:
         self._spans[-1:] = [end.segments, self._spans[-1] - end.segments]

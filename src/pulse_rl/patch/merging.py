@@ -19,7 +19,7 @@ from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
-from pulse_rl.weights.host_bits import count_writes
+from pulse_rl.weights.host_bits import count_writes, counted_in
 from pulse_rl.weights.pieces import Piece, touching, within
 
 BATCH = 1 << 15  # fewest changes worth a separate task: about 0.3 ms to write and to read back
@@ -139,7 +139,8 @@ class Batch:
         device: Device | None,
         write: Callable[[], int | None],
     ) -> None:
-        self._names, self.memory, self._write = names, memory, write
+        self._names, self._write = names, write
+        self.counted = counted_in(memory)  # here, as it is not done in the pause
         self.nbytes = changes.indices.nbytes + changes.values.nbytes  # memory of the changes
         self.on_device = device is not None and device is not HOST
 
@@ -225,4 +226,4 @@ def write_all(batched: Sequence[Batch]) -> None:
                 batch.write()
         spread(Batch.write, [batch for batch in batched if not batch.on_device])
     finally:  # here and once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
-        count_writes({id(bits): bits for batch in batched for bits in batch.memory}.values())
+        count_writes(list({id(tensor): tensor for batch in batched for tensor in batch.counted}.values()))

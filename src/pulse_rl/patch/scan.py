@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.parallel import ordered_map, sliced
+from pulse_rl.parallel import batched, ordered_map, sliced
 from pulse_rl.patch.on_device import differing
 from pulse_rl.patch.segments import CACHED_PLACES, CutGroup, Entry
 from pulse_rl.weights import digests
@@ -29,6 +29,7 @@ from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import place_view
 from pulse_rl.weights.segments import SEGMENT
 
+TOGETHER_NBYTES = 1 << 20  # of the changes of tiles that are handed on at once
 HELD_NBYTES = 32 << 20  # of a group's changes: as much as is kept of a patch while it is proved
 
 
@@ -124,9 +125,12 @@ class Scan:
                     old, new = place_view(self.old[entry.name], place), place_view(self.new[entry.name], place)
                     yield _Part(seed, at, old, new, 0, new.size)
 
-        for compared in ordered_map(partial(_compare, digest_old=self.digest_old), parts()):
-            self._add(compared)
-            yield Found(np.array([0, len(compared.replaced)]), compared.changes, compared.replaced)
+        compared = ordered_map(partial(_compare, digest_old=self.digest_old), parts())
+        for several in batched(compared, lambda one: 1 + one.nbytes, TOGETHER_NBYTES):
+            for one in several:
+                self._add(one)
+            counts, indices, values, replaced = _joined(several)
+            yield Found(np.concatenate([[0], np.cumsum(counts)]), Changes(indices, values), replaced)
 
     def _in_runs(self, group: CutGroup, entries: Sequence[Entry]) -> Found | None:
         """Compare run by run. None where that is not possible, or takes too much memory."""
@@ -138,10 +142,13 @@ class Scan:
         if not (before.contiguous and after.contiguous):
             return None
         cut = [list(runs(box, shape)) for box in boxes]
-        seeds = [_seed(entry) for entry in entries]
-        plain = _plain_runs(np.array(seeds, np.uint64), before, after, cut, self.old[entries[0].name].itemsize)
-        compare: Callable[..., _Compared] = _compare if plain is None else _compare_runs
-        work: Iterator[Any] = self._runs(entries, cut) if plain is None else plain
+        compare: Callable[..., _Compared] = _compare
+        work: Iterator[Any] = self._runs(entries, cut)
+        near, far, itemsize = before.spots, after.spots, self.old[entries[0].name].itemsize
+        if near is not None and far is not None and before.itemsize == itemsize:
+            cast = after.itemsize != itemsize
+            compare = partial(_compare_runs, near, far, before.sizes, itemsize, cast=cast)
+            work = sliced(before.sizes, SEGMENT)
         found: list[_Compared] = []
         nbytes = 0
         for compared in ordered_map(partial(compare, digest_old=self.digest_old), work):
@@ -169,57 +176,33 @@ class _Held(NamedTuple):
     """Where a group's tensors lie in one state."""
 
     contiguous: bool  # whether each box is one run of memory
-    itemsize: int | None  # bytes of an element in host memory; None where kernels do not read all of it there
-    addresses: NDArray[np.int64]  # (boxes, tensors); none unless they do
+    itemsize: int  # bytes of an element in memory, where spots are known
+    spots: cpu.Spots | None  # of all runs, tensor by tensor of each box; None unless they are host memory, as rows
+    sizes: NDArray[np.int64]  # (runs,) elements of each
 
 
 def _held(state: Mapping[str, Bits], table: Sequence[Entry], group: CutGroup) -> _Held:
     entries = [table[number] for number in group.tensors]
-    pieces = [[place_view(state[entry.name], box) for entry in entries] for box in entries[0].boxes]
+    (_, _, shape, boxes), seeds = entries[0], np.array(list(map(_seed, entries)), np.uint64)
+    pieces = [[place_view(state[entry.name], box) for entry in entries] for box in boxes]
     itemsizes = {lying_itemsize(bits) for tensors in pieces for bits in tensors}
-    if len(itemsizes) != 1 or None in itemsizes:
-        return _Held(all(bits.contiguous for tensors in pieces for bits in tensors), None, np.empty((0, 0), np.int64))
-    addresses = [[bits.address for bits in tensors] for tensors in pieces]  # type: ignore[attr-defined]
-    return _Held(True, itemsizes.pop(), np.array(addresses, np.int64))
-
-
-class _Runs(NamedTuple):
-    """Runs of elements in host memory, that one call compares."""
-
-    old: cpu.Spots
-    new: cpu.Spots
-    sizes: NDArray[np.int64]
-    itemsize: int
-    cast: bool  # whether the new elements are float32, compared as bfloat16
-
-
-def _plain_runs(
-    seeds: NDArray[np.uint64],
-    old: _Held,
-    new: _Held,
-    cut: Sequence[Sequence[tuple[int, int, Positions]]],
-    itemsize: int,
-) -> Iterator[_Runs] | None:
-    """All runs of a group, tensor by tensor of each box; None unless they are plain host memory, as rows.
-
-    seeds: of each tensor's digest. cut: the runs of each box. itemsize: bytes of an element, as it is published.
-    """
+    cut = [list(runs(box, shape)) for box in boxes]
     rows = [[_row(at) for _, _, at in spans] for spans in cut]
-    if old.itemsize != itemsize or new.itemsize is None or any(None in each for each in rows):
-        return None
+    itemsize, *more = itemsizes
+    if itemsize is None or more or any(None in each for each in rows):
+        contiguous = all(bits.contiguous for tensors in pieces for bits in tensors)
+        return _Held(contiguous, 0, None, np.empty(0, np.int64))
     columns = []
-    for at, spans, places in zip(zip(old.addresses, new.addresses, strict=True), cut, rows, strict=True):
+    for tensors, spans, places in zip(pieces, cut, rows, strict=True):
+        addresses = np.array([bits.address for bits in tensors], np.int64)  # type: ignore[attr-defined]
         starts, stops = (np.array([span[i] for span in spans], np.int64) for i in range(2))
-        near, far = (each[:, None] + starts * n for each, n in zip(at, (itemsize, new.itemsize), strict=True))
-        each = np.broadcast_to(np.array(places, np.int64).T[:, None], (3, *near.shape))
-        sizes = np.broadcast_to(stops - starts, near.shape)
-        own = np.broadcast_to(seeds.view(np.int64)[:, None], near.shape)
-        columns.append(np.stack([near, far, *each, sizes, own]).reshape(7, -1))
-    near, far, starts, strides, lengths, sizes, own = np.ascontiguousarray(np.concatenate(columns, axis=1))
-    how = (lengths, starts, strides, lengths, own.view(np.uint64), np.ones_like(sizes))
-    before, after = cpu.Spots(near.view(np.uint64), *how), cpu.Spots(far.view(np.uint64), *how)
-    cast = new.itemsize != itemsize
-    return (_Runs(before.at(some), after.at(some), sizes[some], itemsize, cast) for some in sliced(sizes, SEGMENT))
+        at = addresses[:, None] + starts * itemsize
+        each = np.broadcast_to(np.array(places, np.int64).T[:, None], (3, *at.shape))
+        own = np.broadcast_to(seeds.view(np.int64)[:, None], at.shape)
+        columns.append(np.stack([at, *each, np.broadcast_to(stops - starts, at.shape), own]).reshape(6, -1))
+    at, starts, strides, lengths, sizes, own = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    spots = cpu.Spots(at.view(np.uint64), lengths, starts, strides, lengths, own.view(np.uint64), np.ones_like(sizes))
+    return _Held(True, itemsize, spots, sizes)
 
 
 def _row(at: Positions) -> tuple[int, int, int] | None:
@@ -230,11 +213,24 @@ def _row(at: Positions) -> tuple[int, int, int] | None:
     return int(at.starts[0]), int(apart[0]) if len(apart) else at.run, at.run
 
 
-def _compare_runs(some: _Runs, *, digest_old: bool) -> _Compared:
-    """Find the changes of many runs and what they do to the digest."""
+def _compare_runs(
+    old: cpu.Spots,
+    new: cpu.Spots,
+    sizes: NDArray[np.int64],
+    itemsize: int,
+    some: slice,
+    *,
+    cast: bool,
+    digest_old: bool,
+) -> _Compared:
+    """Find the changes of some runs of elements in host memory, and what they do to the digest.
+
+    cast: whether the new elements are float32, compared as bfloat16.
+    """
     clock = time.perf_counter()
-    found = cpu.find_in_spots(some.old, some.new, some.sizes, some.itemsize, cast=some.cast)
-    base = cpu.digest_spots(some.old, some.sizes, some.itemsize) if digest_old else 0
+    before, sizes = old.at(some), sizes[some]
+    found = cpu.find_in_spots(before, new.at(some), sizes, itemsize, cast=cast)
+    base = cpu.digest_spots(before, sizes, itemsize) if digest_old else 0
     changes, seconds = Changes(found.indices, found.values), time.perf_counter() - clock
     return _Compared(np.diff(found.edges), changes, found.replaced, base, found.delta, 0.0, seconds)
 
@@ -337,6 +333,15 @@ def _grid(places: Sequence[tuple[int, Box]], box: Box) -> _Grid | None:
     return _Grid(cpu.Grid(columns, edges, firsts, starts, stops), numbers)
 
 
+def _joined(
+    compared: Sequence[_Compared],
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray, UIntArray]:
+    """The counts, indices, values and old bits of all."""
+    columns = ((one.counts, *one.changes, one.replaced) for one in compared)
+    counts, indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
+    return counts, indices, values, replaced
+
+
 def _sorted(
     compared: Sequence[_Compared],
     grids: Sequence[_Grid],
@@ -347,9 +352,7 @@ def _sorted(
 
     compared: of each box, tensor by tensor, run by run, of one or more. cut: the runs of each box.
     """
-    counts = np.concatenate([one.counts for one in compared])
-    columns = ((one.changes.indices, one.changes.values, one.replaced) for one in compared)
-    indices, values, replaced = map(np.concatenate, zip(*columns, strict=True))
+    counts, indices, values, replaced = _joined(compared)
     cuts, at = [], 0
     for (grid, numbers), spans in zip(grids, cut, strict=True):
         begins = np.array([start for start, _, _ in spans], np.int64)

@@ -100,7 +100,7 @@ class HostBits:
 
     def count_write(self) -> None:
         """Count a write for torch."""
-        count_writes([self])
+        count_writes(counted_in([self]))
 
     @property
     def counted(self) -> torch.Tensor | None:
@@ -143,11 +143,15 @@ class _Counted(Protocol):
     def counted(self) -> torch.Tensor | None: ...
 
 
-def count_writes(written: Iterable[_Counted]) -> None:
+def counted_in(memory: Iterable[_Counted]) -> list[torch.Tensor]:
+    """The tensors for which torch counts writes to memory."""
+    return [tensor for bits in memory if (tensor := bits.counted) is not None and not tensor.is_inference()]
+
+
+def count_writes(tensors: list[torch.Tensor]) -> None:
     """Count a write to each for torch, which has not made it."""
-    counted = [tensor for bits in written if (tensor := bits.counted) is not None and not tensor.is_inference()]
-    if counted:
-        sys.modules["torch"].autograd.graph.increment_version(counted)
+    if tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensors)
 
 
 class ArrayCastBits:

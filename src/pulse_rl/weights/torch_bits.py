@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import count_writes, expanded
+from pulse_rl.weights.host_bits import count_writes, counted_in, expanded
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +181,7 @@ class TorchBits:
 
     def count_write(self) -> None:
         """Count a write for torch."""
-        count_writes([self])
+        count_writes(counted_in([self]))
 
     @property
     def counted(self) -> torch.Tensor:
