@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Clock(transformers.TrainerCallback):  # type: ignore[misc]
-    """Notes when each event comes to it, and the kernels compiled until then."""
+    """Records the time of each event, and how many kernels were compiled by then."""
 
     def __init__(self) -> None:
         self.begins: list[float] = []  # of each step, and the end of the last one

@@ -1,7 +1,7 @@
 """`PublishCallback` on two ranks: versions against the weights that the framework itself gathers after every step.
 
-Accelerate knows FSDP on devices alone: on a CPU it trains with DDP, and says nothing. So it is told of a kind of device
-that it has a list for, whose tensors are in host memory all the same, and each test asserts what the parameters are.
+Accelerate knows FSDP on devices alone: on a CPU it trains with DDP, without a warning. So these tests name a device of
+a kind that Accelerate lists; tensors stay in host memory, and each test asserts the type of the parameters.
 """
 
 import os

@@ -55,13 +55,26 @@ def write_stream(path: Path, parts: Iterable[bytes]) -> None:
             file.write(part)
 
 
+def unfinished(path: Path) -> Path:
+    """Where this process writes what is moved to a path when it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}{PART}")
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a link, if it is there, or a directory with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a place beside a path for a file, or a directory, to be written in the block; then move it to the path.
 
     It is there when the block has ended, on the disk, also after a power failure. If the block raises, nothing changes.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    temporary = unfinished(path)
     try:
         yield temporary
         for each in (*temporary.rglob("*"), temporary):
@@ -69,10 +82,7 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
         to_disk(path.parent)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            temporary.unlink(missing_ok=True)
+        delete(temporary)
 
 
 def linked(file: Path, path: Path) -> bool:

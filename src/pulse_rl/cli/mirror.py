@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pulse_rl.cli import output
-from pulse_rl.cli.output import AsJson
+from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.errors import printable
 from pulse_rl.units import nbytes, seconds
 
@@ -78,12 +78,7 @@ def mirror(
         str | None,
         typer.Option(metavar="PEM", help="With --from: Ed25519 private key to sign by.", show_default=False),
     ] = None,
-    public_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PEM", help="Ed25519 public key that every manifest must be signed by.", show_default=False
-        ),
-    ] = None,
+    public_key: PublicKeyFile = None,
     heartbeat: Annotated[
         str | None,
         typer.Option(
@@ -98,10 +93,10 @@ def mirror(
 ) -> None:
     """Keep a directory at the newest version of a store, as Hugging Face folders.
 
-    For engines and trainers that load from disk. Each version is written to a
-    folder of its own with config.json and tokenizer, proved, and appears whole;
-    the link DIR/current then leads to it. Only patches are read from version to
-    version. Stop it with Ctrl-C, or kill it, and start it again whenever you
+    For engines and trainers that load from disk. Each version gets a new
+    folder, with config.json and tokenizer. It appears when it is whole and
+    proved; the link DIR/current then leads to it. Only patches are read from
+    version to version. Stop it with Ctrl-C, or kill it, and start it again whenever you
     like: it continues from the newest folder that is proved.
 
     With --from, each checkpoint folder that a trainer finishes in DIR becomes a

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from pulse_rl.weights.layout import Layout
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+PublicKeyFile = Annotated[
+    str | None,
+    typer.Option(metavar="PEM", help="Ed25519 public key that every manifest must be signed by.", show_default=False),
+]
 
 
 NARROWEST = 40  # columns of a terminal in which words can be read

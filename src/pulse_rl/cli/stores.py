@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pulse_rl.cli import output
-from pulse_rl.cli.output import AsJson
+from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.errors import printable
 from pulse_rl.units import count, nbytes
 
@@ -159,12 +159,7 @@ def copy(
         ),
     ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Another store: empty, or with an earlier copy.")],
-    public_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PEM", help="Ed25519 public key that every manifest must be signed by.", show_default=False
-        ),
-    ] = None,
+    public_key: PublicKeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy a history to another store, every object proved by its hash.

@@ -18,9 +18,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from pulse_rl.engines.client import EngineClient
-from pulse_rl.engines.outcomes import failed
+from pulse_rl.engines.outcomes import check_holds, failed
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode
-from pulse_rl.errors import EngineError, PulseError, one_line, printable
+from pulse_rl.errors import EngineError, PulseError, one_line
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 
@@ -203,15 +203,15 @@ class Driver:
             return self._see(engine, "waiting", state.version, error=self._store_error)
         state, newest = self._open(engine, state), head.version
         if state.version == newest and (state.ready or (state.paused and state.weight_version == str(newest))):
-            _check(engine, head, state)
+            check_holds(engine.url, state, head.version, head.digest, "follow")
             return self._see(engine, "ok" if state.ready else "paused", newest)
         self._see(engine, "staging", state.version)
         state = engine.stage(newest)
         self._see(engine, "applying", state.version)
         report = engine.apply(newest, pause=self._manner.pause, reset_caches=self._manner.reset_caches)
-        _check(engine, head, report)
+        check_holds(engine.url, report, head.version, head.digest, "follow")
         state = engine.state()
-        _check(engine, head, state)
+        check_holds(engine.url, state, head.version, head.digest, "follow")
         return self._see(engine, "ok" if state.ready else "paused", newest, report=report)
 
     def _count_restarts(self, engine: EngineClient, state: EngineState) -> None:
@@ -270,19 +270,6 @@ class Driver:
                 self._change.notify_all()
                 if not self._stop.is_set():
                     self._notice(after)
-
-
-def _check(engine: EngineClient, head: Manifest, found: EngineState | EngineReport) -> None:
-    """Raise EngineError if an engine does not hold this version of the history, whatever number it says."""
-    if (found.version, found.digest) != (head.version, head.digest):
-        raise EngineError(
-            f"{engine.url}: expected version {head.version} of digest {head.digest}, as the history has it, found "
-            f"version {found.version} of digest {printable(str(found.digest))}: it follows another history",
-            url=engine.url,
-            during="follow",
-            kind="IntegrityError",
-            version=found.version,
-        )
 
 
 def heartbeat_id(url: str) -> str:

@@ -43,6 +43,21 @@ def staged_for(version: int | None, prepared: Prepared | None) -> Prepared | Fai
     return Failure("apply", "VersionNotFoundError", message, fields={"version": version})
 
 
+def check_holds(
+    url: str, found: EngineState | EngineReport, version: int | None, digest: str | None, during: str
+) -> None:
+    """Raise EngineError if an engine does not hold this version of the history, whatever number it says."""
+    if (found.version, found.digest) != (version, digest):
+        raise EngineError(
+            f"{url}: expected version {version} of digest {digest}, as the history has it, found version "
+            f"{found.version} of digest {printable(str(found.digest))}: it follows another history",
+            url=url,
+            during=during,
+            kind="IntegrityError",
+            version=found.version,
+        )
+
+
 def failed(failure: Failure, state: EngineState, url: str | None = None, status: int | None = None) -> EngineError:
     """The error for what went wrong in an engine. state: what it holds after that. url: None in this process."""
     where = "" if url is None else f"{url}: "

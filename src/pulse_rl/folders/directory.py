@@ -10,7 +10,6 @@ by the next one. A lock, which the kernel ends with the process, keeps a second 
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.disk import PART, make_directory, read_file, replacing, to_disk
+from pulse_rl.disk import PART, delete, make_directory, read_file, replacing, to_disk, unfinished
 from pulse_rl.documents import Count, Digest, decode_json
 from pulse_rl.errors import FormatError
 from pulse_rl.folders.names import FolderName
@@ -80,7 +79,7 @@ class Directory:
             name, _, process = path.name[1 : -len(PART)].rpartition(".")
             if process.isdecimal() and (name == CURRENT or self._name.version(name) is not None):
                 try:
-                    _delete(path)
+                    delete(path)
                 except OSError as error:
                     log.warning("%s could not be deleted: %s", path, error)
 
@@ -135,7 +134,7 @@ class Directory:
         folder = self.folder(version)
         if self._points_to(folder):
             return
-        temporary = self._hidden(CURRENT)
+        temporary = unfinished(self._link)
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(folder.name)
         temporary.replace(self._link)
@@ -155,21 +154,11 @@ class Directory:
     def _points_to(self, folder: Path) -> bool:
         return self._link.is_symlink() and os.readlink(self._link) == folder.name
 
-    def _hidden(self, name: str) -> Path:
-        return self.path / f".{name}.{os.getpid()}{PART}"
-
     def _discard(self, folder: Path) -> None:
         """Delete a folder. It loses its name first, so that half of one is never seen."""
-        hidden = self._hidden(folder.name)
+        hidden = unfinished(folder)
         folder.rename(hidden)
-        _delete(hidden)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+        delete(hidden)
 
 
 def _read_mark(folder: Path) -> FolderMark | None:

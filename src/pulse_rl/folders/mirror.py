@@ -182,7 +182,7 @@ def mirror(
 ) -> Iterator[Mirrored]:
     """Keep a directory at the newest version of a history, as Hugging Face folders, for engines that load from disk.
 
-    Each version gets a folder of its own: safetensors, and the assets of the newest anchor (config.json, a tokenizer).
+    Each version gets a new folder: safetensors, and the assets of the newest anchor (config.json, a tokenizer).
     It appears whole, with its bits proved and on the disk, and `directory/current`, a symbolic link, then leads to it.
     From one version to the next only patches are read. A process that is killed at any moment leaves whole folders,
     and the next one continues from the newest that is proved to hold its version. Folders that something has altered

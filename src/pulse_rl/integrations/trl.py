@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pulse_rl import Publisher, PublishReport
 from pulse_rl.engines.fleet import Engines
+from pulse_rl.engines.outcomes import check_holds
 from pulse_rl.engines.states import EngineReport, PauseMode
 from pulse_rl.errors import EngineError, require
 from pulse_rl.logs import logger
 
 log = logger(__name__)
+
+_T = TypeVar("_T")
 
 _RETRY_S = 1.0
 
@@ -105,18 +108,10 @@ class PulseWeightTransfer:
         self._engines.stage(version, timeout=self._timeout)
         reports = self._engines.apply(version, pause=self._pause)
         for client, report in zip(self._engines.clients, reports, strict=True):
-            if (report.version, report.digest) != (version, digest):
-                raise EngineError(
-                    f"{client.url}: expected version {version} of digest {digest}, found version {report.version} of "
-                    f"digest {report.digest}: it follows another history",
-                    url=client.url,
-                    during="apply",
-                    kind="IntegrityError",
-                    version=report.version,
-                )
+            check_holds(client.url, report, version, digest, "apply")
         return reports
 
-    def _until(self, verb: Any) -> Any:
+    def _until(self, verb: Callable[[], _T]) -> _T:
         """Do a verb of all engines, again where its failure may pass, until the time is over."""
         deadline = time.monotonic() + self._timeout
         while True:

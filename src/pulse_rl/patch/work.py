@@ -117,7 +117,7 @@ class Parts(NamedTuple):
         """The tensor of one of them."""
         for work, some in self.several:
             if number < some.stop - some.start:
-                return work.tensors[int(work.owners[some][number])]
+                return work.tensors[int(work.owners[some.start + number])]
             number -= some.stop - some.start
         raise IndexError(number)
 

@@ -47,7 +47,7 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
 
 
 class _Interned(dict[Any, Any]):
-    """Equal keys as one object: objects of their own for each tensor would set Python's collector off."""
+    """Gives one object for equal keys: an object for each tensor would start Python's garbage collector."""
 
     def __missing__(self, key: Any) -> Any:
         if len(self) >= SHAPES:
