@@ -22,15 +22,17 @@ T = TypeVar("T")
 SHAPES = {300: (512, 503), 18_867: (64, 64)}  # of one tensor, by their number
 DENSITY = 0.002
 CODECS: tuple[Literal["gap", "context"], ...] = ("gap", "context")
-VERSIONS = 4  # after one that compiles and one that looks at the weights first
+VERSIONS = 13  # the first compiles kernels, the next looks at the weights
 
 
 class Cost(NamedTuple):
     """Processor seconds, medians."""
 
     publish: float
-    stage: float
-    apply: float
+    with_skip: float  # of a version after which a skip patch is due too
+    stage: float  # of one patch
+    stage_three: float  # of three patches at once
+    apply: float  # of one patch
 
 
 def measure(tensors: int, codec: Literal["gap", "context"]) -> Cost:
@@ -40,20 +42,26 @@ def measure(tensors: int, codec: Literal["gap", "context"]) -> Cost:
     names = [f"model.layers.{i // 384}.mlp.experts.{i % 128}.{'abc'[i // 128 % 3]}_proj.weight" for i in range(tensors)]
     weights = {name: torch.randn(SHAPES[tensors]).to(torch.bfloat16) for name in names}
     live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    found: list[Cost] = []
+    found: dict[str, list[float]] = {name: [] for name in Cost._fields}
     with tempfile.TemporaryDirectory(prefix="pulse-rl-") as directory:
         publisher, subscriber = pulse.Publisher(directory, codec=codec), pulse.Subscriber(directory)
-        for version in range(VERSIONS + 2):
+        for version in range(VERSIONS):
             for tensor in weights.values() if version else ():
                 bits = tensor.view(torch.int16).view(-1)
                 bits[torch.from_numpy(rng.integers(0, len(bits), round(DENSITY * len(bits))))] += 1
             publish, _ = _timed(lambda version=version: publisher.publish(weights, version=version))  # type: ignore[misc]
+            found["publish" if version % 4 else "with_skip"].append(publish)
+            if version > 4 and version % 4 in (1, 2):
+                continue
             stage, staged = _timed(lambda: subscriber.stage(live))
-            apply, _ = _timed(staged.apply)
-            found.append(Cost(publish, stage, apply))
+            apply, report = _timed(staged.apply)
+            found["stage_three" if report.patches == 3 else "stage"].append(stage)
+            if report.patches == 1:
+                found["apply"].append(apply)
     if not all(torch.equal(live[name], weights[name]) for name in names):
         raise AssertionError("the live weights are not those that were published")
-    return Cost(*(statistics.median(each) for each in zip(*found[2:], strict=True)))
+    first = {"publish": 1, "with_skip": 2, "stage": 2, "stage_three": 0, "apply": 1}  # that is as all others
+    return Cost(*(statistics.median(found[name][first[name] :]) for name in Cost._fields))
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
@@ -71,7 +79,7 @@ def main() -> None:
         for tensors in chosen:
             cost = measure(tensors, codec)
             rows.append((codec, f"{tensors:,}", *(f"{1e3 * seconds:,.1f} ms" for seconds in cost)))
-    output.table(("codec", "tensors", "publish", "stage", "apply"), rows)
+    output.table(("codec", "tensors", *(name.replace("_", " ") for name in Cost._fields)), rows)
 
 
 if __name__ == "__main__":

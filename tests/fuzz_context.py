@@ -21,7 +21,7 @@ from naive import context as reference_context
 
 from pulse_rl.codecs import context as context_codec
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import SegmentChanges, SegmentSpec
+from pulse_rl.codecs.base import OldReader, SegmentChanges, SegmentSpec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import rangecoder
@@ -75,7 +75,7 @@ def streams_of(streams: Sequence[bytes]) -> Streams:
 def decode(block: Block) -> Decoded:
     """The library's result. Raises FormatError."""
     units = CODEC.open_block(memoryview(block.payload), block.specs)
-    decoded = units.decode(np.arange(len(block.specs)), lambda number: block.old[number], None)
+    decoded = units.decode(np.arange(len(block.specs)), OldReader(lambda number: block.old[number]), None)
     return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 
 

@@ -21,7 +21,19 @@ import msgspec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "reference"
-_INTEGRATIONS = ("transformers", "fsdp", "deepspeed", "megatron", "peft", "sglang", "trl", "vllm")
+_INTEGRATIONS = (
+    "transformers",
+    "fsdp",
+    "deepspeed",
+    "megatron",
+    "peft",
+    "sglang",
+    "delivery",
+    "trl",
+    "skyrl",
+    "verl",
+    "vllm",
+)
 MODULES = (
     "pulse_rl",
     "pulse_rl.study",

@@ -19,7 +19,7 @@ from patch_tools import changed, random_tensor, seal, snapshot, take_apart
 import pulse_rl as pulse
 from pulse_rl import parallel
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import SegmentSpec
+from pulse_rl.codecs.base import OldReader, SegmentSpec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
@@ -136,7 +136,8 @@ def test_a_segment_is_decoded_without_the_others() -> None:
     assert units.sizes.tolist() == [1, 1, 1, 1]
     expected = expected_of(listed)
     for chosen in ([2], [0], [3], [0, 3], [1, 2]):
-        (found,) = units.decode(np.array(chosen), lambda place, chosen=chosen: block.old[chosen[place]], None)  # type: ignore[misc]
+        olds = [block.old[number] for number in chosen]
+        (found,) = units.decode(np.array(chosen), OldReader(olds.__getitem__), None)
         assert [(one.indices.tolist(), one.values.tolist()) for one in found.each()] == [expected[n] for n in chosen]
     # The last segment, with every stream before it turned over.
     last = len(encoded(listed[:3]).payload)
@@ -144,7 +145,7 @@ def test_a_segment_is_decoded_without_the_others() -> None:
     for at in range(head, min(last, len(turned) - 200)):
         turned[at] ^= 0xFF
     units = CODEC.open_block(memoryview(turned), block.specs)
-    ((_, (indices, values)),) = units.decode(np.array([3]), lambda _: block.old[3], None)
+    ((_, (indices, values)),) = units.decode(np.array([3]), OldReader(lambda _: block.old[3]), None)
     assert (indices.tolist(), values.tolist()) == expected[3]
 
 
@@ -476,7 +477,7 @@ def test_the_largest_segment_takes_bounded_time_and_memory(dtype: str, stream: b
     tracemalloc.start()
     try:
         units = CODEC.open_block(memoryview(block.payload), block.specs)
-        (found,) = units.decode(np.array([0]), lambda _: old, None)
+        (found,) = units.decode(np.array([0]), OldReader(lambda _: old), None)
         assert len(found.changes.indices) == size
     except FormatError:
         pass

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.codecs import context as codec
 from pulse_rl.codecs import model
-from pulse_rl.codecs.base import OldBits
+from pulse_rl.codecs.base import OldBits, OldReader
 from pulse_rl.dtypes import ITEMSIZES, UINTS, field_of
 from pulse_rl.errors import FormatError
 from pulse_rl.kernels.cpu import coding as cpu_coding
@@ -80,7 +80,7 @@ class OnDevice:
     def decode(self, block: bytes) -> list[tuple[list[int], list[int]]]:
         units = codec.ContextCodec().open_block(memoryview(block), [part.spec for part in self.parts])
         old = OldBits(memory_of(self._held), self.there)
-        decoded = units.decode(np.arange(len(self.parts)), lambda number: self.parts[number].read(), old)
+        decoded = units.decode(np.arange(len(self.parts)), OldReader(lambda number: self.parts[number].read()), old)
         return [(indices.tolist(), values.tolist()) for found in decoded for indices, values in found.each()]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from loco_ranks import Ranks
 from shares import model, shares
 
@@ -42,6 +43,23 @@ def test_a_stream_is_published_as_the_mapping_is(tmp_path: Path) -> None:
         live = pulse.Subscriber(tmp_path).allocate()
         assert pulse.Subscriber(tmp_path).sync(live).digest == expected.digest
     assert not list(Path(tmp_path.parent).glob("pulse-rl-*"))
+
+
+def test_a_stream_is_read_to_its_end_also_where_it_fails(tmp_path: Path) -> None:
+    """As the ranks that gather it wait for each other; what fails while it is read on does not hide why."""
+    publisher, weights = pulse.Publisher(tmp_path), model(0)
+    left = iter([("x", "no tensor"), *weights.items()])
+    with pytest.raises(TypeError, match="tensor 'x'"):
+        publisher.publish(left)
+    assert next(left, None) is None
+
+    def failing() -> Iterator[Any]:
+        yield "x", "no tensor"
+        raise OSError("gone")
+
+    with pytest.raises(TypeError, match="tensor 'x'"):
+        publisher.publish(failing())
+    assert publisher.publish(iter(weights.items())).version == 0
 
 
 def test_what_a_stream_may_not_be(tmp_path: Path) -> None:
@@ -78,3 +96,24 @@ def publish_streams(group: Any, rank: int, size: int, store: str) -> list[str]:
 def test_ranks_give_their_shares_or_one_gives_all(ranks: Ranks, tmp_path: Path) -> None:
     expected = [pulse.digest(model(version)) for version in range(3)]
     assert ranks(publish_streams, 2, str(tmp_path)) == [expected] * 2
+
+
+def publish_gathered(group: Any, rank: int, size: int, store: str) -> list[str]:
+    """Tensors that all ranks gather as they read them, as verl's trainers do. Rank 1 cannot take its first one."""
+
+    def gathered() -> Iterator[Any]:
+        for i, (name, tensor) in enumerate(model(0).items()):
+            dist.barrier(group)
+            if i % size == rank:
+                yield name, "no tensor" if rank else tensor
+
+    publisher = pulse.Publisher(store, group=group)
+    try:
+        publisher.publish(gathered())
+    except (TypeError, pulse.ExchangeError) as error:
+        return [type(error).__name__, str(publisher.history.head())]
+    return []
+
+
+def test_ranks_that_gather_do_not_wait_for_one_that_fails(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(publish_gathered, 2, str(tmp_path)) == [["ExchangeError", "None"], ["TypeError", "None"]]

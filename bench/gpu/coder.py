@@ -20,7 +20,7 @@ from bench.gpu.bandwidth import DENSITIES, fitting
 from bench.gpu.children import Keep
 from bench.gpu.synthetic import State, changed, fill, shapes_of, state_like
 from pulse_rl.codecs import context
-from pulse_rl.codecs.base import OldBits, SegmentChanges, SegmentSpec, run_of, specs_of
+from pulse_rl.codecs.base import OldBits, OldReader, SegmentChanges, SegmentSpec, run_of, specs_of
 from pulse_rl.kernels.cpu.coding import Lies, memory_at
 from pulse_rl.kernels.gpu import changes, coding, device
 from pulse_rl.kernels.gpu.regions import regions_of
@@ -103,7 +103,8 @@ def decoded(coded: list[Block], parts: list[SegmentChanges]) -> list[Changes]:
         lies = [part.lies for part in block if part.lies is not None]
         old = OldBits(memory_at(lies, block), block[0].device) if len(lies) == len(block) else None
         units = opened(memoryview(span))
-        decoded = units.decode(np.arange(len(block)), lambda number, block=block: block[number].read(), old)  # type: ignore[misc]
+        reader = OldReader(lambda number, block=block: block[number].read())  # type: ignore[misc]
+        decoded = units.decode(np.arange(len(block)), reader, old)
         found += [changes for each in decoded for changes in each.each()]
     return found
 

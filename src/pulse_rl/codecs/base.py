@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
-from pulse_rl.kernels.cpu.coding import Lies, MemoryRows, memory_at
+from pulse_rl.kernels.cpu.coding import Lies, MemoryRows, memory_at, memory_of
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.segments import SEGMENT
@@ -75,9 +75,32 @@ def specs_of(specs: Sequence[SegmentSpec]) -> list[Specs]:
     return found
 
 
-# The old bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows`
-# describes them.
+# The bits of a segment, by number: (size,), contiguous; or (rows, run) that lie apart, as `comparable_rows` describes
+# them.
 Read: TypeAlias = Callable[[int], UIntArray]
+
+
+class OldReader(NamedTuple):
+    """Reads the old bits of segments, by number."""
+
+    read: Read
+    copy: Callable[[NDArray[np.int64]], MemoryRows] | None = None  # those of several at once; None to read each
+    first: int = 0  # the number of the first segment
+
+    def one(self, number: int) -> UIntArray:
+        """Those of one segment."""
+        return self.read(self.first + number)
+
+    def several(self, numbers: NDArray[np.int64]) -> MemoryRows:
+        """Those of several."""
+        numbers = self.first + numbers
+        if self.copy is not None:
+            return self.copy(numbers)
+        return memory_of([self.read(number) for number in numbers.tolist()])
+
+    def after(self, start: int) -> "OldReader":
+        """The same from another segment on."""
+        return self._replace(first=self.first + start)
 
 
 def row_spec(dtype: str, sizes: Sequence[int], changed: int) -> SegmentSpec:
@@ -112,7 +135,7 @@ class Run(NamedTuple):
     edges: NDArray[np.int64]  # (segments + 1,) where the changes of each begin, and the last one's end
     changes: Changes  # (k,) of all
     replaced: UIntArray  # (k,) the old bits of the changed elements
-    read: Read
+    old: OldReader
     every: Read  # all new bits of a segment
     memory: MemoryRows  # where the old bits lie
     usable: NDArray[np.bool_]  # (segments,) whether kernels can use them there without `read`
@@ -131,7 +154,7 @@ class Run(NamedTuple):
             edges=self.edges[start : stop + 1] - first,
             changes=Changes(self.changes.indices[first:last], self.changes.values[first:last]),
             replaced=self.replaced[first:last],
-            read=lambda number: self.read(start + number),
+            old=self.old.after(start),
             every=lambda number: self.every(start + number),
             memory=self.memory.at(some),
             usable=self.usable[some],
@@ -199,7 +222,7 @@ def run_of(segment: SegmentChanges) -> Run:
     (specs,) = specs_of([spec])
     memory = memory_at([lies or Lies(0, 1, spec.size, 0)], segment)
     usable, edges = np.array([lies is not None]), np.array([0, spec.changed])
-    return Run(specs, edges, changes, replaced, lambda number: read(), every, memory, usable, device)
+    return Run(specs, edges, changes, replaced, OldReader(lambda number: read()), every, memory, usable, device)
 
 
 class OldBits(NamedTuple):
@@ -222,11 +245,11 @@ class Units(NamedTuple):
     """
 
     sizes: NDArray[np.int64]  # segments of each
-    decode: Callable[[NDArray[np.int64], Read, OldBits | None], list[Decoded]]
+    decode: Callable[[NDArray[np.int64], OldReader, OldBits | None], list[Decoded]]
 
     def all(self) -> list[Decoded]:
         """The changes of all segments, for a codec that reads no old bits."""
-        return self.decode(np.arange(self.sizes.sum()), _unread, None)
+        return self.decode(np.arange(self.sizes.sum()), OldReader(_unread), None)
 
 
 def _unread(number: int) -> UIntArray:

@@ -16,6 +16,7 @@ Where all old bits of a block lie on a device, that device counts and codes: it 
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from pulse_rl.codecs import model
 from pulse_rl.codecs.base import (
     Decoded,
     OldBits,
-    Read,
+    OldReader,
     Run,
     SegmentChanges,
     SegmentSpec,
@@ -40,7 +41,6 @@ from pulse_rl.codecs.base import (
 from pulse_rl.codecs.model import Counts, Ints, Model
 from pulse_rl.dtypes import ITEMSIZES, UINTS, Field, field_of
 from pulse_rl.errors import FormatError
-from pulse_rl.kernels import cpu
 from pulse_rl.kernels.cpu import coding, context, moves
 from pulse_rl.kernels.cpu.coding import Starts, Streams
 from pulse_rl.kernels.cpu.context import Start
@@ -308,7 +308,11 @@ class _Group:
         """The old bits, read where they cannot be used as they lie."""
         if self._usable[batch].all():
             return self._lies.of(batch)
-        return coding.memory_of([run.read(at) for run, at in (self._where[number] for number in batch)])
+        found: list[coding.MemoryRows] = []
+        for _, alike in groupby([self._where[number] for number in batch], lambda one: id(one[0])):
+            (run, first), *others = alike
+            found.append(run.old.several(np.array([first, *(at for _, at in others)])))
+        return coding.joined_memory(found)
 
     def _changes(self, batch: Sequence[int]) -> coding.SegmentMoves:
         edges = np.concatenate([[0], np.cumsum(self.changed[batch])])
@@ -321,9 +325,7 @@ class _Group:
     def plain(self, number: int) -> bytes:
         """All new elements of a segment."""
         run, at = self._where[number]
-        new, here = run.read(at).flatten(), slice(*self._edges[number : number + 2])
-        cpu.scatter(new, self._indices[here], self._values[here])
-        return new.tobytes()
+        return run.every(at).tobytes()
 
 
 def _batch(device: Device | None) -> int:
@@ -354,7 +356,7 @@ class _Span(NamedTuple):
     starts: dict[str, Starts]  # by dtype
 
 
-def _decode(span: _Span, numbers: NDArray[np.int64], read: Read, old: OldBits | None) -> list[Decoded]:
+def _decode(span: _Span, numbers: NDArray[np.int64], read: OldReader, old: OldBits | None) -> list[Decoded]:
     """The changes of some segments of a span."""
     chosen, first = list[tuple[Specs, NDArray[np.int64]]](), 0  # of each run, and their places among all
     for specs in span.specs:
@@ -389,7 +391,7 @@ class _Segments(NamedTuple):
     classes: Ints
     starts: Starts
     places: NDArray[np.int64]  # of each among those whose old bits are known
-    read: Read
+    read: OldReader
     old: OldBits | None
 
     def decode(self) -> Changes:
@@ -412,7 +414,7 @@ class _Segments(NamedTuple):
         kind = coding.Kind(field_of(dtype), ITEMSIZES[dtype], strides, phases, self.classes[some])
         streams, places = self.streams.of(some), self.places[some]
         if self.old is None:
-            old = OldBits(coding.memory_of([self.read(place) for place in places.tolist()]), HOST)
+            old = OldBits(self.read.several(places), HOST)
         else:
             old = self.old.of(places)
         edges = np.concatenate([[0], np.cumsum(changed)])
@@ -427,7 +429,7 @@ class _Segments(NamedTuple):
 
     def _plain(self, number: int) -> Changes:
         data, begins, ends = self.streams
-        old, expected = self.read(int(self.places[number])).reshape(-1), self.specs.changed[number]
+        old, expected = self.read.one(int(self.places[number])).reshape(-1), self.specs.changed[number]
         new = data[begins[number] : ends[number]].tobytes()
         changes = find_changes(old, np.frombuffer(new, UINTS[self.specs.itemsize]))
         if len(changes.indices) != expected:

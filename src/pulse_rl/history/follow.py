@@ -22,6 +22,7 @@ from pulse_rl.history.trail import PatchLink, State, cheapest, cost
 from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
+from pulse_rl.patch.overlay import Older
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout
 
@@ -53,8 +54,8 @@ class Landing(Protocol):
     def added(self) -> int:
         """How often `complete` has added pieces to the weights."""
 
-    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        """The weights as they will be when the next patch is written."""
+    def before(self, live: Mapping[str, Copies]) -> Older | None:
+        """The weights as they will be when the next patch is written; None for as they are."""
 
     def missing(self, fetched: Fetched) -> int:
         """How many boxes of old bits this process lacks, which decoding the patch reads. Called for each patch."""
@@ -84,8 +85,8 @@ class Written:
     def full_nbytes(self) -> int:
         return self.weights.nbytes
 
-    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        return live
+    def before(self, live: Mapping[str, Copies]) -> None:
+        return None
 
     def missing(self, fetched: Fetched) -> int:
         return 0

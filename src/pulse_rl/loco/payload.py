@@ -34,7 +34,7 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import SegmentChanges, Units, run_spec
+from pulse_rl.codecs.base import OldReader, SegmentChanges, Units, run_spec
 from pulse_rl.codecs.context import ContextCodec
 from pulse_rl.codecs.zstd import decompress
 from pulse_rl.dtypes import DTYPES, UIntArray, field_of
@@ -204,7 +204,7 @@ def _part(sends: Sends, segment: SharedSegment, coding: Coding) -> SegmentChange
 
 
 def _decode(units: Units, number: int, values: F32, segment: SharedSegment) -> Sends:
-    (found,) = units.decode(np.array([number]), lambda _: segment.bits, None)
+    (found,) = units.decode(np.array([number]), OldReader(lambda _: segment.bits), None)
     return Sends(found.changes.indices, values)
 
 

@@ -16,20 +16,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pulse_rl.codecs.base import Decoded
+from pulse_rl.dtypes import UINTS
 from pulse_rl.errors import BaseMismatchError, IntegrityError
+from pulse_rl.kernels import cpu
 from pulse_rl.parallel import batched, ordered_map
 from pulse_rl.patch.format import Patch
 from pulse_rl.patch.live import Copies, SharedMemory, overlapping, tied_differ
 from pulse_rl.patch.merging import BATCH, Merged, Ordered
 from pulse_rl.patch.ordering import in_memory_order
-from pulse_rl.patch.overlay import Recorder
+from pulse_rl.patch.overlay import Older, Overlay, Recorder, sections_of
 from pulse_rl.patch.targets import Target, targets
-from pulse_rl.patch.work import Tensor, Work, joined, plan, runs
+from pulse_rl.patch.work import Lying, Parts, Tensor, Work, held_of, joined, plan, runs
 from pulse_rl.weights import digests
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
+from pulse_rl.weights.devices import Device
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of, place_view
 
@@ -72,7 +78,8 @@ class Application:
     parts: the patch, or all parts of it; only the blocks that were read are applied. live: the live tensors behind each
     of its tensors, as `resolve` finds them. keep_nbytes: of decoded changes to keep from proof to write; the rest is
     decoded again. before: the same tensors as they will be when it is written, where other patches are to be written
-    first. Between `prove` and `write` the weights must not change; the two may run on different threads.
+    first; None for as they are. Between `prove` and `write` the weights must not change; the two may run on different
+    threads.
     """
 
     def __init__(
@@ -80,11 +87,11 @@ class Application:
         parts: Patch | Sequence[Patch],
         live: Mapping[str, Copies],
         keep_nbytes: float = KEEP_NBYTES,
-        before: Mapping[str, Copies] | None = None,
+        before: Older | None = None,
     ) -> None:
         self._parts = [parts] if isinstance(parts, Patch) else list(parts)
         self._live = live
-        self._before = live if before is None else before
+        self._before = before
         self._keep_nbytes = keep_nbytes
         self._shared = SharedMemory(live)
         self._overlapping = derived(live, overlapping)
@@ -162,7 +169,7 @@ class Application:
             if work.keep:
                 work.changes = changes
         if run[0].spots is not None:
-            delta = sum(run[0].device.spots_delta(*lying) for lying, _ in joined(run, decoded))
+            delta = sum(_gained(run[0].device, *one) for one in joined(run, decoded))
         else:
             (work,), (found,) = run, decoded
             delta = sum(self._check_segment(*changes) for changes in work.each(found))
@@ -187,11 +194,37 @@ class Application:
         """Whether tensors overlap in live memory: then only `write` finds out whether the patch fits them."""
         return self._overlapping
 
-    def in_memory_order(self) -> list[Ordered] | None:
-        """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it."""
-        if any(work.spots is None or work.windows is not None or work.changes is None for work in self._work):
-            return None
-        return in_memory_order(joined(self._work, [work.changes or () for work in self._work]), self._live)
+    def in_memory_order(self, overlay: Overlay | None = None) -> list[Ordered] | None:
+        """What `write` would write, in the order of memory, after `prove`; None where `merge_into` has to find it.
+
+        overlay: what is to be written instead, as of this patch and of others before it.
+        """
+        several: list[tuple[Lying, NDArray[np.int64]]] | None
+        if overlay is not None:
+            several = held_of(overlay, self._parts, self._live)
+        elif any(work.spots is None or work.windows is not None or work.changes is None for work in self._work):
+            several = None
+        else:
+            found = joined(self._work, [work.changes or () for work in self._work])
+            several = [(lying, parts.sizes()) for lying, parts in found]
+        return None if several is None else in_memory_order(several, self._live)
+
+    def overlay(self) -> Overlay:
+        """What `write` would write, after `prove`: the new bits by the patch's segments. Raises OSError for no room."""
+        with Recorder() as recorder:
+            for part in self._parts:
+                counts = np.zeros(len(part.segments), np.int64)
+                for work in self._work:
+                    at = 0
+                    for found in (work.changes or work.decode()) if work.part is part.segments else ():
+                        counts[work.numbers[at : at + len(found.counts)]] = found.counts
+                        recorder.add([], found.counts[:0], found.changes)
+                        at += len(found.counts)
+                for one in sections_of(part.segments):
+                    last = one.first + len(one.section.names) * len(one.section.places)
+                    nothing = Changes(np.empty(0, np.uint32), np.empty(0, UINTS[one.itemsize]))
+                    recorder.add([one.section], counts[one.first : last], nothing)
+            return Overlay.of(recorder.columns())
 
     def merge_into(self, merged: Merged) -> None:
         """Collect what `write` would write, after `prove`."""
@@ -318,6 +351,12 @@ class Application:
             "tensors overlap in the memory of these weights, but the patch gives common memory different bits: "
             "expected weights that do not overlap; they are as they were"
         )
+
+
+def _gained(device: Device, lying: Lying, parts: Parts) -> int:
+    """What the digest gains by changes of segments, mod 2^64."""
+    laid = parts.laid(lying.values.itemsize)
+    return device.spots_delta(*lying) if laid is None else cpu.spots_delta(*lying, laid)
 
 
 def _not_written(name: str) -> IntegrityError:

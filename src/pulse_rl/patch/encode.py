@@ -15,14 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Codec, Run, Specs
+from pulse_rl.codecs.base import Codec, OldReader, Run, Specs
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.index import CodedBlock
-from pulse_rl.patch.overlay import Recorder, Section
+from pulse_rl.patch.overlay import Recorder, sections_of
 from pulse_rl.patch.scan import Scan, rows_of
 from pulse_rl.patch.segments import CutGroup, Entry, Segments, groups_of
+from pulse_rl.patch.since import Since
 from pulse_rl.patch.table import encode_table, entries_of
 from pulse_rl.patch.targets import device_for, lies_of
 from pulse_rl.weights import digests
@@ -134,27 +135,26 @@ def find(
     digest_old: bool = False,
     tied: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
+    since: Since | None = None,
 ) -> list[Coded]:
     """Find and code the changes of the pieces that this process owns, once with each codec.
 
     old, new: the same tensors in canonical order, old in the same pieces as new or larger ones. digest_old: whether to
     add up the digest of old too. tied: further names → the name that stands for them. recorder: gets the old bits of
-    all that changes. Reads the new weights once.
+    all that changes. since: finds what changes in old's place, which is then the new weights themselves. Reads the new
+    weights once.
     """
     codings = [_Coding(codec) for codec in codecs]
     table = derived(new, entries_of)
     groups = groups_of(table)
-    scan = Scan(old, new, table, digest_old)
+    scan = Scan(old, new, table, digest_old) if since is None else since
     counts: list[NDArray[np.int64]] = []
     nonfinite, spoilt = 0, ""
     conditional = any(codec.conditional for codec in codecs)
-    lying = derived(old, _lying, table, groups) if conditional else _nowhere(table, groups)
-    begun = 0  # segments
-    for group in groups:
-        entries = [table[number] for number in group.tensors]
-        sections = [Section(tuple([entry.name for entry in entries]), group.places)]
-        segments = _Segments(group, entries, old, new, lying.at(begun, len(group.places) * len(entries)))
-        begun += len(group.places) * len(entries)
+    lying = derived(old, _lying, table, groups) if conditional and since is None else _nowhere(table, groups)
+    for group, first, section in sections_of(Segments(table, groups)):
+        entries, sections = [table[number] for number in group.tensors], [section]
+        segments = _Segments(group, entries, old, new, lying.at(first, len(group.places) * len(entries)), first, since)
         done = 0  # of these
         for edges, (indices, values), replaced in scan.find(group, entries):
             changed = np.diff(edges)
@@ -238,6 +238,8 @@ class _Segments(NamedTuple):
     old: Mapping[str, Bits]
     new: Mapping[str, Bits]
     lying: _Lying
+    begun: int  # the number of the first one
+    since: Since | None  # finds what changes, where old is new
 
     def _find(self, number: int) -> tuple[str, Box]:
         place, tensor = divmod(number, len(self.entries))
@@ -251,6 +253,9 @@ class _Segments(NamedTuple):
         name, place = self._find(number)
         return rows_of(self.new[name], place).flatten()
 
+    def _reader(self) -> OldReader:
+        return OldReader(self._read) if self.since is None else self.since.older(self.group, self.begun, self._read)
+
     def run(self, first: int, edges: NDArray[np.int64], changes: Changes, replaced: UIntArray) -> Run:
         """Consecutive segments, from one on."""
         count = len(edges) - 1
@@ -261,7 +266,7 @@ class _Segments(NamedTuple):
             edges,
             changes,
             replaced,
-            lambda number: self._read(first + number),
+            self._reader().after(first),
             lambda number: self._every(first + number),
             self.lying.memory.at(slice(first, first + count)),
             self.lying.usable[first : first + count],

@@ -24,7 +24,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from pulse_rl.checkpoint import header as safetensors_header
-from pulse_rl.codecs.base import Codec, Decoded, OldBits, Read, Units
+from pulse_rl.codecs.base import Codec, Decoded, OldBits, OldReader, Units
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.documents import Count, Digest
 from pulse_rl.dtypes import ITEMSIZES
@@ -174,7 +174,7 @@ def _by_name(table: Table) -> dict[str, Entry]:
     return {entry.name: entry for entry in table}
 
 
-def _decode(units: Units, numbers: NDArray[np.int64], read: Read, old: OldBits | None) -> list[Decoded]:
+def _decode(units: Units, numbers: NDArray[np.int64], read: OldReader, old: OldBits | None) -> list[Decoded]:
     with translate(FormatError, to=PatchFormatError):
         return units.decode(numbers, read, old)
 

@@ -226,4 +226,4 @@ def write_all(batched: Sequence[Batch]) -> None:
                 batch.write()
         spread(Batch.write, [batch for batch in batched if not batch.on_device])
     finally:  # here and once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
-        count_writes(list({id(tensor): tensor for batch in batched for tensor in batch.counted}.values()))
+        count_writes([tensor for batch in batched for tensor in batch.counted])

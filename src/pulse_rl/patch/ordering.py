@@ -15,15 +15,19 @@ from numpy.typing import NDArray
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
 from pulse_rl.patch.live import Copies
 from pulse_rl.patch.merging import REACH, Ordered
-from pulse_rl.patch.work import Lying, Parts
+from pulse_rl.patch.work import Lying
 from pulse_rl.weights.bits import HostBits, TorchBits
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import derived
 from pulse_rl.weights.pieces import pieces_of
 
 
-def in_memory_order(several: Sequence[tuple[Lying, Parts]], live: Mapping[str, Copies]) -> list[Ordered] | None:
-    """The changes in order, of each width. live: the tensors, of which no two share memory.
+def in_memory_order(
+    several: Sequence[tuple[Lying, NDArray[np.int64]]], live: Mapping[str, Copies]
+) -> list[Ordered] | None:
+    """The changes in order, of each width; with those, the elements of each segment.
+
+    live: the tensors, of which no two share memory.
 
     None where that is not known to be faster: tensors alternate in memory, or changes lie too unevenly.
     """
@@ -31,9 +35,9 @@ def in_memory_order(several: Sequence[tuple[Lying, Parts]], live: Mapping[str, C
     if pieces is None:
         return None
     found: list[Ordered] = []
-    for lying, parts in several:
+    for lying, sizes in several:
         if len(lying.indices):
-            ordered = _of_width(lying, parts.sizes(), pieces)
+            ordered = _of_width(lying, sizes, pieces)
             if ordered is None:
                 return None
             found.append(ordered)

@@ -7,7 +7,7 @@ from it. An overlay lies in unlinked temporary files, mapped: the system can tak
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.disk import map_open_file
-from pulse_rl.dtypes import UINTS, UIntArray
+from pulse_rl.dtypes import ITEMSIZES, UINTS, UIntArray
 from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import MemoryRows
+from pulse_rl.patch.laid_over import laid_over
+from pulse_rl.patch.segments import CutGroup, Entry, Segments
 from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.boxes import Box, Shape, whole
+from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
-from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.pieces import Pieces, within
+from pulse_rl.weights.layout import Layout, derived
 
 MERGED = 1 << 20  # elements of two overlays that are merged at once, in memory
 
@@ -35,11 +37,84 @@ class Replaced(NamedTuple):
     old: Changes
 
 
+class Older(NamedTuple):
+    """Weights as they were, or will be: live ones with elements laid over them.
+
+    overlay: gives these elements; None where they are not known in one, or lie in memory that was added.
+    by_name: gives the tensors, to be read only, wherever they lie.
+    """
+
+    overlay: Callable[[], "Overlay | None"]
+    by_name: Callable[[], Mapping[str, Sequence[Bits]]]
+
+
 class Section(NamedTuple):
     """Parts of tensors: the same places of each, place by place, and of each place tensor by tensor."""
 
     names: tuple[str, ...]
     places: Sequence[Box]
+
+
+class PatchSection(NamedTuple):
+    """A section that is a group of a patch's segments, in their order."""
+
+    group: CutGroup
+    first: int  # the number of its first segment
+    section: Section
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZES[self.group.dtype]
+
+
+def sections_of(segments: Segments) -> list[PatchSection]:
+    """The groups of a patch that have segments."""
+    return derived(segments.table, _sections, segments.groups)
+
+
+def _sections(table: Sequence[Entry], groups: Sequence[CutGroup]) -> list[PatchSection]:
+    return [
+        PatchSection(group, first, Section(tuple([table[at].name for at in group.tensors]), group.places))
+        for first, group in Segments(table, groups).each_group()
+    ]
+
+
+class Laid(NamedTuple):
+    """What an overlay holds of the segments of a patch, or of a part of one."""
+
+    columns: Mapping[int, tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]]  # by width; edges: (segments + 1,)
+
+    def of(self, numbers: NDArray[np.int64], itemsize: int) -> cpu.Elements:
+        """What it holds of some segments, ascending, of elements of one width."""
+        if itemsize not in self.columns:
+            return cpu.Elements(0 * numbers, np.empty(0, np.uint32), np.empty(0, UINTS[itemsize]))
+        edges, indices, values = self.columns[itemsize]
+        begins = edges[numbers]
+        counts = edges[numbers + 1] - begins
+        at: slice | NDArray[np.int64] = slice(0, 0)
+        if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
+            at = slice(begins[0], begins[-1] + counts[-1])
+        elif len(numbers):
+            at = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return cpu.Elements(counts, indices[at], values[at])
+
+    def copy(self, numbers: NDArray[np.int64], spots: cpu.Spots, sizes: NDArray[np.int64], itemsize: int) -> MemoryRows:
+        """The elements of some segments, ascending, with what it holds of them.
+
+        spots, sizes: where they lie in memory, of all their elements; and how many those are.
+        """
+        copy = cpu.copy_spots(spots, sizes, self.of(numbers, itemsize))
+        begins = np.uint64(copy.ctypes.data) + (itemsize * (np.cumsum(sizes) - sizes)).view(np.uint64)
+        return MemoryRows(begins, np.ones_like(sizes), sizes, itemsize * sizes, copy)
+
+    def over(self, number: int, rows: UIntArray) -> UIntArray:
+        """The elements of a segment with what it holds of them. rows: as `codecs.base.Read` gives them. (size,)"""
+        _, indices, values = self.of(np.array([number]), rows.itemsize)
+        if len(indices):
+            rows = rows.flatten()
+            cpu.scatter(rows, indices, values)
+        return rows
 
 
 class _Column(NamedTuple):
@@ -175,6 +250,25 @@ class Overlay:
         for column in self._columns.values():
             yield from column.parts()
 
+    def on(self, several: Sequence[Segments]) -> list[Laid] | None:
+        """What it holds by the segments of the parts of a patch; None where these are cut otherwise."""
+        found: list[dict[int, tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]]] = [{} for _ in several]
+        for width, (sections, edges, indices, values) in self._columns.items():
+            left, counts, at = iter(sections), np.diff(edges), 0
+            for segments, columns in zip(several, found, strict=True):
+                begun, own = edges[at], np.zeros(len(segments.counts), np.int64)
+                for one in sections_of(segments):
+                    if one.itemsize == width:
+                        if next(left, None) != one.section:
+                            return None
+                        size = len(one.section.names) * len(one.section.places)
+                        own[one.first : one.first + size] = counts[at : at + size]
+                        at += size
+                columns[width] = np.append(begun, begun + np.cumsum(own)), indices, values
+            if next(left, None) is not None:
+                return None
+        return [Laid(columns) for columns in found]
+
     def over(self, newest: Layout) -> dict[str, Bits]:
         """The older version, as a view of the newest one, which must not change while the view is in use."""
         by_name: dict[str, dict[Box, Changes]] = {}
@@ -211,85 +305,3 @@ def _alike(one: _Column, other: _Column) -> tuple[_Column, _Column]:
         indices, values = (np.concatenate(each) for each in zip(*parts, strict=True))
         found.append(_Column([Section((name,), (place,)) for name, place in keys], edges, indices, values))
     return found[0], found[1]
-
-
-def laid_over(tensor: Bits, changes: Mapping[Box, Changes]) -> Bits:
-    """A tensor with other bits laid over some of its elements, to be read only. changes: by part of the tensor."""
-    if not changes:
-        return tensor
-    if isinstance(tensor, Pieces):
-        pieces = [
-            piece._replace(bits=LaidOver(piece.bits, tensor.shape, piece.box, changes)) for piece in tensor.pieces
-        ]
-        return Pieces(tensor.dtype, tensor.itemsize, tensor.shape, pieces)
-    return LaidOver(tensor, tensor.shape, whole(tensor.shape), changes)
-
-
-class LaidOver:
-    """A part of a tensor with other bits laid over some elements, as `Bits` that can only be read."""
-
-    def __init__(self, bits: Bits, shape: Shape, box: Box, changes: Mapping[Box, Changes]) -> None:
-        self._bits, self._whole, self._box = bits, shape, box
-        self._changes = changes  # those of other parts of the tensor too
-        self.dtype, self.itemsize, self.size, self.shape = bits.dtype, bits.itemsize, bits.size, bits.shape
-        self.contiguous = self.writable = False
-
-    def view(self, slices: tuple[slice, ...]) -> Bits:
-        offset = tuple(a + along.start for a, along in zip(self._box.offset, slices, strict=True))
-        box = Box(offset, tuple(along.stop - along.start for along in slices))
-        if box in self._changes:  # the ordinary case: cut as the patches were
-            return LaidOver(self._bits.view(slices), self._whole, box, {box: self._changes[box]})
-        touching = {place: found for place, found in self._changes.items() if place.intersect(box) is not None}
-        view = self._bits.view(slices)
-        return LaidOver(view, self._whole, box, touching) if touching else view
-
-    def read(self, start: int, stop: int) -> UIntArray:
-        bits = self._bits.read(start, stop)
-        if not self._changes:
-            return bits
-        bits = bits.copy()
-        for place, changes in self._changes.items():
-            indices, chosen = _moved(changes.indices, place, self._box, self._whole)
-            inside = (start <= indices) & (indices < stop)
-            bits[indices[inside] - start] = changes.values[chosen][inside]
-        return bits
-
-    def gather(self, start: int, indices: NDArray[np.uint32]) -> UIntArray:
-        values = self._bits.gather(start, indices)
-        wanted = start + indices.astype(np.int64)
-        for place, changes in self._changes.items():
-            found, chosen = _moved(changes.indices, place, self._box, self._whole)
-            if len(found):  # in ascending order, as those that are wanted are
-                at = np.minimum(np.searchsorted(found, wanted), len(found) - 1)
-                equal = found[at] == wanted
-                values[equal] = changes.values[chosen][at[equal]]
-        return values
-
-    def scatter(self, start: int, indices: NDArray[np.uint32], values: UIntArray) -> None:
-        raise TypeError("an older version cannot be written")
-
-    def write(self, start: int, values: UIntArray) -> None:
-        raise TypeError("an older version cannot be written")
-
-    @property
-    def storage(self) -> object:
-        return ("laid over", id(self))
-
-    @property
-    def extent(self) -> tuple[object, int, int]:
-        return self._bits.extent
-
-
-def _moved(
-    indices: NDArray[np.uint32], place: Box, box: Box, shape: Shape
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The flat indices in a box of the elements that lie in it, of those at flat indices (k,) in another part.
-
-    Returns them, (m,), and which of the k they are, (k,).
-    """
-    if place == box:
-        return indices.astype(np.int64), np.ones(len(indices), bool)
-    at = place.positions(shape)
-    flat = at.starts[indices // np.uint32(at.run)] + indices % np.uint32(at.run)
-    local, chosen = within(flat, shape, box.slices(whole(shape)))
-    return local.astype(np.int64), chosen

@@ -211,6 +211,12 @@ class Segments(Sequence[Segment]):
         sizes = np.diff(self._firsts)
         return np.repeat(np.array([4 + ITEMSIZES[group.dtype] for group in self.groups], np.int64), sizes)
 
+    def each_group(self) -> Iterator[tuple[int, CutGroup]]:
+        """The groups that have segments, each with the number of its first one."""
+        for first, group in zip(self._firsts, self.groups, strict=False):
+            if len(group.places) and group.tensors:
+                yield first, group
+
     def per_tensor(self) -> NDArray[np.int64]:
         """The sum of the changes of each tensor, (tensors,)."""
         sums = np.zeros(len(self.table), np.int64)

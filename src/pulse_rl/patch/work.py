@@ -11,11 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_rl.codecs.base import Decoded, OldBits, Units
-from pulse_rl.dtypes import UIntArray
+from pulse_rl.codecs.base import Decoded, OldBits, OldReader, Units
+from pulse_rl.dtypes import ITEMSIZES, UIntArray
 from pulse_rl.kernels import cpu
+from pulse_rl.kernels.cpu.coding import MemoryRows
 from pulse_rl.patch.format import Patch, Span
 from pulse_rl.patch.live import Copies, SharedMemory, shared_memory
+from pulse_rl.patch.overlay import Laid, Older, Overlay
 from pulse_rl.patch.scan import rows_of
 from pulse_rl.patch.segments import CutGroup, Segments, Table
 from pulse_rl.patch.targets import device_of, holds, lines, spots_of
@@ -55,17 +57,35 @@ class Work:
     spots: cpu.Spots | None = None  # where what is held of all of them lies there, if that is known
     windows: cpu.Windows | None = None  # which parts of them that is, unless it is all
     old: OldBits | None = None  # the old bits of all of them, if they are used as they lie
+    laid: Laid | None = None  # what counts as if memory held it already
     changes: list[Decoded] | None = None  # while they are in memory
     written: bool = False
     lock: Lock = field(default_factory=Lock)  # a repeated write waits for what still runs of the first
 
     def decode(self) -> list[Decoded]:
         """The changes."""
-        return self.units.decode(self.numbers - self.span.numbers.start, self._read, self.old)
+        copy = None if self.laid is None or self.windows is not None else self._copy
+        return self.units.decode(self.numbers - self.span.numbers.start, OldReader(self._read, copy), self.old)
 
     def _read(self, place: int) -> UIntArray:
-        tensor, box = self.part.place(int(self.numbers[place]))
-        return rows_of(self.tensors[tensor].before[0], box)
+        number = int(self.numbers[place])
+        tensor, box = self.part.place(number)
+        rows = rows_of(self.tensors[tensor].before[0], box)
+        return rows if self.laid is None else self.laid.over(number, rows)
+
+    def _copy(self, places: NDArray[np.int64]) -> MemoryRows:
+        """The old bits of some of them, of one dtype."""
+        assert self.laid is not None
+        assert self.spots is not None
+        itemsize = ITEMSIZES[self.part.table[int(self.owners[places[0]])].dtype]
+        return self.laid.copy(self.numbers[places], self.spots.of(places), self.sizes[places], itemsize)
+
+    def laid_at(self, some: slice, itemsize: int) -> cpu.Elements | None:
+        """What counts as if memory held it already, of what is held of some of them, all of one width."""
+        if self.laid is None:
+            return None
+        elements = self.laid.of(self.numbers[some], itemsize)
+        return elements if self.windows is None else cpu.windowed(self.windows.at(some), *elements)
 
     def each(self, decoded: Sequence[Decoded]) -> Iterator[tuple[Tensor, Box, Changes]]:
         """The changes of each segment that changes, with its tensor and its place."""
@@ -125,6 +145,12 @@ class Parts(NamedTuple):
         """Elements of each."""
         return np.concatenate([work.sizes[some] for work, some in self.several])
 
+    def laid(self, itemsize: int) -> cpu.Elements | None:
+        """What counts as if memory held it already; None for nothing. itemsize: of the elements."""
+        found = [work.laid_at(some, itemsize) for work, some in self.several]
+        several = [elements for elements in found if elements is not None]
+        return cpu.Elements(*map(np.concatenate, zip(*several, strict=True))) if several else None
+
 
 def joined(run: Sequence[Work], decoded: Sequence[Sequence[Decoded]]) -> list[tuple[Lying, Parts]]:
     """The changes of works whose spots are known, by width."""
@@ -155,7 +181,7 @@ def _as_one(several: Sequence[Lying]) -> Lying:
 def plan(
     parts: Sequence[Patch],
     live: Mapping[str, Copies],
-    before: Mapping[str, Copies],
+    before: Older | None,
     keep_nbytes: float,
     shared: SharedMemory,
     *,
@@ -167,16 +193,24 @@ def plan(
     """
     budget = keep_nbytes
     device = derived(live, device_of)
-    for part in parts:
-        tensors = derived(live, _tensors, part.table) if before is live else _tensors(live, part.table, before)
+    overlay = before.overlay() if before is not None and device is HOST and not shared and not overlapping else None
+    several = None if overlay is None else overlay.on([part.segments for part in parts])
+    for number, part in enumerate(parts):
+        laid = None if several is None else several[number]
         # A unit decodes against old bits that are gone once another name of the same memory is written: keep all.
         keep_all = bool(part.codec.conditional and (shared or overlapping))
         counts, sizes, owners = part.segments.counts, part.segments.sizes(), part.segments.tensors()
         nbytes = counts * part.segments.change_nbytes()
         lying = derived(live, _lying, part.table, part.segments.groups, device)._replace(counts=counts)
-        here = before is live  # where the old bits are
+        # Where the old bits are: in live memory, but for what is laid over it.
+        here = before is None or (laid is not None and lying.known())
+        if here:
+            tensors = derived(live, _tensors, part.table)
+        else:
+            assert before is not None
+            tensors, laid = _tensors(live, part.table, before.by_name()), None
         together = device is not HOST and part.codec.conditional  # a device decodes as many at once as it can
-        for span, units in part.opened(lying.joined if here and together else None):
+        for span, units in part.opened(lying.joined if before is None and together else None):
             first, stop = span.numbers.start, span.numbers.stop
             changing = lying.held[first:stop] & (counts[first:stop] > 0)
             needed = np.logical_or.reduceat(changing, np.cumsum(units.sizes) - units.sizes)
@@ -196,15 +230,39 @@ def plan(
                 changed=changed,
                 keep=keep_all or budget >= 0,
                 device=device,
+                laid=laid,
             )
             if here:
                 spots, windows = lying.spots.of(numbers), lying.windows.of(numbers)
-                if ((spots.addresses > 0) | (windows.rows == 0) | (counts[numbers] == 0)).all():
+                if lying.known(numbers):
                     work.spots = spots
                     work.windows = None if (windows.runs == cpu.WHOLE).all() and windows.rows.all() else windows
-                if lying.usable[numbers].all():
+                if laid is None and lying.usable[numbers].all():
                     work.old = lying.old.of(numbers)
             yield work
+
+
+def held_of(
+    overlay: Overlay, parts: Sequence[Patch], live: Mapping[str, Copies]
+) -> list[tuple[Lying, NDArray[np.int64]]] | None:
+    """What an overlay of the parts of a patch has of live memory: of each width, with the elements of each segment.
+
+    None where it is cut otherwise, or where a process holds less than a whole segment of it, or not in plain memory.
+    """
+    several, device = overlay.on([part.segments for part in parts]), derived(live, device_of)
+    if several is None or device is not HOST:
+        return None
+    found: list[tuple[Lying, NDArray[np.int64]]] = []
+    for part, laid in zip(parts, several, strict=True):
+        lying = derived(live, _lying, part.table, part.segments.groups, device)
+        whole = (lying.windows.runs == cpu.WHOLE) & (lying.spots.addresses > 0)
+        for width, (edges, *_) in laid.columns.items():
+            numbers = np.flatnonzero((edges[1:] > edges[:-1]) & (lying.windows.rows > 0))
+            if not whole[numbers].all():
+                return None
+            changes = Lying(lying.spots.of(numbers), *laid.of(numbers, width))
+            found.append((changes, part.segments.sizes()[numbers]))
+    return found
 
 
 class _Lying(NamedTuple):
@@ -216,6 +274,11 @@ class _Lying(NamedTuple):
     usable: NDArray[np.bool_]  # whether kernels use the old bits as they lie
     held: NDArray[np.bool_]  # whether this process holds an element
     counts: NDArray[np.uint32]  # changes
+
+    def known(self, some: NDArray[np.int64] | slice = slice(None)) -> bool:
+        """Whether all that changes of some of them lies where spots say, as far as it is held."""
+        lies = (self.spots.addresses[some] > 0) | (self.windows.rows[some] == 0)
+        return bool((lies | (self.counts[some] == 0)).all())
 
     def joined(self, one: Span, other: Span) -> bool:
         """Whether two spans are decoded together: all that they change lies so."""

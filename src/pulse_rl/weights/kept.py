@@ -38,7 +38,7 @@ class Kept:
         names, tensors = list(named), list(named.values())
         plain = plain or self.look(tensors)
         if self._layout is not None and self._plain is not None and (names, cast) == (self._names, self._cast):
-            same = self._plain.are_these(tensors)
+            same = plain is self._plain or self._plain.are_these(tensors)
             if plain is not None and plain.is_as(self._plain) and (same or _holds(weights, tensors)):
                 if not same:
                     self._take(names, tensors, plain)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import chain
 from operator import call, is_
@@ -179,16 +179,19 @@ class Memory:
         """
         return self.is_same(live) and self._writes == self._all_writes(live.tensors)
 
+    def _have_owners(self, tensors: Iterable[Any]) -> bool:
+        """Whether what owned the memory of plain tensors still does: an address alone may be another's by now."""
+        return all(map(is_, storages(list(tensors)), map(call, self._references)))
+
     def is_same(self, live: LiveWeights) -> bool:
         """Whether these are the same tensors in the same memory, whatever was written to it."""
         tensors = live.tensors
         if self._plain is not None:
-            owners = self._owners or map(call, self._references)
             return (
                 list(tensors) == self._order
                 and live.plain is not None
                 and live.plain.is_as(self._plain)
-                and all(map(is_, storages(list(tensors.values())), owners))
+                and (bool(self._owners) or self._have_owners(tensors.values()))
             )
         if tensors.keys() != self._names:
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, eq, is_
 from typing import Any
 
 
@@ -22,15 +22,31 @@ class Plain:
 
     @classmethod
     def of(cls, tensors: Sequence[Any], known: Plain | None = None) -> Plain | None:
-        """None unless all are plain. known: of tensors that may be these very objects."""
-        try:  # a plain tensor stays plain, wherever its memory is
-            return cls(tensors) if (known is not None and known.are_these(tensors)) or _are_plain(tensors) else None
+        """None unless all are plain. known: of tensors that may be these very objects; it is given if they stayed."""
+        try:
+            if known is not None and known.are_these(tensors):  # a plain tensor stays plain, wherever its memory is
+                return known if known._stayed(tensors) else cls(tensors)
+            return cls(tensors) if _are_plain(tensors) else None
         except RuntimeError:  # its memory was taken away
             return None
 
     def is_as(self, other: Plain) -> bool:
         """Whether all had the same addresses, shapes, strides and dtypes at both times."""
-        return self._places == other._places
+        return self is other or self._places == other._places
+
+    def _stayed(self, tensors: Sequence[Any]) -> bool:
+        """Whether these objects are where they were. It makes no list of what it compares: an engine stands."""
+        tensor, (addresses, shapes, strides, dtypes) = sys.modules["torch"].Tensor, self._places
+        if strides:
+            dense = all(map(eq, map(tensor.stride, tensors), strides))
+        else:
+            dense = all(map(tensor.is_contiguous, tensors))
+        return (
+            dense
+            and all(map(eq, map(tensor.data_ptr, tensors), addresses))
+            and all(map(eq, map(tensor.size, tensors), shapes))
+            and all(map(is_, map(attrgetter("dtype"), tensors), dtypes))
+        )
 
     def are_these(self, tensors: Sequence[Any]) -> bool:
         """Whether they are the very same objects."""
@@ -75,7 +91,7 @@ def storages(tensors: Sequence[Any]) -> list[Any]:
 
 def writes(tensors: Sequence[Any]) -> list[int | None]:
     """How often torch has written to each plain tensor; None where it does not count, as in inference mode."""
-    inference = sys.modules["torch"].Tensor.is_inference
-    if any(map(inference, tensors)):
-        return [None if inference(tensor) else tensor._version for tensor in tensors]
-    return list(map(attrgetter("_version"), tensors))
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except RuntimeError:  # of an inference tensor
+        return [None if tensor.is_inference() else tensor._version for tensor in tensors]

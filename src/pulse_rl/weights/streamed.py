@@ -5,7 +5,9 @@ bits, cast already, go to a file that is mapped into memory. Ties are not looked
 gone may be the next one's.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -51,12 +53,8 @@ def _write(file: BinaryIO, bits: Bits) -> _Kept:
     return _Kept(bits.dtype, bits.itemsize, bits.shape, not isinstance(bits, Pieces), places)
 
 
-def keep(stream: Iterator[Any], cast: str | None, path: Path) -> dict[str, Bits]:
-    """Read a stream of (name, tensor) to its end, one at a time, into a file. Returns their bits, mapped from there.
-
-    cast: as for `as_bits`. Raises TypeError or ValueError for what is no such pair, OSError where there is no room.
-    """
-    read: dict[str, _Kept] = {}
+def _read(stream: Iterator[Any], cast: str | None, path: Path, read: dict[str, _Kept]) -> None:
+    """Read a stream to its end into a file. read: gets where each tensor lies, by name."""
     with path.open("wb") as file:
         for item in stream:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
@@ -70,5 +68,20 @@ def keep(stream: Iterator[Any], cast: str | None, path: Path) -> dict[str, Bits]
                 raise type(error)(f"tensor {name!r}: {error}") from None
             del item, tensor  # before the next one is made
         file.write(bytes(1))  # an empty file cannot be mapped
+
+
+def keep(stream: Iterator[Any], cast: str | None, path: Path) -> dict[str, Bits]:
+    """Read a stream of (name, tensor) to its end, one at a time, into a file. Returns their bits, mapped from there.
+
+    cast: as for `as_bits`. Raises TypeError or ValueError for what is no such pair, OSError where there is no room;
+    it is read to its end then too.
+    """
+    read: dict[str, _Kept] = {}
+    try:
+        _read(stream, cast, path, read)
+    except Exception:
+        with suppress(Exception):
+            deque(stream, maxlen=0)  # other ranks take part until its end, as it may gather
+        raise
     memory = np.memmap(path, np.uint8, "r")
     return {name: kept.bits(memory) for name, kept in read.items()}

@@ -27,7 +27,7 @@ from pulse_rl.kernels.cpu.changes import (
 )
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
-from pulse_rl.kernels.cpu.spots import WHOLE, Spots, Windows, spots_delta, windowed, write_spots
+from pulse_rl.kernels.cpu.spots import WHOLE, Elements, Spots, Windows, copy_spots, spots_delta, windowed, write_spots
 from pulse_rl.kernels.cpu.states import Differences, digest_spots, find_in_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, TileChanges, split
 
@@ -37,12 +37,14 @@ __all__ = [
     "WHOLE",
     "Cut",
     "Differences",
+    "Elements",
     "Grid",
     "Spots",
     "TileChanges",
     "Windows",
     "buffer",
     "cast_bfloat16",
+    "copy_spots",
     "digest_delta",
     "digest_range",
     "digest_rows",

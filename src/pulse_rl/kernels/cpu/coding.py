@@ -68,6 +68,15 @@ def memory_at(places: Sequence[Lies], held: object) -> MemoryRows:
     return MemoryRows(addresses.view(np.uint64), rows, runs, apart, held)
 
 
+def joined_memory(several: Sequence[MemoryRows]) -> MemoryRows:
+    """That of segments one after another."""
+    if len(several) == 1:
+        return several[0]
+    addresses, rows, runs, apart, held = zip(*several, strict=True)
+    columns = [np.concatenate(each) for each in (addresses, rows, runs, apart)]
+    return MemoryRows(columns[0], columns[1], columns[2], columns[3], held)
+
+
 def memory_of(olds: Sequence[UIntArray]) -> MemoryRows:
     """olds: of one dtype, each as in `moves.count_exponents`."""
     held = [old if old.flags.aligned else old.copy() for old in olds]
@@ -163,93 +172,115 @@ def _field(field: Field, itemsize: int) -> tuple[Any, Any]:
     return kind(field.mask), kind(field.shift)
 
 
+class CodedSegments(NamedTuple):
+    """Segments of one dtype, what they start from, and memory to code each in turn."""
+
+    bounds: UIntArray  # (classes,) what old bits without their sign lie below that are hot
+    addresses: NDArray[np.uint64]  # (segments,) this and the next three, as `MemoryRows`
+    rows: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    apart: NDArray[np.int64]
+    mask: Any  # of the exponents' bits, in the width of the elements
+    shift: Any
+    strides: NDArray[np.int64]  # (segments,) this and the next two, as `Kind`
+    phases: NDArray[np.int64]
+    classes: NDArray[np.int64]
+    thresholds: NDArray[np.int64]  # this and the next two, as `Starts`
+    shares: NDArray[np.int64]
+    states: NDArray[np.int64]
+    hot_indices: NDArray[np.uint32]  # (n,) and the next one: n elements of the largest segment
+    hot_exponents: NDArray[np.uint16]
+    fresh: NDArray[np.int64]  # (Tables.size,) the states of a segment that is coded
+    leans: NDArray[np.int32]  # (n,) n columns of the longest row
+
+
 @part
-def _find_hot(bounds, number, every, address, rows, run, apart, mask, shift, indices, exponents):
-    """The hot elements of a segment. every: whether all of them are. indices, exponents: memory for all of them."""
-    if every:  # their bound may not fit the element's width
-        count = every_in_rows(_in_rows(bounds, address, rows, run, apart), mask, shift, indices, exponents)
+def _find_hot(coded, s):
+    """The hot elements of a segment."""
+    address, rows, run, apart = coded.addresses[s], coded.rows[s], coded.runs[s], coded.apart[s]
+    number, indices, exponents = coded.classes[s], coded.hot_indices, coded.hot_exponents
+    if coded.thresholds[number] >= coded.shares.shape[1]:  # all are: their bound may not fit the element's width
+        count = every_in_rows(
+            _in_rows(coded.bounds, address, rows, run, apart), coded.mask, coded.shift, indices, exponents
+        )
     elif rows == 1:
-        count = hot_flat(_flat(bounds, address, run), mask, bounds[number], shift, indices, exponents)
+        old, bound = _flat(coded.bounds, address, run), coded.bounds[number]
+        count = hot_flat(old, coded.mask, bound, coded.shift, indices, exponents)
     else:
-        old = _in_rows(bounds, address, rows, run, apart)
-        count = hot_in_rows(old, mask, bounds[number], shift, indices, exponents)
+        apart_rows, bound = _in_rows(coded.bounds, address, rows, run, apart), coded.bounds[number]
+        count = hot_in_rows(apart_rows, coded.mask, bound, coded.shift, indices, exponents)
     return Hot(indices[:count], exponents[:count])
 
 
 @kernel
-def _encode(
-    out, bounds, addresses, rows, runs, apart, mask, shift, strides, phases, classes, thresholds, shares, states,
-    hot_indices, hot_exponents, fresh, all_leans, edges, indices, exponents, ups, sizes, nbytes,
-):  # fmt: skip
+def _encode(out, coded, edges, indices, all_moved, nbytes):
     used = 0
-    for s in range(addresses.shape[0]):
-        number = classes[s]
-        threshold, share = thresholds[number], shares[number]
-        hot = _find_hot(
-            bounds, number, threshold >= share.shape[0], addresses[s], rows[s], runs[s], apart[s], mask, shift,
-            hot_indices, hot_exponents,
-        )  # fmt: skip
-        place = Place(rows[s] * runs[s], 8 * bounds.itemsize, strides[s], phases[s])
-        a, b = edges[s], edges[s + 1]
-        moved = Moves(exponents[a:b], ups[a:b], sizes[a:b])
-        leans = all_leans[: strides[s]]
+    for s in range(coded.addresses.shape[0]):
+        number = coded.classes[s]
+        threshold, share, states = coded.thresholds[number], coded.shares[number], coded.states[number]
+        hot = _find_hot(coded, s)
+        place = Place(coded.rows[s] * coded.runs[s], 8 * coded.bounds.itemsize, coded.strides[s], coded.phases[s])
+        leans = coded.leans[: coded.strides[s]]
         leans[:] = 0
+        a, b = edges[s], edges[s + 1]
+        moved = Moves(all_moved.exponents[a:b], all_moved.ups[a:b], all_moved.sizes[a:b])
         if out is None:
-            encode_stream(None, place, Start(threshold, share, states[number]), hot, indices[a:b], moved, leans)
+            encode_stream(None, place, Start(threshold, share, states), hot, indices[a:b], moved, leans)
         else:
-            copy_into(fresh, states[number])
-            most = used + place.size * bounds.itemsize + SLACK
-            start = Start(threshold, share, fresh)
+            copy_into(coded.fresh, states)
+            most = used + place.size * coded.bounds.itemsize + SLACK
+            start = Start(threshold, share, coded.fresh)
             nbytes[s] = encode_stream(out[used:most], place, start, hot, indices[a:b], moved, leans)
             used += max(0, nbytes[s])
     return used
 
 
 @kernel
-def _decode(
-    data, bounds, addresses, rows, runs, apart, mask, shift, strides, phases, classes, thresholds, shares, states,
-    hot_indices, hot_exponents, fresh, all_leans, begins, ends, edges, sign, floating, raw, ups, sizes, moved, indices,
-    values,
-):  # fmt: skip
-    for s in range(addresses.shape[0]):
-        number = classes[s]
-        threshold, share = thresholds[number], shares[number]
-        hot = _find_hot(
-            bounds, number, threshold >= share.shape[0], addresses[s], rows[s], runs[s], apart[s], mask, shift,
-            hot_indices, hot_exponents,
-        )  # fmt: skip
-        place = Place(rows[s] * runs[s], 8 * bounds.itemsize, strides[s], phases[s])
-        leans = all_leans[: strides[s]]
+def _decode(streams, coded, edges, sign, floating, each, moved, indices, values):
+    for s in range(coded.addresses.shape[0]):
+        number = coded.classes[s]
+        hot = _find_hot(coded, s)
+        place = Place(coded.rows[s] * coded.runs[s], 8 * coded.bounds.itemsize, coded.strides[s], coded.phases[s])
+        leans = coded.leans[: coded.strides[s]]
         leans[:] = 0
-        copy_into(fresh, states[number])
+        copy_into(coded.fresh, coded.states[number])
         a, b = edges[s], edges[s + 1]
         count = b - a
-        changed = Changed(raw[:count], ups[:count], sizes[:count])
-        stream = data[begins[s] : ends[s]]
-        split = decode_stream(stream, place, Start(threshold, share, fresh), hot, leans, changed)
+        changed = Changed(each.indices[:count], each.ups[:count], each.sizes[:count])
+        start = Start(coded.thresholds[number], coded.shares[number], coded.fresh)
+        stream = streams.data[streams.begins[s] : streams.ends[s]]
+        split = decode_stream(stream, place, start, hot, leans, changed)
         if split < 0:
             return s
         new = moved[:count]
-        if rows[s] == 1:
-            gather_flat(_flat(bounds, addresses[s], runs[s]), changed.indices, new)
+        address, rows, run = coded.addresses[s], coded.rows[s], coded.runs[s]
+        if rows == 1:
+            gather_flat(_flat(coded.bounds, address, run), changed.indices, new)
         else:
-            gather_in_rows(_in_rows(bounds, addresses[s], rows[s], runs[s], apart[s]), changed.indices, new)
+            gather_in_rows(_in_rows(coded.bounds, address, rows, run, coded.apart[s]), changed.indices, new)
         undo_moves(changed.ups, changed.sizes, sign, floating, new)
         if not merge_runs(changed.indices, new, split, indices[a:b], values[a:b]):
             return s
     return -1
 
 
-def _given(memory: MemoryRows, kind: Kind, starts: Starts) -> tuple[Any, ...]:
-    """What both kernels take, from `bounds` to `all_leans`."""
+def _coded(memory: MemoryRows, kind: Kind, starts: Starts) -> CodedSegments:
     field, itemsize = kind.field, kind.itemsize
     bounds = (starts.thresholds << field.shift).astype(UINTS[itemsize])
-    most = int((memory.rows * memory.runs).max(initial=0))
-    return (
+    most, (mask, shift) = int((memory.rows * memory.runs).max(initial=0)), _field(field, itemsize)
+    return CodedSegments(
         read_only(bounds),
-        *map(read_only, memory[:4]),
-        *_field(field, itemsize),
-        *map(read_only, (kind.strides, kind.phases, kind.classes, starts.thresholds, starts.shares)),
+        read_only(memory.addresses),
+        read_only(memory.rows),
+        read_only(memory.runs),
+        read_only(memory.apart),
+        mask,
+        shift,
+        read_only(kind.strides),
+        read_only(kind.phases),
+        read_only(kind.classes),
+        read_only(starts.thresholds),
+        read_only(starts.shares),
         starts.states,
         buffer("indices", most, np.uint32),
         buffer("exponents", most, np.uint16),
@@ -265,16 +296,14 @@ class SegmentMoves(NamedTuple):
     indices: NDArray[np.uint32]  # (k,), ascending in each segment
     moved: Moves  # (k,)
 
-
-def _changed(changes: SegmentMoves) -> list[Any]:
-    """What `_encode` takes of changes."""
-    exponents, ups, sizes = changes.moved
-    return [read_only(each) for each in (changes.edges, changes.indices, exponents, ups, sizes)]
+    def read_only(self) -> "tuple[NDArray[np.int64], NDArray[np.uint32], Moves]":
+        """As kernels take it."""
+        return read_only(self.edges), read_only(self.indices), Moves(*map(read_only, self.moved))
 
 
 def count_bits(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> None:
     """Count what coding would take: `starts.states`, zeros at first, become ones << 32 | bits of each context."""
-    _encode(None, *_given(memory, kind, starts), *_changed(changes), np.empty(0, np.int64))
+    _encode(None, _coded(memory, kind, starts), *changes.read_only(), np.empty(0, np.int64))
 
 
 def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: SegmentMoves) -> list[bytes | None]:
@@ -282,7 +311,7 @@ def encode_segments(memory: MemoryRows, kind: Kind, starts: Starts, changes: Seg
     nbytes = np.empty(len(kind.classes), np.int64)
     most = kind.itemsize * int((memory.rows * memory.runs).sum()) + SLACK
     out = buffer("out", most, np.uint8)
-    used = _encode(out, *_given(memory, kind, starts), *_changed(changes), nbytes)
+    used = _encode(out, _coded(memory, kind, starts), *changes.read_only(), nbytes)
     data, at = out[:used].tobytes(), 0
     streams: list[bytes | None] = []
     for size in nbytes.tolist():
@@ -303,18 +332,14 @@ def decode_segments(
     most = int(np.diff(edges).max(initial=0))
     dtype = UINTS[kind.itemsize]
     indices, values = np.empty(total, np.uint32), np.empty(total, dtype)
-    raw, ups, sizes = np.empty(most, np.uint32), np.empty(most, np.bool_), np.empty(most, np.uint64)
+    each = Changed(np.empty(most, np.uint32), np.empty(most, np.bool_), np.empty(most, np.uint64))
     broken = _decode(
-        read_only(streams.data),
-        *_given(memory, kind, starts),
-        read_only(streams.begins),
-        read_only(streams.ends),
+        Streams(read_only(streams.data), read_only(streams.begins), read_only(streams.ends)),
+        _coded(memory, kind, starts),
         read_only(edges),
         np.uint64(field.sign),
         field.floating,
-        raw,
-        ups,
-        sizes,
+        each,
         np.empty(most, dtype),
         indices,
         values,

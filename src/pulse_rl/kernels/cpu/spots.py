@@ -110,7 +110,7 @@ def _store(typingctx: Any, values: Any, address: Any, index: Any, value: Any) ->
 
 
 @kernel
-def _spots_delta(spots, counts, indices, values, before, places, wheres):
+def _spots_delta(spots, counts, indices, values, laid, before, places, wheres):
     itemsize = np.uint64(values.itemsize)
     s, k = 0, np.int64(0)
     while s < counts.shape[0]:
@@ -128,6 +128,16 @@ def _spots_delta(spots, counts, indices, values, before, places, wheres):
             s += 1
         for j in range(begun, k):
             before[j] = load(values, wheres[j], 0)
+    k, at = np.int64(0), np.int64(0)
+    for s in range(laid.counts.shape[0]):
+        end = at + laid.counts[s]
+        for j in range(k, k + counts[s]):
+            while at < end and laid.indices[at] < indices[j]:
+                at += 1
+            if at < end and laid.indices[at] == indices[j]:
+                before[j] = laid.values[at]
+        at = end
+        k += counts[s]
     total, k = np.uint64(0), np.int64(0)
     for s in range(counts.shape[0]):  # apart from the loop that waits for memory
         gained = np.uint64(0)
@@ -138,14 +148,36 @@ def _spots_delta(spots, counts, indices, values, before, places, wheres):
     return total
 
 
-def spots_delta(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> int:
+class Elements(NamedTuple):
+    """Some elements of segments, and their bits."""
+
+    counts: NDArray[np.int64]  # (segments,) of each
+    indices: NDArray[np.uint32]  # (k,) of all: in each segment they increase strictly
+    values: UIntArray  # (k,)
+
+    def read_only(self) -> "Elements":
+        """As kernels take it."""
+        return Elements(self.counts, read_only(self.indices), read_only(self.values))
+
+
+def spots_delta(
+    spots: Spots,
+    counts: NDArray[np.int64],
+    indices: NDArray[np.uint32],
+    values: UIntArray,
+    laid: Elements | None = None,
+    before: UIntArray | None = None,
+) -> int:
     """The change of the digest, mod 2^64, if elements get new values.
 
-    counts: (segments,) changes of each. indices, values: (k,) of all.
+    counts: (segments,) changes of each. indices, values: (k,) of all. laid: elements of these segments that count as if
+    they held other bits than memory. before: gets the bits that the changed elements hold.
     """
-    before, places = np.empty_like(values), buffer("places", len(values), np.uint64)
-    wheres = buffer("wheres", len(values), np.uint64)
-    return int(_spots_delta(spots, counts, read_only(indices), read_only(values), before, places, wheres))
+    before = np.empty_like(values) if before is None else before
+    places, wheres = buffer("places", len(values), np.uint64), buffer("wheres", len(values), np.uint64)
+    indices, values = read_only(indices), read_only(values)
+    laid = Elements(counts[:0], indices[:0], values[:0]) if laid is None else laid.read_only()
+    return int(_spots_delta(spots, counts, indices, values, laid, before, places, wheres))
 
 
 @kernel
@@ -184,6 +216,30 @@ def write_spots(spots: Spots, counts: NDArray[np.int64], indices: NDArray[np.uin
 
 
 @kernel
+def _copy_spots(spots, sizes, laid, copy):
+    at, k = np.int64(0), np.int64(0)
+    for s in range(sizes.shape[0]):
+        address, apart, run = spots.addresses[s], spots.apart[s], spots.runs[s]
+        for row in range(sizes[s] // run):
+            for column in range(run):
+                copy[at + row * run + column] = load(copy, address, row * apart + column)
+        for j in range(k, k + laid.counts[s]):
+            copy[at + np.int64(laid.indices[j])] = laid.values[j]
+        at += sizes[s]
+        k += laid.counts[s]
+
+
+def copy_spots(spots: Spots, sizes: NDArray[np.int64], laid: Elements) -> UIntArray:
+    """The elements of segments, one after another, as if they held those that are laid over them.
+
+    sizes: (segments,) elements of each.
+    """
+    copy = np.empty(int(sizes.sum()), laid.values.dtype)
+    _copy_spots(spots, sizes, laid.read_only(), copy)
+    return copy
+
+
+@kernel
 def _windowed(windows, counts, indices, values, kept, kept_indices, kept_values):
     k, m = np.int64(0), np.int64(0)
     for s in range(counts.shape[0]):
@@ -207,10 +263,8 @@ def _windowed(windows, counts, indices, values, kept, kept_indices, kept_values)
     return m
 
 
-def windowed(
-    windows: Windows, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray
-) -> tuple[NDArray[np.int64], NDArray[np.uint32], UIntArray]:
+def windowed(windows: Windows, counts: NDArray[np.int64], indices: NDArray[np.uint32], values: UIntArray) -> Elements:
     """The changes of parts of segments, with indices into the parts. Arguments as of `spots_delta`."""
     kept, kept_indices, kept_values = np.empty_like(counts), np.empty_like(indices), np.empty_like(values)
     size = int(_windowed(windows, counts, read_only(indices), read_only(values), kept, kept_indices, kept_values))
-    return kept, kept_indices[:size], kept_values[:size]
+    return Elements(kept, kept_indices[:size], kept_values[:size])

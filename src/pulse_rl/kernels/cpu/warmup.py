@@ -26,7 +26,7 @@ from pulse_rl.kernels.cpu.changes import (
 from pulse_rl.kernels.cpu.digests import digest_delta, digest_range, digest_rows, positions
 from pulse_rl.kernels.cpu.gaps import gap_decode, gap_encode
 from pulse_rl.kernels.cpu.ordering import Stretches, in_order
-from pulse_rl.kernels.cpu.spots import Spots, Windows, spots_delta, windowed, write_spots
+from pulse_rl.kernels.cpu.spots import Elements, Spots, Windows, copy_spots, spots_delta, windowed, write_spots
 from pulse_rl.kernels.cpu.states import digest_spots, find_in_spots
 from pulse_rl.kernels.cpu.tiles import Cut, Grid, split
 
@@ -82,6 +82,7 @@ def _warm_changes(itemsize: int) -> None:
     spots = _spot(old)
     spots_delta(spots, one + count, indices, values)
     write_spots(spots, one + count, indices, values)
+    copy_spots(spots, one + N, Elements(one + count, indices, values))
     find_in_spots(spots, spots, one + N, itemsize, cast=False)
     digest_spots(spots, one + N, itemsize)
     windowed(Windows(one, one + N, one + N, one), one + count, indices, values)

@@ -19,7 +19,7 @@ import numpy as np
 
 from pulse_rl import History
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.codecs.base import Decoded, Read
+from pulse_rl.codecs.base import Decoded, OldReader
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import UIntArray
 from pulse_rl.errors import ObjectNotFoundError, VersionNotFoundError, one_line
@@ -240,12 +240,12 @@ class _Patched:
         assert old is not None  # a history starts from an anchor
         keys, decode = self._units[name, place]
         if len(keys) == 1:
-            changes = decode(lambda _: old, None)[0].changes
+            changes = decode(OldReader(lambda _: old), None)[0].changes
         else:
             mine = (id(self), name, place)
             with self._lock:
                 if mine not in self._kept:
-                    every = (one for found in decode(lambda _: old, None) for one in found.each())
+                    every = (one for found in decode(OldReader(lambda _: old), None) for one in found.each())
                     for key, changes in zip(keys, every, strict=True):  # these codecs ask for no old bits
                         self._kept.put((id(self), *key), changes)
             changes = self._kept.take(mine)
@@ -254,7 +254,7 @@ class _Patched:
         return new
 
 
-_Decode = Callable[[Read, None], list[Decoded]]  # a unit's, from the old bits
+_Decode = Callable[[OldReader, None], list[Decoded]]  # a unit's, from the old bits
 
 
 class _Kept:

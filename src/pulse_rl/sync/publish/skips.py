@@ -14,7 +14,9 @@ from pulse_rl.patch import encode
 from pulse_rl.patch.apply import Application
 from pulse_rl.patch.encode import Coded, EncodedPatch
 from pulse_rl.patch.format import unpack
-from pulse_rl.patch.overlay import Overlay
+from pulse_rl.patch.live import each_alone
+from pulse_rl.patch.overlay import Older, Overlay
+from pulse_rl.patch.since import Since
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout
 
@@ -75,7 +77,9 @@ def find_skip(overlay: Overlay, newest: Layout, codec: Codec) -> Coded:
 
     overlay: what the older version held, over `newest`.
     """
-    (coded,) = encode.find(overlay.over(newest), newest, codecs=[codec], tied=newest.tied)
+    since = Since.of(overlay, newest)
+    older = overlay.over(newest) if since is None else newest
+    (coded,) = encode.find(older, newest, codecs=[codec], tied=newest.tied, since=since)
     return coded
 
 
@@ -103,6 +107,7 @@ def prove_skip(
         part=ranks.rank,
         parts=ranks.size,
     )
-    older = {name: [bits] for name, bits in overlay.over(newest).items()}
-    Application(unpack(patch.data), older).prove(before, lambda mine: mine + delta - coded.delta)
+    older = Older(lambda: overlay, lambda: {name: [bits] for name, bits in overlay.over(newest).items()})
+    application = Application(unpack(patch.data), newest.derived(each_alone), before=older)
+    application.prove(before, lambda mine: mine + delta - coded.delta)
     return patch

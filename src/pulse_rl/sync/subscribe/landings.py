@@ -7,7 +7,7 @@ Ranks of a group write when all of them have proved their shares, and all hear o
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
@@ -18,9 +18,10 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import no_room
 from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
+from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import Copies, by_name
 from pulse_rl.patch.merging import Batch, Merged, batches, write_all
-from pulse_rl.patch.overlay import laid_over
+from pulse_rl.patch.overlay import Older, Overlay
 from pulse_rl.sync.shares import SharePlan
 from pulse_rl.sync.subscribe.halo import fetch_strips
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights, add_pieces, missing_strips, nbytes_of, with_pieces
@@ -64,9 +65,11 @@ class _Strips:
         self._needed = missing_strips(fetched, weights) if self._ranks.size > 1 else {}
         return sum(map(len, self._needed.values()))
 
-    def fetch(self, weights: Layout, before: Callable[[Mapping[str, Copies]], Mapping[str, Copies]]) -> Halo:
+    def fetch(self, weights: Layout, before: Callable[[Mapping[str, Copies]], Older | None]) -> Halo:
         """Bring it from the ranks that own it. A collective. before: the weights as the patch will find them."""
-        return fetch_strips(self._ranks, self._live.plan, self._needed, before(by_name(weights, self._tied)))
+        live = by_name(weights, self._tied)
+        older = before(live)
+        return fetch_strips(self._ranks, self._live.plan, self._needed, live if older is None else older.by_name())
 
 
 class Writing:
@@ -95,8 +98,8 @@ class Writing:
     def added(self) -> int:
         return self._live.added
 
-    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        return live
+    def before(self, live: Mapping[str, Copies]) -> None:
+        return None
 
     def missing(self, fetched: Fetched) -> int:
         return self._strips.look(fetched, self.weights)
@@ -156,8 +159,8 @@ class InFiles:
     def full_nbytes(self) -> int:
         return self._live.plan.nbytes
 
-    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
-        return live
+    def before(self, live: Mapping[str, Copies]) -> None:
+        return None
 
     def missing(self, fetched: Fetched) -> int:
         return self._strips.look(fetched, self.weights)
@@ -200,6 +203,7 @@ class Keeping:
         self._strips = _Strips(live, ranks)
         self.nbytes = 0  # of decoded changes or files
         self._patches: list[_Patch] = []
+        self._laid: tuple[int, Overlay | None] = 0, None  # how many of them are in an overlay, and this
         self._halos: list[Halo] = []  # what was added to the halo before each patch
         self._tied: Mapping[str, str] = {}
         self._spilled = False  # whether decoded changes are in a file
@@ -236,7 +240,25 @@ class Keeping:
         """Memory of strips of other ranks' weights."""
         return self._live.halo_nbytes + sum(map(nbytes_of, self._halos))
 
-    def before(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
+    def before(self, live: Mapping[str, Copies]) -> Older | None:
+        if any(self._halos):
+            return Older(lambda: None, partial(self._by_name, live))
+        return Older(self._overlay, partial(self._by_name, live)) if self._patches else None
+
+    def _overlay(self) -> Overlay | None:
+        """What the patches will write; None if there is no room for it, as the weights can be read by name too."""
+        patches, overlay = self._laid
+        try:
+            for patch in self._patches[patches:]:
+                own = patch.application.overlay()
+                overlay = own if overlay is None else own.and_later(overlay)
+        except OSError:
+            return None
+        self._laid = len(self._patches), overlay
+        return overlay
+
+    def _by_name(self, live: Mapping[str, Copies]) -> Mapping[str, Copies]:
+        """The weights as the patches will leave them."""
         if any(self._halos):  # pieces that came later hold what the patches before them have changed already
             live = by_name(self._live.weights, self._tied)
         for number, patch in enumerate(self._patches):
@@ -290,7 +312,10 @@ class Keeping:
         Where decoded changes are in a file, or tensors overlap, patches are written one after another.
         """
         if self._patches and not self._spilled and not any(patch.application.overlapping for patch in self._patches):
-            ordered = self._patches[0].application.in_memory_order() if len(self._patches) == 1 else None
+            application = self._patches[-1].application
+            overlay = self._overlay() if len(self._patches) > 1 and not any(self._halos) else None
+            known = len(self._patches) == 1 or overlay is not None
+            ordered = application.in_memory_order(overlay) if known else None
             if ordered is None:
                 merged = Merged()
                 for patch in self._patches:
@@ -299,7 +324,7 @@ class Keeping:
             else:
                 self._writes = [batch for each in ordered for batch in each.batches()]
             self._to = self._patches[-1].to
-            self._patches, self.nbytes = [], sum(write.nbytes for write in self._writes)
+            self._patches, self._laid, self.nbytes = [], (0, None), sum(write.nbytes for write in self._writes)
         elif self._patches:
             self._to = self._patches[-1].to
 
@@ -330,5 +355,6 @@ class Keeping:
     def discard(self) -> None:
         """Drop everything."""
         self._patches, self._halos, self._writes, self._restored = [], [], [], None
+        self._laid = 0, None
         self._to, self._spilled, self.nbytes = None, False, 0
         self._files.close()
