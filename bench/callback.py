@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from pulse_rl import Publisher
 from pulse_rl.cli import output
 from pulse_rl.flow import model
 from pulse_rl.integrations.transformers import PublishCallback
@@ -87,9 +88,11 @@ def _between(before: list[float], after: list[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="of each of the three runs")
-    steps = parser.parse_args().steps
-    with tempfile.TemporaryDirectory(prefix="pulse-rl-") as store:
-        runs = [measure(steps, callbacks) for callbacks in ([], [PublishCallback(store)], [])]
+    parser.add_argument("--codec", choices=["auto", "gap", "context"], default="auto")
+    given = parser.parse_args()
+    made = tempfile.TemporaryDirectory(prefix="pulse-rl-")
+    with made as store, Publisher(store, cast="bfloat16", codec=given.codec) as publisher:
+        runs = [measure(given.steps, callbacks) for callbacks in ([], [PublishCallback(publisher)], [])]
     output.table(
         ["run", "a step", "of it in callbacks", "longest", "processor", "compiled"],
         [

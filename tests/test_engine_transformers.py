@@ -10,6 +10,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.flow import model as models
+from pulse_rl.flow.policy import cache_name
 from pulse_rl.integrations.transformers import FollowWhileGenerating
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -82,11 +83,12 @@ def test_a_version_is_applied_between_two_tokens(trainer: Any, worker: Any, tmp_
         until(lambda: follow.apply() is not None)
         found = greedy(worker, 12, [Publishing(publisher, trainer, follow, after), Patient(follow, after)])
     assert follow.version == 1
-    tokens, cache, step_input = PROMPT, None, PROMPT
+    tokens, name, step_input = PROMPT, cache_name(twin), PROMPT
+    cache = None
     for _ in range(12):
         with torch.no_grad():
-            out = twin(input_ids=step_input, past_key_values=cache, use_cache=True)
-        cache, step_input = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            out = twin(input_ids=step_input, use_cache=True, **{name: cache})
+        cache, step_input = out[name], out.logits[:, -1:].argmax(-1)
         if tokens.shape[1] == after:
             twin.load_state_dict(trainer.state_dict())
         tokens = torch.cat([tokens, step_input], 1)

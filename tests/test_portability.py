@@ -23,8 +23,9 @@ for name in ("fcntl", "pwd", "resource"):
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:  # what vLLM loads is imported where vLLM is
-        if error.name not in ("fastapi", "vllm") or not name.startswith("pulse_rl.integrations.vllm."):
+    except ModuleNotFoundError as error:  # what vLLM and SkyRL load is imported where they are
+        loaded = name.startswith(("pulse_rl.integrations.vllm.", "pulse_rl.integrations.skyrl."))
+        if error.name not in ("fastapi", "vllm", "skyrl") or not loaded:
             raise
 
 import pulse_rl

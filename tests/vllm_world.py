@@ -91,11 +91,12 @@ class Server:
         port: int | None = None,
         arguments: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
+        module: str = "vllm.entrypoints.openai.api_server",
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log = str(model), log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
+        command = [sys.executable, "-m", module, "--model", self._model]
         command += ["--port", str(self.port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"]
         command += ["--max-model-len", "1024", "--weight-transfer-config", '{"backend":"pulse"}', *arguments]
         with log.open("a") as out:

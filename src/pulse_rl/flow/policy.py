@@ -5,6 +5,7 @@ gradient flows back through the repeat. Groups may differ in size.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +60,19 @@ def padded(rows: Sequence[Any], *, left: bool, token: int = 0) -> tuple[torch.Te
     return ids, mask
 
 
-def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Compute each prompt once. Returns the logits after it, (B, V) float32, and the cache, repeated by group."""
+def cache_name(model: Any) -> str:
+    """What Transformers calls the cache of a model: `cache` from 5.24 on, and `past_key_values` before."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def _prefill(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Compute each prompt once.
+
+    Returns the logits after it, (B, V) float32, and the cache, repeated by group, as the model takes it.
+    """
+    name = cache_name(model)
     out = model(
         input_ids=ids,
         attention_mask=mask,
@@ -68,8 +80,8 @@ def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, group: int | tor
         use_cache=True,
         logits_to_keep=1,
     )
-    out.past_key_values.batch_repeat_interleave(group)
-    return out.logits[:, -1].float().repeat_interleave(group, 0), out.past_key_values
+    out[name].batch_repeat_interleave(group)
+    return out.logits[:, -1].float().repeat_interleave(group, 0), {name: out[name]}
 
 
 @torch.no_grad()
@@ -96,8 +108,8 @@ def sample(model: Any, ids: torch.Tensor, mask: torch.Tensor, how: How, generato
             input_ids=token,
             attention_mask=seen,
             position_ids=position,
-            past_key_values=cache,
             use_cache=True,
+            **cache,
         )
         position = position + 1
         logits = out.logits[:, -1].float()
@@ -134,8 +146,8 @@ def score(model: Any, completions: Completions, temperature: float, group: torch
             input_ids=tokens[:, :-1],
             attention_mask=torch.cat([seen, torch.ones_like(tokens[:, :-1])], 1),
             position_ids=position,
-            past_key_values=cache,
             use_cache=True,
+            **cache,
         )
         logits = torch.cat([logits, out.logits.float()], 1)
     logprobs = torch.log_softmax(logits / temperature, -1).gather(2, tokens[:, :, None])[:, :, 0]

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.kernels import cpu
+from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import each_alone, overlapping
-from pulse_rl.patch.overlay import laid_over
 from pulse_rl.weights.bits import Bits, HostBits, TorchBits
 from pulse_rl.weights.boxes import Box, Shape, tiles
 from pulse_rl.weights.changes import Changes

@@ -230,7 +230,7 @@ class FollowWhileGenerating(_transformers.LogitsProcessor):  # type: ignore[misc
     calls of `generate`. Given to `generate` as a logits processor, it applies between two tokens too, in the thread
     that generates, when no forward pass runs; it leaves the scores as they are. The tokens after that are of the new
     version, over keys and values that the old weights have made for those before. Where these must not mix, leave it
-    out of `generate`, and give no `past_key_values` of one version to another.
+    out of `generate`, and give no cache of one version to another.
 
     While it is entered, nothing else may use the subscriber or write to the model.
 

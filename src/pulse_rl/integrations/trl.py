@@ -12,60 +12,25 @@ the history's newest. The attributes that are used are those of TRL 1.16, which 
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
-from pulse_rl import Publisher, PublishReport
-from pulse_rl.engines.fleet import Engines
-from pulse_rl.engines.outcomes import check_holds
-from pulse_rl.engines.states import EngineReport, PauseMode
-from pulse_rl.errors import EngineError, require
-from pulse_rl.logs import logger
-
-log = logger(__name__)
-
-_T = TypeVar("_T")
-
-_RETRY_S = 1.0
+from pulse_rl.errors import require
+from pulse_rl.integrations.delivery import EngineDelivery
 
 
-class PulseWeightTransfer:
-    """Brings each sync of a TRL trainer to engines that follow, as the `weight_transfer` of `AsyncGRPOTrainer`.
+class PulseWeightTransfer(EngineDelivery):
+    """An `EngineDelivery` as the `weight_transfer` of TRL's `AsyncGRPOTrainer`.
 
-    A sync ends when all engines are proved to hold the version. One that was killed and started again meanwhile is
-    brought back within it. If the sync fails, its error ends TRL's training, or TRL stays at the version before it.
+    If a sync fails, its error ends TRL's training, or TRL stays at the version before it.
 
     Args:
-        store: The URL or path of the store, as the engines reach it.
-        engines: The engines' addresses, as "http://host:8000"; or `Engines`, as with an API key.
-        publisher: A Publisher, which is not closed. Default: one for the store, with cast="bfloat16".
-        pause: What happens to requests that run while a version is written, as in `Engines.apply`.
-        timeout: Seconds in which all engines must hold a version, engines that are started again included.
-
-    Attributes:
-        published: The report of the last version; None before the first.
-        applied: What each engine reported of it, in the order of their addresses: the true pause, which TRL does not
-            see.
+        store: As in `EngineDelivery`.
+        engines: Likewise.
+        publisher: Likewise.
+        pause: Likewise.
+        timeout: Likewise.
     """
-
-    def __init__(
-        self,
-        store: str | Path,
-        engines: Sequence[str] | Engines,
-        *,
-        publisher: Publisher | None = None,
-        pause: PauseMode = "keep",
-        timeout: float = 600.0,
-    ) -> None:
-        self._store, self._pause, self._timeout = store, pause, timeout
-        self._engines = engines if isinstance(engines, Engines) else Engines(engines)
-        self._owned = publisher is None
-        self._publisher = Publisher(store, cast="bfloat16") if publisher is None else publisher
-        self.published: PublishReport | None = None
-        self.applied: list[EngineReport] = []
 
     def init_weight_transfer(self) -> None:
         """Wait until all engines answer. TRL calls it when training begins.
@@ -73,7 +38,7 @@ class PulseWeightTransfer:
         Raises:
             EngineError: One has no plug-in, or is out of reach for `timeout` seconds.
         """
-        self._until(self._engines.states)
+        self.reach()
 
     def pause(self) -> None:
         """Nothing: an engine pauses for its own write alone."""
@@ -89,41 +54,14 @@ class PulseWeightTransfer:
                 ranks gather until then.
 
         Raises:
-            PulseError: The version could not be published, or an engine could not be brought to it.
-            TimeoutError: An engine has not staged it in time.
+            PulseError: As `EngineDelivery.send`.
+            TimeoutError: Likewise.
         """
-        try:
-            self.published = self._publisher.publish(iterator)
-        finally:
-            deque(iterator, maxlen=0)
-        self.applied = self._until(lambda: self._bring(self._publisher.version, self._publisher.digest))
+        self.send(iterator)
 
     def destroy(self) -> None:
         """Close the publisher that this made. TRL calls it when training ends."""
-        if self._owned:
-            self._publisher.close()
-
-    def _bring(self, version: int | None, digest: str | None) -> list[EngineReport]:
-        self._engines.follow(self._store)  # each time: one that was started again follows nothing
-        self._engines.stage(version, timeout=self._timeout)
-        reports = self._engines.apply(version, pause=self._pause)
-        for client, report in zip(self._engines.clients, reports, strict=True):
-            check_holds(client.url, report, version, digest, "apply")
-        return reports
-
-    def _until(self, verb: Callable[[], _T]) -> _T:
-        """Do a verb of all engines, again where its failure may pass, until the time is over."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                return verb()
-            except EngineError as error:
-                # What was staged is lost where an engine was started again since, and a torn write is repaired.
-                again = error.temporary or (error.during == "apply" and error.kind != "IntegrityError")
-                if not again or time.monotonic() > deadline:
-                    raise
-                log.warning("the sync is tried again: %s", error)
-            time.sleep(_RETRY_S)
+        self.close()
 
 
 def vllm_client(transfer: PulseWeightTransfer) -> type[Any]:

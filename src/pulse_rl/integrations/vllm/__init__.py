@@ -3,6 +3,7 @@
     plugin      what vLLM loads by its entry points
     transfer    the worker's side: the backend "pulse" of `--weight-transfer-config`
     routes      the server's side: HTTP routes
+    trainer     a trainer's side of vLLM's own factory
     local       the client for a `vllm.LLM` in the trainer's process; `Engines` is the one for servers
     plain_gemm  the switch to plain matrix products, on a CPU
 
