@@ -4,8 +4,10 @@
 
 Of each world, drawn by seed: two or three trainers in a directory, with either straggler rule, anchors and pruning. A
 trainer writes a checkpoint after some rounds. It kills itself at its k-th request of the store, before or after that
-takes effect, and is started again, with its last checkpoint or without. At the end all hold the same θ, which every
-commit names, and a newcomer that takes the rounds that are left gets it too.
+takes effect, and is started again, with its last checkpoint or without. Where the others go on without a late trainer,
+one is also held up for a while; if they have pruned its round meanwhile, its error says to start it again, and that is
+done. At the end all hold the same θ, which every commit names, and a newcomer that takes the rounds that are left gets
+it too.
 """
 
 import argparse
@@ -14,8 +16,10 @@ import random
 import signal
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from loco_ranks import bits, forking
@@ -25,13 +29,26 @@ import pulse_rl as pulse
 
 CALLS = ("put", "get", "stream", "list", "delete")
 ROUNDS = 6
+HELD_S = 1.0  # long enough for the others' rounds without it
+LEFT_BEHIND = 3  # exit code of a trainer that is told to start again
+
+
+class Doom(NamedTuple):
+    """What becomes of one life of a trainer, by the number of its request of the store."""
+
+    k: int | None
+    done: bool
+    held_at: int | None
 
 
 class Doomed:
-    """A store whose process kills itself at the k-th request, before or after it takes effect; None: never."""
+    """A store whose process is held up at one request, and kills itself at the k-th, before or after it takes effect.
 
-    def __init__(self, inner: Any, k: int | None, *, done: bool) -> None:
-        self._inner, self._left, self._done = inner, k or 0, done
+    None: never.
+    """
+
+    def __init__(self, inner: Any, k: int | None, *, done: bool, held_at: int | None) -> None:
+        self._inner, self._left, self._done, self._until_held = inner, k or 0, done, held_at or 0
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._inner, name)
@@ -39,7 +56,9 @@ class Doomed:
             return real
 
         def call(*arguments: Any, **options: Any) -> Any:
-            self._left -= 1
+            self._left, self._until_held = self._left - 1, self._until_held - 1
+            if self._until_held == 0:
+                time.sleep(HELD_S)
             if self._left == 0 and not self._done:
                 os.kill(os.getpid(), signal.SIGKILL)
             found = real(*arguments, **options)
@@ -50,11 +69,22 @@ class Doomed:
         return call
 
 
-def live(folder: str, rank: int, size: int, options: dict[str, Any], doom: tuple[int | None, bool], save: int) -> None:
-    """One life of a trainer."""
+def live(folder: str, rank: int, size: int, options: dict[str, Any], doom: Doom, save: int) -> None:
+    """One life of a trainer; its error, if it has one, is in the file error-RANK."""
+    try:
+        train(folder, rank, size, options, doom, save)
+    except BaseException as error:
+        Path(folder, f"error-{rank}").write_text(traceback.format_exc())
+        if isinstance(error, pulse.ExchangeError) and "went on without" in str(error):
+            sys.exit(LEFT_BEHIND)
+        raise
+
+
+def train(folder: str, rank: int, size: int, options: dict[str, Any], doom: Doom, save: int) -> None:
+    """Rounds until the last one, with a checkpoint after every `save` of them."""
     os.environ["PULSE_THREADS"] = "1"
     torch.set_num_threads(1)
-    store = Doomed(pulse.open_store(Path(folder, "store")), doom[0], done=doom[1])
+    store = Doomed(pulse.open_store(Path(folder, "store")), doom.k, done=doom.done, held_at=doom.held_at)
     trainer = Trainer(store, rank, size, timeout=120, **options)
     file = Path(folder, f"{rank}.pt")
     if file.exists():
@@ -82,8 +112,9 @@ def world(seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
 
         def start(rank: int, deaths: int) -> Any:
-            doom = (draw.randint(1, 60) if deaths < 3 else None, draw.random() < 0.5)
-            if doom[0] is not None and draw.random() < 0.1:
+            held_at = draw.randint(1, 60) if options["late_after"] is not None and draw.random() < 0.5 else None
+            doom = Doom(draw.randint(1, 60) if deaths < 3 else None, draw.random() < 0.5, held_at)
+            if doom.k is not None and draw.random() < 0.1:
                 Path(folder, f"{rank}.pt").unlink(missing_ok=True)  # its disk is lost too
             process = context.Process(target=live, args=(folder, rank, size, options, doom, save), daemon=True)
             process.start()
@@ -97,8 +128,11 @@ def world(seed: int) -> int:
                 if process.exitcode == -signal.SIGKILL:
                     deaths[rank], killed = deaths[rank] + 1, killed + 1
                     processes[rank] = start(rank, deaths[rank])
+                elif process.exitcode == LEFT_BEHIND and options["late_after"] is not None:
+                    processes[rank] = start(rank, deaths[rank])
                 elif process.exitcode is not None:
-                    assert process.exitcode == 0, (seed, rank, options)
+                    error = Path(folder, f"error-{rank}")
+                    assert process.exitcode == 0, (seed, rank, options, error.exists() and error.read_text())
                     del processes[rank]
         check(Path(folder), size, seed)
     return killed
