@@ -53,7 +53,7 @@ train-vllm: setup-vllm
 
 # What needs vLLM, in its environment.
 test-vllm: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),$(wildcard tests/test_engine_*.py))
+	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests/engines tests/integrations/vllm tests/integrations/sglang)
 
 # verl, in an environment of its own: it asks for an older Transformers. What its modules import and it does not ask for
 # comes with its engines; FSDP2 on a CPU needs these of it.
@@ -67,7 +67,7 @@ setup-verl: .venv-verl/.ready
 	touch $@
 
 test-verl: setup-verl
-	$(VERL_BIN)/python -m pytest tests/test_verl.py $(ARGS)
+	$(VERL_BIN)/python -m pytest tests/integrations/test_verl.py $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
@@ -97,23 +97,23 @@ bench-gpu:
 # Hostile blocks of the codec `context` for five minutes; an input that breaks something is left as crash-… in this directory.
 fuzz: setup
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(BIN)/pip install --quiet $(FUZZER)
-	$(BIN)/python tests/fuzz_context.py -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
+	$(BIN)/python -m tests.codecs.fuzz_context -max_total_time=300 -len_control=0 -max_len=600 $(ARGS)
 
 # Everything that arrives over the network, mutated 100,000 times; a failure is reported with its seed and number.
 fuzz-history: setup
-	$(BIN)/python tests/fuzz_history.py --cases 100000 $(ARGS)
+	$(BIN)/python -m tests.history.fuzz --cases 100000 $(ARGS)
 
 # Random layouts of weights against a naive overwrite, without end; ARGS='--seed N --cases N' for a part of them.
 fuzz-layout: setup
-	$(BIN)/python tests/fuzz_layout.py $(ARGS)
+	$(BIN)/python -m tests.sync.fuzz_layout $(ARGS)
 
 # Whole histories against a naive model, without end; ARGS="--seconds 1200 --seed 7". A finding names its own command.
 fuzz-stateful: setup
-	$(BIN)/python tests/fuzz_stateful.py $(ARGS)
+	$(BIN)/python -m tests.sync.fuzz_stateful $(ARGS)
 
 # Groups of ranks of which one is killed, interrupted or failed by its store, without end; ARGS="--seed N --cases N".
 fuzz-ranks: setup
-	$(BIN)/python tests/fuzz_ranks.py $(ARGS)
+	$(BIN)/python -m tests.sync.fuzz_ranks $(ARGS)
 
 # The documentation, into site/. A broken link or a public name without a whole docstring fails.
 docs: setup

@@ -16,7 +16,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.opening import open_store
 
 if TYPE_CHECKING:
-    from loco_ranks import Ranks
+    from tests.loco.ranks import Ranks
 
 # A shell that starts the suite in the background makes it ignore Ctrl-C, which tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,11 +27,11 @@ hypothesis.settings.load_profile("pulse-rl")
 
 
 # Their tests take up to a minute each. They come first, so that no process is left alone with one at the end.
-LONG = ("test_run", "test_trainers", "test_flow_run", "test_loco_ft", "test_faults")
+LONG = ("flow/test_run", "flow/test_trainers", "flow/test_recipe_runs", "loco/test_ft", "sync/test_faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -93,7 +93,7 @@ def trainee() -> Trainee:
 @pytest.fixture(scope="session")
 def ranks() -> "Iterator[Ranks]":
     """Four trainers' processes, which all tests of trainers share: they take long to start."""
-    from loco_ranks import running
+    from tests.loco.ranks import running
 
     with running() as run:
         yield run

@@ -18,15 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import links
 import pytest
-import reference
 import typer.main
 from typer.testing import CliRunner
 
 from pulse_rl.cli.app import app
+from tests import ROOT, links, reference
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = 13  # blocks of Python that only compile; each says why
 
@@ -208,7 +206,7 @@ def test_the_reference_finds_what_is_missing() -> None:
 def test_the_reference_shows_defaults_as_values() -> None:
     """By the extension that zensical.toml names: of a constant's name, of a module's attribute, of a literal."""
     griffe = pytest.importorskip("griffe", reason="needs the extra docs")
-    from signatures import Values
+    from tests.signatures import Values
 
     site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
     options = site["plugins"]["mkdocstrings"]["handlers"]["python"]["options"]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
+
 # One with a recipe beside it is a workflow, which test_flow_workflows plays.
-EXAMPLES = sorted(
-    file for file in (Path(__file__).parent.parent / "examples").glob("*.py") if not file.with_suffix(".toml").exists()
-)
+EXAMPLES = sorted(file for file in (ROOT / "examples").glob("*.py") if not file.with_suffix(".toml").exists())
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

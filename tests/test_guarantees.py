@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.codecs.gap import GapCodec
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 UNTESTED = "What runs untested"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_architecture import MODULES
 
 import pulse_rl as pulse
+from tests.test_architecture import MODULES
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07a\nERROR all is lost\r\u202egnp.exe"
 LOGGING = sorted(name for name, file in MODULES.items() if "logger(__name__)" in file.read_text())

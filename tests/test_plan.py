@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ from pulse_rl.planner import (
     plan,
     utilization,
 )
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 MEASUREMENTS = ROOT / "bench/measured.md"
 
 

@@ -1,6 +1,6 @@
 """Seeded kills over all services of a run: every run must end whole.
 
-    PYTHONPATH=tests python -m bench.flow.kills --kills 200 --seed 0 --out /tmp/kills
+    python -m bench.flow.kills --kills 200 --seed 0 --out /tmp/kills
 
 Each run is one of two policies of tiny models, every other one on a Ray cluster of several nodes on this machine. At
 random moments a worker, a trainer, the Dataflow, the driver or a node is killed; after the driver, the run goes on by
@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from flow_runs import PATIENCE_S, Nodes, check, finish, kill, start, steps, until
-from runs import children, lives, wait_for
+from tests.flow.recipe_runs import PATIENCE_S, Nodes, check, finish, kill, start, steps, until
+from tests.flow.runs import children, lives, wait_for
 
 PROCESSES = ("RolloutProcess", "TrainerProcess", "DataflowProcess")
 SERVICES = (*PROCESSES, "driver")

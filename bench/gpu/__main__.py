@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from bench.gpu.children import Keep, Report, Results
 
-TESTS = ("tests/test_gpu.py", "tests/test_gpu_coding.py", "tests/test_gpu_versions.py")
+TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_coding.py", "tests/kernels/test_gpu_versions.py")
 RUN_S = 240.0  # that are kept for the run of GRPO and the tests
 
 

@@ -3,7 +3,7 @@
 Same names, same arguments, same results; only tests run them. A reader in another language can be compared with them.
 """
 
-from naive.changes import (
+from tests.naive.changes import (
     find_changes,
     find_changes_rows,
     gather,
@@ -12,9 +12,9 @@ from naive.changes import (
     scatter_rows,
     union,
 )
-from naive.digests import digest_at, digest_delta, digest_range, digest_rows, mix, positions
-from naive.gaps import gap_decode, gap_encode
-from naive.tiles import split
+from tests.naive.digests import digest_at, digest_delta, digest_range, digest_rows, mix, positions
+from tests.naive.gaps import gap_decode, gap_encode
+from tests.naive.tiles import split
 
 __all__ = [
     "digest_at",

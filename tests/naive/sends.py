@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from naive.loco import FIELDS, width
+from tests.naive.loco import FIELDS, width
 
 LONGEST, NUMBER, CODES = 24, 21, 127
 GROUPS, LEVELS, SIGN = 16, 4, 128

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from naive.digests import MASK, digest_at
+from tests.naive.digests import MASK, digest_at
 
 
 class Segment(NamedTuple):

@@ -7,7 +7,8 @@ as good as any other to read from: so an image that `pulse-rl warmup` filled nee
 
 Numba's own cache refuses a directory that it cannot write, and fails a call where a disk is full or a file is broken.
 It also compares a kernel with the source of its file only, and kernels call each other across files: here all of
-them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/test_compiled.py` holds what is used.
+them share one stamp. Numba's `_Cache`, of which this is one, is private; `tests/kernels/test_compiled.py` holds what is
+used.
 """
 
 import os

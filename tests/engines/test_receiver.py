@@ -1,0 +1,61 @@
+"""One process's receiver: it is released and told again, by vLLM's own routes as by ours."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.engines import receiver
+from pulse_rl.engines.client import EngineClient
+from tests.engines.world import SmallEngine, fresh, moved
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pulse-rl"]
+
+
+def test_a_receiver_that_was_closed_has_forgotten_and_follows_again(tmp_path: Path) -> None:
+    weights, publisher = fresh(), pulse.Publisher(tmp_path / "store")
+    publisher.publish(weights, version=0)
+    others = len(workers())
+    with contextlib.closing(SmallEngine()) as engine:
+        client = EngineClient(engine.url)
+        client.follow(tmp_path / "store", patience=0)
+        client.update()
+        publisher.publish(moved(weights, 1), version=1)
+        client.stage()
+        engine.receiver.close()
+        engine.receiver.close()  # once more changes nothing
+        deadline = time.monotonic() + 10
+        while len(workers()) > others:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        state = client.state()
+        assert (state.follow, state.version, state.prepared, state.ready) == (None, None, None, False)
+        assert pulse.digest(engine.weights) == pulse.digest(fresh())
+        client.follow(tmp_path / "store", patience=0)
+        assert client.update().version == 1
+        assert client.verify() == pulse.digest(weights)
+        engine.receiver.close()
+
+
+def test_what_staging_has_freed_is_returned_in_its_thread_and_not_in_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, publisher = fresh(), pulse.Publisher(tmp_path / "store")
+    publisher.publish(weights, version=0)
+    by: list[str] = []
+    monkeypatch.setattr(receiver, "return_freed", lambda: by.append(threading.current_thread().name))
+    with contextlib.closing(SmallEngine()) as engine:
+        client = EngineClient(engine.url)
+        client.follow(tmp_path / "store", patience=0)
+        client.stage()
+        assert by == ["pulse-rl"]
+        client.apply()
+        assert by == ["pulse-rl"]
+        engine.receiver.close()

@@ -1,0 +1,181 @@
+"""What the driver of a run decides, without processes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pulse_rl import Publisher
+from pulse_rl.errors import PulseError
+from pulse_rl.flow import directory as run_directory
+from pulse_rl.flow import recipe_file
+from pulse_rl.flow.driver import run
+from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.driver.failures import SHOWN, Failures
+from pulse_rl.flow.driver.learning import Learning, dead
+from pulse_rl.flow.recipe import Recipe
+from tests.flow.world import group, started
+
+
+def _fail(flow: Any, worker: str, error: str) -> None:
+    task = flow.take(worker)
+    assert task is not None
+    flow.give_back(worker, task.number, error)
+
+
+def test_a_run_of_which_no_task_succeeds_cannot_go_on() -> None:
+    flow, shown = started("p", workers=2, slots=4), list[str]()
+    failures = Failures(shown.append)
+    for worker in ("w0", "w1"):
+        for _ in range(3):
+            assert failures.look(flow.status()) is None
+            _fail(flow, worker, "KeyError: 'sum' (game.py, line 7)")
+    why = failures.look(flow.status())
+    assert why is not None
+    assert "no task has succeeded" in why
+    assert "(game.py, line 7)" in why
+    assert shown == [
+        "a task failed on w0, and is tried again: KeyError: 'sum' (game.py, line 7)",  # once
+        "w0 has failed several times in a row: no task for 5 s",
+        "w1 has failed several times in a row: no task for 5 s",
+    ]
+
+
+def test_failures_after_a_success_end_no_run_and_are_shown_up_to_a_number() -> None:
+    flow, shown = started("p", workers=1, slots=8), list[str]()
+    failures = Failures(shown.append)
+    failures.look(flow.status())
+    task = flow.take("w0")
+    assert task is not None
+    flow.push(group(task, "w0", {"p": 0}))
+    for number in range(3):
+        _fail(flow, "w0", f"error {number}")
+        assert failures.look(flow.status()) is None
+    status = flow.status()
+    for number in range(SHOWN + 5):
+        status["workers"]["w0"]["error"] = f"another {number}"
+        failures.look(status)
+    assert sum("a task failed" in line for line in shown) == SHOWN
+    for _ in range(SHOWN + 5):  # a worker that is paused again and again
+        for paused_s in (5.0, 0.0):
+            status["workers"]["w0"]["paused_s"] = paused_s
+            failures.look(status)
+    assert sum("no task for 5 s" in line for line in shown) == SHOWN
+
+
+def _lines(*alive: bool, policy: str = "p") -> list[dict[str, Any]]:
+    return [
+        {"policy": policy, "step": step, "grad_norm": float(one), "groups_with_variance": float(one)}
+        for step, one in enumerate(alive, 1)
+    ]
+
+
+def test_a_policy_without_a_signal_is_told_once() -> None:
+    """Ten versions in a row; another policy counts by itself, and one version with a signal begins anew."""
+    shown = list[str]()
+    learning = Learning(shown.append)
+    for line in _lines(*[False] * 9, True, *[False] * 30):
+        learning.look([line, line | {"policy": "q", "grad_norm": 0.1}])
+        assert len(shown) == (line["step"] >= 20)
+    assert shown[0].startswith("policy p had nothing to learn from in steps 11 to 20: in each group all rewards")
+
+
+@pytest.mark.parametrize(
+    ("alive", "said"),
+    [
+        ([False] * 9, None),
+        ([False] * 10, "steps 1 to 10:"),
+        ([True] + [False] * 10 + [True] + [False] * 12 + [True] * 3, "steps 13 to 24:"),
+        ([False, True] * 20, None),
+    ],
+)
+def test_the_longest_time_without_a_signal_is_named(alive: list[bool], said: str | None) -> None:
+    found = dead("p", _lines(*alive))
+    assert found is None if said is None else found is not None and said in found
+
+
+class _Services:
+    """Trainers, pools and windows without processes: trainers end at the fifth poll; who joins is counted."""
+
+    def __init__(self, *_: Any) -> None:
+        self.polls = self.joined = self.scaled = 0
+
+    def running(self) -> list[Any]:
+        return []
+
+    def poll(self) -> None:
+        self.polls += 1
+
+    def ended(self) -> bool:
+        return self.polls >= 5
+
+    def open(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def results(self) -> dict[str, Any]:
+        return {}
+
+    def add(self) -> str:
+        self.joined += 1
+        return "w9"
+
+    def scale(self) -> None:
+        self.scaled += 1
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run._Driver:
+    """Of a run with one policy and one worker, neither of which has a process."""
+    flow = started("p", slots=4)
+    status = flow.status
+    monkeypatch.setattr(flow, "status", lambda: status() | {"pid": 1})
+    for name in ("Trainers", "Pools", "Evaluations"):
+        monkeypatch.setattr(run, name, _Services)
+    return run._Driver(Recipe(out=str(tmp_path)), flow, Display("p", 1), lambda: False)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_no_worker_joins_a_run_that_is_ending(
+    driver: run._Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """By the rule that scales a pool, or by a request: whether it was stopped, or its last step is done."""
+    polls, shown = list[int](), list[str]()
+    monkeypatch.setattr(driver._display, "log", shown.append)
+    monkeypatch.setattr(driver, "_stop_requested", lambda: stopped)
+
+    def wait(*_: Any) -> None:
+        polls.append(len(polls))
+        if len(polls) in (1, 5):  # the second one as the trainers end
+            (tmp_path / f"{run_directory.REQUEST}{len(polls)}").write_text("1")
+
+    monkeypatch.setattr(run, "wait", wait)
+    driver.watch()
+    pools: Any = driver._pools
+    assert (pools.scaled, pools.joined) == ((0, 0) if stopped else (4, 1))
+    assert sum("starts no more workers" in line for line in shown) == (2 if stopped else 1)
+
+
+def test_a_run_whose_tasks_all_fail_ends_with_their_error(driver: run._Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "wait", lambda *_: _fail(driver._dataflow, "w0", "no such tool"))
+    with pytest.raises(PulseError, match="no such tool"):
+        driver.watch()
+
+
+@pytest.mark.parametrize("kind", [ValueError, PulseError])
+def test_every_error_that_ends_a_run_says_how_to_go_on(kind: type[Exception], tmp_path: Path) -> None:
+    """Also one of the user's code, as a module that a worker cannot import."""
+    with pytest.raises(kind) as found, run._on_failure(Recipe(out=str(tmp_path / "run"))):
+        raise kind("wrong")
+    assert "start again" in found.value.__notes__[-1]
+
+
+def test_a_new_run_leaves_the_history_of_another_alone(tmp_path: Path) -> None:
+    """It would put its versions behind those of the other run."""
+    store = tmp_path / "store"
+    Publisher(store).publish({"w": np.zeros(4, np.float32)}, version=7)
+    sets = ["model=tiny", f"out={tmp_path / 'run'}", f"store={store}"]
+    with pytest.raises(FileExistsError, match="holds the history of a run already, with versions up to 7"):
+        run.prepare(recipe_file.load("math", sets))
+    assert not (tmp_path / "run").exists()
+    assert run.prepare(recipe_file.load("math", [*sets, f"store={tmp_path / 'other'}"])).out == str(tmp_path / "run")

@@ -1,0 +1,306 @@
+"""Whole runs of a tiny model from the command line: processes that are killed, stopped and resumed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.cli.main import main
+from pulse_rl.codecs.choose import CODECS
+from pulse_rl.flow import directory, metrics, recipe_file
+from pulse_rl.flow.driver import run as driver
+from pulse_rl.flow.driver.display import Display
+from pulse_rl.flow.recipe import Recipe
+from pulse_rl.history.operate.verify import verify
+from tests.flow.runs import COMMAND, WIDE, children, exposed, resume, run, sets, start, until, wait_for
+
+
+def _check(summary: dict[str, Any], out: Path) -> None:
+    """Every worker ended at the trainer's version with the trainer's bits; the history holds them too."""
+    for worker in summary["workers"]:
+        assert worker["verified"]
+        assert (worker["version"], worker["digest"]) == (summary["trainer_version"], summary["trainer_digest"])
+    head = pulse.History(pulse.open_store(out / "store")).head()
+    assert head is not None
+    assert (head.version, head.digest) == (summary["trainer_version"], summary["trainer_digest"])
+    for name in ("patch_nbytes", "density", "reward"):
+        assert len(summary[name]) == summary["steps"]
+
+
+SETTINGS = ("--deterministic", *sets("betas=[0.5, 0.75]", "warmup=4"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The directory and the summary of a run of 6 steps, in patches, with two workers."""
+    out = tmp_path_factory.mktemp("whole") / "patch"
+    return out, run(out, "--steps", "6", "--workers", "2", *SETTINGS)
+
+
+def test_settings_reach_the_trainer(whole: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = whole
+    assert [record["lr"] for record in metrics.read(out)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+    policy = recipe_file.saved(out).policies["solver"]
+    assert (policy.betas, policy.warmup) == ((0.5, 0.75), 4)
+
+
+def test_patches_and_full_weights_give_the_same_run(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Bit-identical training: the same digests and rewards, with other weights on the wire and other workers."""
+    out, patch = whole
+    full = run(tmp_path / "full", "--steps", "6", "--workers", "1", *sets("sync=full"), *SETTINGS)
+    _check(patch, out)
+    _check(full, tmp_path / "full")
+    assert patch["trainer_digest"] == full["trainer_digest"]
+    assert patch["reward"] == full["reward"]
+    assert len(set(patch["density"])) > 1  # something was learned, so there was something to differ in
+    assert max(patch["density"]) > 0
+    assert sum(patch["patch_nbytes"]) < sum(full["patch_nbytes"])
+    page = (out / "report.html").read_text()
+    assert "math on chain_sum; solver (tiny, 6 steps); 2 workers" in page
+    assert all(worker["digest"] in page for worker in patch["workers"])
+    # An anchor of it is an ordinary checkpoint.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    anchor = next((tmp_path / "full" / "store" / "anchors").glob("000000000006-*"))
+    assert pulse.digest(AutoModelForCausalLM.from_pretrained(anchor, dtype="auto")) == full["trainer_digest"]
+    assert AutoTokenizer.from_pretrained(anchor)("1 + 1")["input_ids"]
+
+
+@pytest.mark.slow
+def test_resume_continues_where_the_run_stopped(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """In the middle of the warm-up; against a run that was not stopped."""
+    run(tmp_path / "parts", "--steps", "3", "--workers", "1", *SETTINGS)
+    parts = resume(tmp_path / "parts", "--steps", "6")
+    assert parts["trainer_digest"] == whole[1]["trainer_digest"]
+    assert parts["reward"] == whole[1]["reward"]
+    _check(parts, tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_resume_gets_past_a_damaged_history(tmp_path: Path) -> None:
+    """The bits are those of a run with an intact history: the trainer needs only its checkpoint."""
+    run(tmp_path / "run", "--steps", "3", "--deterministic", "--workers", "1", "--store", str(tmp_path / "elsewhere"))
+    next((tmp_path / "elsewhere" / "patches").glob("000000000002-*")).unlink()
+    command = [*COMMAND, "train", "--resume", str(tmp_path / "run"), "--steps", "5", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "the history is damaged: " in done.stderr
+    assert "version 4 is a full checkpoint" in done.stderr
+    summary = json.loads(done.stdout)
+    assert all(worker["verified"] for worker in summary["workers"])
+    assert verify(tmp_path / "elsewhere").bad_versions == (2, 3)
+    whole = run(tmp_path / "whole", "--steps", "5", "--deterministic", "--workers", "1")
+    assert summary["trainer_digest"] == whole["trainer_digest"]
+
+
+@pytest.mark.slow
+def test_auto_chooses_by_the_links_that_workers_see(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", "--steps", "3", "--workers", "1", *sets("codec=auto"))
+    _check(summary, tmp_path / "run")
+    for record in metrics.read(tmp_path / "run"):
+        assert record["codec"] in CODECS
+        assert record["codec_reason"].startswith(record["codec"])
+        assert re.search(r" over [\d.]+ [kMGT]?bit/s$", record["codec_reason"])
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def test_a_killed_trainer_goes_on_and_an_interrupted_run_can_be_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=10"))
+    try:
+        until(process, lambda: len(metrics.read(out)) > 12, 240)
+        assert exposed(process.pid) == set()
+        for pid in children("ray::TrainerProcess", process.pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: metrics.read(out)[-1]["version"] > metrics.read(out)[-1]["step"])  # repeated, as new versions
+        second = subprocess.run([*COMMAND, "train", "--resume", str(out)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 1
+        assert "is going on: stop it first" in second.stderr
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    lines = stderr.splitlines()
+    assert re.search(r"^the trainer died; it goes on from step \d0$", stderr, re.MULTILINE)
+    summary = json.loads(stdout)
+    _check(summary, out)
+    assert summary["restarts"] == 1
+    assert summary["stopped"] == {"by": "SIGINT", "sentence": lines[-1]}
+    # Steps that ended before the stop are shown before it; after it, at most the current step.
+    after = lines[next(i for i, line in enumerate(lines) if line.startswith("stopping after the current step")) + 1 :]
+    assert sum(line.startswith("step ") for line in after) <= 1
+    assert after[-1].startswith(
+        f"stopped at step {summary['steps']} of 100000; continue from step {summary['steps']} with"
+    )
+    done = summary["steps"]
+    resumed = resume(out, "--steps", str(done + 3))
+    _check(resumed, out)
+    assert resumed["steps"] == done + 3
+    assert recipe_file.saved(out).steps == done + 3  # the run keeps the new number of steps
+    # Every step has one line, though some were repeated.
+    records = metrics.read(out)
+    assert [record["step"] for record in records] == list(range(1, done + 4))
+    assert resumed["seconds"] == pytest.approx(sum(record["total_s"] for record in records))
+    command = [*COMMAND, "train", "--resume", str(out)]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
+    assert again.returncode == 2
+    assert f"already at step {done + 3} of {done + 3}: give --steps more" in again.stderr
+    assert "starting" not in again.stderr
+
+
+@pytest.mark.slow
+def test_killed_driver_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, "--steps", "100000", "--workers", "1", *sets("checkpoint_every=5"))
+    until(process, lambda: len(metrics.read(out)) > 7)
+    left = children("ray::TrainerProcess", process.pid)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(_alive(pid) for pid in left))
+    done = len(metrics.read(out))
+    command = [*COMMAND, "train", "--resume", str(out), "--steps", str(done + 3), "--json"]
+    resumed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert resumed.returncode == 0, resumed.stderr
+    _check(json.loads(resumed.stdout), out)
+    assert [record["step"] for record in metrics.read(out)] == list(range(1, done + 4))
+    assert re.match(rf"continuing from the checkpoint of step \d+(; steps \d+ to {done} are repeated)?", resumed.stderr)
+
+
+@pytest.mark.slow
+def test_a_worker_that_keeps_dying_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "--steps", "100000", "--workers", "1")
+    try:
+        while process.poll() is None:  # before it has proved a version
+            for pid in children("ray::RolloutProcess", process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout) == (1, "")
+    assert stderr.count("died; starting again") == 4
+    assert "died 5 times without proving a version" in stderr.splitlines()[-1]
+
+
+def test_a_run_that_was_interrupted_while_starting_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "note.txt").write_text("of the user")
+    process = start(out, "--steps", "2")
+    wait_for(lambda: (out / "running").exists() and children("raylet", process.pid))
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr.splitlines()[-2] == "stopping …"
+    assert "nothing to resume" in stderr.splitlines()[-1]
+    assert [path.name for path in out.iterdir()] == ["note.txt"]
+    assert directory.free(out)
+
+
+@pytest.mark.parametrize("store", [None, "elsewhere"])
+def test_a_run_that_failed_while_starting_leaves_nothing(
+    store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where a process died: its last words are in ray.log."""
+    out = tmp_path / "run"
+    stored = [f"store={tmp_path / store}"] if store else []
+    settled = recipe_file.load("math", ["model=tiny", f"out={out}", *stored])
+
+    @contextmanager
+    def broken(config: Recipe) -> Iterator[None]:
+        (config.directory / directory.LOG).write_text("words")
+        raise error
+        yield
+
+    monkeypatch.setattr(driver, "engine", broken)
+    for error, left in (OSError("no model"), []), (pulse.ProcessDiedError("dead"), ["ray.log"]):
+        with pytest.raises(type(error)), Display("a run", 2) as display:
+            driver.train(driver.prepare(settled), display)
+        assert [path.name for path in sorted(out.glob("*")) if path.is_file()] == left
+        assert out.exists() == bool(left)
+
+
+def test_bad_calls_are_answered_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence, and without leaving anything."""
+    monkeypatch.setenv("COLUMNS", "1000")  # so that no message is folded
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def failing(*options: str, code: int = 2) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(SystemExit) as stop:
+            main(["train", *options])
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out) == (code, ""), err
+        assert "Traceback" not in err
+        assert sorted(tmp_path.rglob("*")) == before
+        return " ".join(err.split())
+
+    assert "no run in" in failing("--resume", str(tmp_path / "none"), code=1)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "recipe.toml").write_text('[policies.solver]\nmodel = "tiny"\n')
+    assert "--resume" in failing("--out", str(tmp_path / "taken"), "--model", "tiny", code=1)
+    only = "only steps, checkpoint_every, address, pools, autoscale, threads may be set with it, found lr"
+    assert only in failing("--resume", str(tmp_path / "taken"), "--lr", "1")
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "config.toml").write_text("steps = 3")
+    assert "found one of an older release" in failing("--resume", str(tmp_path / "older"))
+    assert "holds a run already" in failing("--out", str(tmp_path / "older"), "--model", "tiny", code=1)
+    assert "steps: expected a whole number from 1 to" in failing("--out", str(tmp_path / "a"), "--steps", "0")
+    assert "datasets, found 'no_task'" in failing(
+        "--out", str(tmp_path / "b"), "--set", "workflow.task=no_task", "--model", "tiny"
+    )
+    assert "memory:// lives in one process only" in failing("--out", str(tmp_path / "m"), "--store", "memory://")
+    assert "codec" in failing("--out", str(tmp_path / "c"), "--set", "codec=zip", "--model", "tiny")
+    (tmp_path / "file").write_text("")
+    inside = str(tmp_path / "file" / "x")
+    message = failing("--out", str(tmp_path / "d"), "--model", "tiny", "--store", inside, code=1)
+    assert message == f"error: store: cannot write to {inside}: Not a directory"
+    message = failing("--out", inside, "--model", "tiny", code=1)
+    assert message == f"error: out: cannot make the run directory {inside}: Not a directory"
+    assert "which does not exist" in failing("--out", str(tmp_path / "e"), "--model", "./none")
+    # A model that is nowhere: on disk, or on a hub that cannot be reached.
+    assert "with a config.json" in failing("--out", str(tmp_path / "e"), "--model", "/dev/null")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "config.json")
+    assert "with a config.json" in failing("--out", str(tmp_path / "e"), "--model", str(tmp_path / "pipe"))
+    message = failing("--out", str(tmp_path / "e"), "--model", "someone/some-model", code=1)
+    assert message.startswith("error: model: Transformers cannot load someone/some-model: ")
+
+
+def test_a_model_that_is_no_directory_is_answered_before_anything_is_imported(tmp_path: Path) -> None:
+    missing = "import sys; sys.modules |= dict.fromkeys(['torch', 'ray', 'reasoning_gym'])"
+    code = f"{missing}; from pulse_rl.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "train", "--model", "/dev/null", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=WIDE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected a directory with a config.json" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_directory_that_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o500)
+    process = start(tmp_path / "mine")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr == f"error: out: cannot write in the run directory {tmp_path / 'mine'}: Permission denied\n"

@@ -1,0 +1,170 @@
+"""Copies of histories, and assets for workers on other machines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.history.log import History
+from pulse_rl.history.operate.prune import Retention, delete_planned
+from pulse_rl.store.base import ObjectInfo, Store
+from tests.conftest import Trainee
+from tests.history.test_status import Run, command
+from tests.store import servers
+
+FOLDERS = ("manifests", "patches", "trails", "anchors")
+
+
+def listed(store: Store) -> list[ObjectInfo]:
+    return [info for folder in FOLDERS for info in store.list(folder)]
+
+
+class Stopping:
+    """A store whose connection ends after a number of puts."""
+
+    def __init__(self, inner: Store, puts: int) -> None:
+        self._inner, self.left = inner, puts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise pulse.StoreError("the connection has ended")
+        self._inner.put(name, data, mode=mode)
+
+
+def pruned(store: Store) -> Run:
+    """A pruned history with permanent anchors, and a few leftovers."""
+    run = Run(store, anchor_every=3)
+    run.publish(20)
+    history = History(store)
+    delete_planned(history, Retention(5, 2, 0).plan(history))
+    return run
+
+
+def test_a_copy_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same objects with the same bytes and times, sound, and followed by the same publisher."""
+    source, target = pulse.open_store(tmp_path / "run" / "store"), pulse.open_store(tmp_path / "copy")
+    run = pruned(source)
+    skip = sorted(info for info in source.list("patches") if "000000000019" in info.name)
+    code, out, err = command(capsys, "copy", tmp_path / "run", tmp_path / "copy", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    objects = {info.name: info for info in listed(source)}
+    copied = {info.name: info for info in listed(target)}
+    assert objects.keys() - copied.keys() <= {info.name for info in skip}
+    for name, info in copied.items():
+        assert bytes(target.get(name)) == bytes(source.get(name))
+        assert info.modified == pytest.approx(objects[name].modified, abs=1e-3)
+    assert (report["objects"], report["nbytes"]) == (len(copied), sum(info.nbytes for info in copied.values()))
+    assert report["times_kept"]
+    assert History(target).sequences() == History(source).sequences()
+    assert pulse.verify(target).problems == ()
+    live = run.empty()
+    assert pulse.Subscriber(target).sync(live).version == 38
+    assert pulse.Publisher(target).publish(run.bits, version=100).base == 38
+    again = pulse.copy_history(source, tmp_path / "copy")
+    assert (again.objects, again.nbytes, again.present) == (0, 0, len(copied))
+
+
+def test_a_copy_that_is_interrupted_anywhere(tmp_path: Path) -> None:
+    """What is listed is whole at any moment, and the next attempt continues."""
+    source = pulse.open_store("memory://")
+    pruned(source)
+    target, attempts = pulse.open_store(tmp_path), 0
+    for puts in [*range(1, 8), 10**6]:
+        try:
+            report = pulse.copy_history(source, Stopping(target, puts))
+        except pulse.StoreError:
+            attempts += 1
+            if History(target).sequences():
+                assert pulse.verify(target).bad_versions == ()
+    assert attempts == 7
+    assert report.present > 10
+    assert pulse.verify(target).problems == ()
+
+
+def test_a_damaged_object_is_not_copied(tmp_path: Path) -> None:
+    source, target = pulse.open_store("memory://"), pulse.open_store(tmp_path)
+    Run(source).publish(5)
+    name = next(info.name for info in source.list("patches") if "000000000003" in info.name)
+    sound = bytes(source.get(name))
+    source.put(name, sound[:-1] + b"?")
+    with pytest.raises(pulse.IntegrityError) as raised:
+        pulse.copy_history(source, target)
+    assert raised.value.name == name
+    assert History(target).sequences() == [0, 1, 2]
+    assert name not in [info.name for info in listed(target)]
+    source.put(name, sound)
+    pulse.copy_history(source, target)
+    assert pulse.verify(target).problems == ()
+
+
+def test_another_history_is_not_overwritten(tmp_path: Path) -> None:
+    Run(tmp_path / "a").publish(3)
+    Run(tmp_path / "b").publish(2)
+    before = listed(pulse.open_store(tmp_path / "b"))[:2]
+    with pytest.raises(pulse.StoreError, match="holds another history"):
+        pulse.copy_history(tmp_path / "a", tmp_path / "b")
+    assert listed(pulse.open_store(tmp_path / "b"))[:2] == before
+    with pytest.raises(pulse.VersionNotFoundError):
+        pulse.copy_history("memory://", tmp_path / "c")
+
+
+def test_a_store_is_not_copied_to_itself(tmp_path: Path) -> None:
+    pruned(pulse.open_store(tmp_path))
+    for target in (tmp_path, tmp_path.as_uri(), f"{tmp_path}/"):
+        with pytest.raises(ValueError, match="expected another store to copy to, found file:"):
+            pulse.copy_history(tmp_path, target)
+
+
+def test_over_the_web_and_into_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.use_s3(monkeypatch, servers.moto())
+    Run(tmp_path / "run", anchor_every=3).publish(6)
+    url = f"s3://{servers.s3_bucket()}/copy"
+    report = pulse.copy_history(f"http://127.0.0.1:{servers.web(tmp_path)}/run", url)
+    assert not report.times_kept
+    assert pulse.verify(url).good_versions == (0, 2, 4, 6, 8, 10)
+    assert pulse.copy_history(url, tmp_path / "back").times_kept
+
+
+def test_assets_of_the_newest_anchor(store: Store, trainee: Trainee, tmp_path: Path) -> None:
+    publisher = pulse.Publisher(store, anchor_every=2)
+    for version in range(3):
+        assets = {"config.json": f"{version}".encode(), "tokenizer.json": b"{}" * version}
+        publisher.publish(trainee.step(), version=version, assets=assets)
+    found = pulse.load_assets(store, tmp_path / "new" / "place")
+    assert found == (tmp_path / "new/place/config.json", tmp_path / "new/place/tokenizer.json")
+    assert [file.read_bytes() for file in found] == [b"2", b"{}{}"]
+    assert sorted((tmp_path / "new" / "place").iterdir()) == [*found]
+    pulse.load_assets(store, tmp_path / "new" / "place", version=1)
+    assert found[0].read_bytes() == b"0"
+
+
+def test_damaged_assets_are_not_written(trainee: Trainee, tmp_path: Path) -> None:
+    """Nothing is written unless all is proved; then those of the anchor before."""
+    store = pulse.open_store("memory://")
+    publisher = pulse.Publisher(store, anchor_every=1)
+    for version in range(2):
+        publisher.publish(trainee.step(), version=version, assets={"a.json": b"a%d" % version, "b.json": b"b"})
+    names = [info.name for info in store.list("anchors") if info.name.endswith("b.json")]
+    store.put(names[1], b"?")
+    (first, _) = pulse.load_assets(store, tmp_path / "x")
+    assert first.read_bytes() == b"a0"
+    store.delete(names[0])
+    with pytest.raises(pulse.IntegrityError, match=r"b\.json"):
+        pulse.load_assets(store, tmp_path / "y")
+    assert not (tmp_path / "y").exists()
+
+
+def test_no_assets(store: Store, trainee: Trainee, tmp_path: Path) -> None:
+    with pytest.raises(pulse.VersionNotFoundError):
+        pulse.load_assets(store, tmp_path / "x")
+    pulse.Publisher(store).publish(trainee.step(), version=0)
+    with pytest.raises(pulse.ObjectNotFoundError, match="holds no assets"):
+        pulse.load_assets(store, tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,77 @@
+"""The reference run's rollout workers with real vLLM engines. Needs vLLM: make test-vllm."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.flow import model, policy, recipe_file
+from pulse_rl.flow.rollout.sampler import SamplerSettings
+from tests.integrations.vllm.world import tied_model
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from pulse_rl.flow.rollout.vllm_sampler import VllmSampler
+
+
+@pytest.fixture(scope="module")
+def loaded() -> model.Loaded:
+    """A small Llama."""
+    llama, tokenizer = tied_model()
+    return model.Loaded(llama.bfloat16().eval(), tokenizer)
+
+
+def test_a_worker_samples_from_the_version_that_it_has_proved(loaded: model.Loaded, tmp_path: Path) -> None:
+    """The engine's log-probabilities against the trainer's own scoring, at each version; and its digest.
+
+    Both compute in BF16 by other kernels, so they differ a little; from the version before they differ by much.
+    """
+    config = SamplerSettings(store_url=(tmp_path / "store").as_uri(), group_size=3, max_new_tokens=6, temperature=1.2)
+    publisher = pulse.Publisher(config.store_url)
+    publisher.publish(loaded.model, version=0)
+    sampler = VllmSampler("worker-0", config, model.assets(loaded))
+    ids, mask = policy.encode(sampler.tokenizer, ["1 + 2 =", "33 - 4 + 5 ="])
+    routes, before = [], copy.deepcopy(loaded.model)
+    for version in range(3):
+        if version:
+            before.load_state_dict(loaded.model.state_dict())
+            _step(loaded.model)
+            publisher.publish(loaded.model, version=version)
+        reached = sampler.follow(version)
+        assert (reached.version, reached.digest, reached.verified) == (version, publisher.digest, True)
+        routes.append(reached.route)
+        done = sampler.sample(ids, mask, seed=7)
+        again = sampler.sample(ids, mask, seed=7)
+        assert torch.equal(done.tokens, again.tokens)
+        assert not torch.equal(done.tokens, sampler.sample(ids, mask, seed=8).tokens)
+        assert done.tokens.shape == done.mask.shape == done.logprobs.shape
+        assert done.tokens.shape[0] == 6
+        assert _distance(loaded.model, done, config) < 0.05
+        assert not version or _distance(before, done, config) > 0.2
+    assert routes == ["none", "patches", "patches"]
+    assert sampler.verify() == publisher.digest
+
+
+def _distance(module: Any, done: policy.Completions, config: SamplerSettings) -> float:
+    """The mean difference of the tokens' log-probabilities, as scored and as sampled."""
+    with torch.no_grad():
+        scored = policy.score(module, done, config.temperature)
+    return float((scored - done.logprobs)[done.mask].abs().mean())
+
+
+def _step(module: Any) -> None:
+    """A change of a few weights that is large enough to be seen in every log-probability."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += torch.randn_like(parameter) * (torch.rand(parameter.shape) < 0.05)
+
+
+def test_settings_that_need_the_builtin_sampler() -> None:
+    with pytest.raises(ValueError, match=r"pools\[0\]\.kind: expected builtin with deterministic"):
+        recipe_file.load("math", ["kind=vllm", "deterministic=true"])
+    with pytest.raises(ValueError, match=r"policies\.solver\.sync: expected patch with"):
+        recipe_file.load("math", ["kind=vllm", "sync=full"])

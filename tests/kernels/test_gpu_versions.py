@@ -1,0 +1,452 @@
+"""Versions of weights on a CUDA device, or on one that is emulated: published from it, and received on it.
+
+On that one, some tensors in host memory count as tensors on the device. It cannot show streams that overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.kernels.gpu import changes
+from pulse_rl.patch import encode, work
+from pulse_rl.patch.format import unpack
+from pulse_rl.weights import devices
+from pulse_rl.weights.bits import TorchBits
+from tests.kernels import gpu_device
+from tests.kernels.gpu_device import a_device  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    from pulse_rl.codecs.choose import CodecName
+    from pulse_rl.sync.publish.baseline import KeptOn
+
+MISSING = [name for name in ("blake3", "msgspec", "obstore", "zstandard") if find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no version is published without {', '.join(MISSING)}: make gpu-packages"
+    ),
+    pytest.mark.usefixtures("a_device", "the_device"),
+    *([pytest.mark.gpu] if gpu_device.CUDA else []),
+]
+
+WHERE = "cuda" if gpu_device.CUDA else "cpu"
+PLACES: tuple[KeptOn, KeptOn] = ("host", "device")
+Weights = dict[str, torch.Tensor]
+
+
+class TheDevice:
+    """Puts tensors there."""
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._held)
+
+    def put(self, weights: Mapping[str, torch.Tensor]) -> Weights:
+        """Copies there."""
+        copies = {id(tensor): _copy(tensor) for tensor in weights.values()}  # tied ones stay tied
+        found = {name: copies[id(tensor)] for name, tensor in weights.items()}
+        self._held += [tensor for tensor in found.values() if tensor.numel()]
+        return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=WHERE)
+    return made.copy_(tensor)
+
+
+@pytest.fixture
+def the_device(monkeypatch: pytest.MonkeyPatch) -> TheDevice:
+    made = TheDevice()
+    if not gpu_device.CUDA:
+        monkeypatch.setattr(devices, "on_cuda", made.holds)
+    return made
+
+
+def bfloat16() -> Weights:
+    """Two tensors of one kind, a norm, and one that is larger.
+
+    An anchor takes more bytes than a patch.
+    """
+    torch.manual_seed(0)
+    shapes = {"layers.0.up": (5, 9), "layers.1.up": (5, 9), "norm": (7,), "head": (16, 40)}
+    return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def of_all_widths() -> Weights:
+    """Elements of 1, 4 and 8 bytes; a tensor that is empty, one without dimensions, one of which rows lie apart, and
+    one that is tied."""
+    torch.manual_seed(1)
+    weights = {
+        "scale": torch.randn(6).to(torch.float8_e4m3fn),
+        "norm": torch.randn(7),
+        "nothing": torch.empty(0, 3),
+        "step": torch.tensor(3),
+        "apart": torch.randn(4, 6).bfloat16()[:, :5],
+    }
+    return {**weights, "tied": weights["norm"]}
+
+
+def step(weights: Weights, seed: int) -> None:
+    """Flip the lowest bit of a part of the elements."""
+    rng = np.random.default_rng(seed)
+    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
+        bits = tensor.view(torch.uint8 if tensor.itemsize == 1 else getattr(torch, f"int{8 * tensor.itemsize}"))
+        bits ^= torch.from_numpy(np.asarray(rng.random(tuple(tensor.shape)) < 0.05)).to(bits.device)
+
+
+def patches(publisher: pulse.Publisher) -> list[bytes]:
+    store = publisher.history.store
+    return [bytes(store.get(info.name)) for info in store.list("patches/")]
+
+
+def bits_of(weights: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    found = {}
+    for name, tensor in weights.items():
+        found[name] = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return found
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each search on the device."""
+    found: list[int] = []
+    find = devices.Cuda.find
+
+    def noted(device: Any, old: Any, new: Any, sizes: Any, *given: Any, **options: Any) -> Any:
+        found.append(int(sizes.sum()))
+        return find(device, old, new, sizes, *given, **options)
+
+    monkeypatch.setattr(devices.Cuda, "find", noted)
+    return found
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+@pytest.mark.parametrize("make", [bfloat16, of_all_widths])
+def test_a_device_and_a_host_publish_the_same_bytes(
+    the_device: TheDevice, searched: list[int], make: Callable[[], Weights], codec: CodecName
+) -> None:
+    here = make()
+    there = the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step(weights, version)
+            publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert len(patches(publishers[0])) == 1
+    assert sum(searched) == (13 + 1 if make is of_all_widths else 5 * 9 * 2 + 7 + 16 * 40)
+
+
+def test_a_pinned_baseline_is_compared_by_the_device(
+    the_device: TheDevice, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in the host's memory, also after the publisher has resumed; and the patches are the same."""
+    made, empty = list[torch.Tensor](), devices.Cuda.empty
+
+    def noted(device: devices.Cuda, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        assert pinned
+        made.append(empty(device, shape, dtype, pinned=pinned))
+        return made[-1]
+
+    monkeypatch.setattr(devices.Cuda, "empty", noted)
+    here = {"up": torch.randn(5, 9).bfloat16(), "norm": torch.randn(300)}
+    there = the_device.put(here)
+    host, pinned = (pulse.Publisher("memory://", codec="gap", baseline=kept_on) for kept_on in ("host", "pinned"))
+    store = pinned.history.store
+    for version in range(3):
+        if version == 2:
+            pinned = pulse.Publisher(store, codec="gap", baseline="pinned")
+        for publisher, weights in ((host, here), (pinned, there)):
+            step(weights, version)
+            publisher.publish(weights, version=version)
+    assert patches(host) == patches(pinned)
+    assert len(patches(host)) == 2
+    assert sum(searched) == 2 * (5 * 9 + 300)
+    assert [tensor.shape for tensor in made] == 2 * [here[name].shape for name in sorted(here)]
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() == gpu_device.CUDA for tensor in made)
+
+
+class Coding:
+    """Which functions of a device's coder are called, each with how many segments; and what is read of a device."""
+
+    def __init__(self) -> None:
+        self.coded: list[tuple[str, int]] = []
+        self.read: list[int] = []
+
+
+@pytest.fixture
+def coding(monkeypatch: pytest.MonkeyPatch) -> Coding:
+    made, coder, read = Coding(), devices.Cuda.coder, TorchBits.read
+
+    @contextmanager
+    def noted(device: devices.Cuda) -> Iterator[SimpleNamespace]:
+        def call(name: str, *given: Any) -> Any:
+            made.coded.append((name, len(given[1 if name == "decode_segments" else 0].rows)))
+            return getattr(there, name)(*given)
+
+        with coder(device) as there:
+            names = [name for name in vars(devices.Coder) if not name.startswith("_")]
+            yield SimpleNamespace(**{name: partial(call, name) for name in names})
+
+    def reads(bits: TorchBits, start: int, stop: int) -> Any:
+        made.read.append(stop - start)
+        return read(bits, start, stop)
+
+    monkeypatch.setattr(devices.Cuda, "coder", noted)
+    monkeypatch.setattr(TorchBits, "read", reads)
+    return made
+
+
+def test_context_is_coded_and_decoded_where_the_weights_are(
+    the_device: TheDevice, coding: Coding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of several spans in one call of each function; only of a tensor that is noise the bits are read."""
+    monkeypatch.setattr(encode, "CLOSE_NBYTES", {1: 8, 2: 8})
+    shapes = {"layers.0.up": (5, 9), "layers.1.up": (5, 9), "norm": (7,), "tail": (13, 17), "noise": (7, 9)}
+    here = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    here["still"] = torch.randn(300, dtype=torch.float64)  # so that an anchor takes more bytes than a patch
+    there, live = the_device.put(here), the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec="context", baseline=kept_on) for kept_on in PLACES]
+    subscriber = pulse.Subscriber(publishers[1].history.store)
+    for version in range(2):
+        noise = np.random.default_rng(version).integers(0, 1 << 16, (7, 9), np.uint16).view(np.int16)
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step({name: weights[name] for name in shapes}, version)
+            weights["noise"].view(torch.int16).copy_(torch.from_numpy(noise))
+            coding.read, coding.coded = [], []
+            publisher.publish(weights, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            continue
+        encoding = ["count_exponents", "count_bits", "encode_segments"]
+        patch = unpack(patches(publishers[1])[-1])
+        changing = sum(tensor.changes > 0 for tensor in patch.tensors)
+        assert coding.coded == [*((name, changing) for name in encoding), ("decode_segments", changing - 1)]
+        assert coding.read == [63, 63]
+        assert patch.header.spans > 1 == patch.header.blocks
+        coding.read, coding.coded = [], []
+        subscriber.stage(live).apply()
+        assert coding.coded == [("decode_segments", changing - 1)]
+        assert coding.read == [63]
+        assert bits_of(live) == bits_of(here)
+    assert patches(publishers[0]) == patches(publishers[1])
+
+
+@pytest.mark.parametrize("at_once", [work.ON_DEVICE, 1])
+def test_spans_are_checked_and_written_together(
+    the_device: TheDevice, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they lie on a device, up to a number of changes: one call for each width of elements."""
+    monkeypatch.setattr(encode, "CLOSE_NBYTES", {1: 8, 2: 8})
+    monkeypatch.setattr(work, "ON_DEVICE", at_once)
+    called = list[str]()
+
+    class Noted(devices.Cuda):
+        def spots_delta(self, *given: Any) -> int:
+            called.append("delta")
+            return super().spots_delta(*given)
+
+        def write_spots(self, *given: Any) -> int | None:
+            called.append("write")
+            return super().write_spots(*given)
+
+    monkeypatch.setattr(devices, "_device", cache(Noted))
+    trainer = the_device.put({**bfloat16(), "scale": torch.randn(400)})
+    live = the_device.put(trainer)
+    publisher = pulse.Publisher("memory://", codec="gap", baseline="device")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            called.clear()
+            continue
+        spans = unpack(patches(publisher)[-1]).header.spans
+        assert spans > 2
+        calls = 2 if at_once > 1 else spans
+        assert sorted(called) == ["delta"] * calls + ["write"] * calls
+        called.clear()
+        subscriber.sync(live)
+        assert sorted(called) == ["delta"] * calls + ["write"] * calls
+        called.clear()
+        assert bits_of(live) == bits_of(trainer)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_of_two_patches_that_are_staged_the_host_decodes_the_second(
+    the_device: TheDevice, coding: Coding, staged: bool
+) -> None:
+    """It changes what the first one leads to, which lies nowhere yet; but it does where each is written at once."""
+    trainer = {"up": torch.randn(13, 17).bfloat16(), "still": torch.randn(700, dtype=torch.float64)}
+    live = the_device.put(trainer)
+    publisher = pulse.Publisher("memory://", codec="context")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        step({"up": trainer["up"]}, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+    assert coding.coded == []  # the trainer's weights are in host memory
+    report = subscriber.stage(live).apply() if staged else subscriber.sync(live)
+    assert [name for name, _ in coding.coded] == ["decode_segments"] * (1 if staged else 2)
+    assert (report.route, report.patches) == ("patches", 2)
+    assert bits_of(live) == bits_of(trainer)
+
+
+def test_a_host_receives_what_a_device_publishes_and_the_reverse(the_device: TheDevice, searched: list[int]) -> None:
+    """By `sync`, then by `stage` and `apply`; the device's publisher resumes in between."""
+    trainer, worker = the_device.put(bfloat16()), bfloat16()
+    there = the_device.put(worker)
+    publisher = pulse.Publisher("memory://", codec="context", baseline="device")
+    store = publisher.history.store
+    subscribers = [pulse.Subscriber(store) for _ in range(2)]
+    for version in range(3):
+        if version == 2:
+            publisher = pulse.Publisher(store, codec="context", baseline="device")
+            assert publisher.resume() == 1
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        for subscriber, weights in zip(subscribers, (worker, there), strict=True):
+            before = [tensor.data_ptr() for tensor in weights.values()]
+            if version == 2:
+                staged = subscriber.stage(weights)
+                assert bits_of(weights) != bits_of(trainer)
+                report = staged.apply()
+            else:
+                report = subscriber.sync(weights)
+            assert (report.version, report.route) == (version, "patches" if version else "anchor")
+            assert bits_of(weights) == bits_of(trainer)
+            assert [tensor.data_ptr() for tensor in weights.values()] == before
+            assert subscriber.verify(weights) == publisher.digest
+        assert sum(searched) == version * sum(tensor.numel() for tensor in trainer.values())
+
+
+def test_masters_are_cast_where_they_are_compared(the_device: TheDevice, searched: list[int]) -> None:
+    """float32 that is published as bfloat16, of which only what differs after the cast is a change."""
+    torch.manual_seed(3)
+    here = {"up": torch.randn(5, 9), "norm": torch.randn(7)}
+    there = the_device.put(here)
+    publishers = [pulse.Publisher("memory://", codec="gap", baseline=kept_on, cast="bfloat16") for kept_on in PLACES]
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            for tensor in weights.values():
+                tensor *= 1 + version / 300
+            report = publisher.publish(weights, version=version)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert 0 < report.changes < sum(searched) == sum(tensor.numel() for tensor in here.values())
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_nans_of_masters_have_the_same_bits_wherever_they_are_read(the_device: TheDevice, codec: CodecName) -> None:
+    """Quiet and signalling ones of both signs, with payloads: in an anchor, as few changes, and in dense segments."""
+    nans = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F812345, 0xFFEABCDE]
+    patterns = torch.from_numpy(np.array(nans, np.uint32).view(np.int32))
+    here = {"dense": torch.randn(6, 7), "apart": torch.randn(8, 9)[:, :5], "norm": torch.randn(40)}
+    weights = [here, the_device.put(here), the_device.put(here)]
+    publishers = [pulse.Publisher("memory://", codec=codec, cast="bfloat16", baseline=b) for b in ("host", *PLACES)]
+    live = the_device.put({name: tensor.bfloat16() for name, tensor in here.items()})
+    subscriber = pulse.Subscriber(publishers[2].history.store)
+    for version in range(3):
+        found = []
+        for publisher, masters in zip(publishers, weights, strict=True):
+            there = {name: tensor.view(torch.int32) for name, tensor in masters.items()}
+            some = patterns.roll(version).to(there["norm"].device)
+            there["norm"][version : version + 8] = some
+            there["apart"][:, version] = some
+            there["dense"].view(-1)[version:] = some.repeat(6)[: 42 - version]
+            found.append(publisher.publish(masters, version=version).digest)
+        assert found[1:] == found[:1] * 2
+        subscriber.sync(live)
+        bits = live["norm"].view(torch.int16)[version : version + 8].tolist()
+        assert [value & 0xFFFF for value in bits] == [0xFFC0 if n >> 31 else 0x7FC0 for n in np.roll(nans, version)]
+    assert patches(publishers[0]) == patches(publishers[1]) == patches(publishers[2])
+    assert len(patches(publishers[0])) == 2
+
+
+@pytest.mark.parametrize("codec", ["gap", "context"])
+def test_shards_are_published_and_received_where_they_are(
+    the_device: TheDevice, searched: list[int], codec: CodecName
+) -> None:
+    """Columns of a tensor in two pieces of memory, one of them with rows that lie apart."""
+
+    def shards(pieces: Weights) -> dict[str, list[pulse.Shard]]:
+        columns = [pulse.Shard(piece, shape=(4, 12), offset=(0, 5 * at)) for at, piece in enumerate(pieces.values())]
+        return {"w": columns}
+
+    torch.manual_seed(2)
+    here = {"left": torch.randn(4, 5).bfloat16(), "right": torch.randn(4, 7).bfloat16()}
+    there, live = the_device.put(here), the_device.put({name: torch.zeros_like(each) for name, each in here.items()})
+    publishers = [pulse.Publisher("memory://", codec=codec, baseline=kept_on) for kept_on in PLACES]
+    subscriber = pulse.Subscriber(publishers[1].history.store)
+    for version in range(2):
+        for publisher, weights in zip(publishers, (here, there), strict=True):
+            step(weights, version)
+            publisher.publish(shards(weights), version=version)
+        subscriber.sync(shards(live))
+        assert bits_of(live) == bits_of(here)
+    assert patches(publishers[0]) == patches(publishers[1])
+    assert sum(searched) == 4 * 12
+
+
+def test_a_staged_version_is_written_in_one_launch_and_read_back(
+    the_device: TheDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = bfloat16()
+    live = the_device.put(trainer)
+    publisher, launched = pulse.Publisher("memory://", codec="gap"), list[str]()
+    subscriber = pulse.Subscriber(publisher.history.store)
+    launch, left_out = vars(changes)["launch"], ""
+
+    def noted(kernel: Any, *given: Any) -> None:
+        name = kernel.py_func.__name__
+        launched.append(name)
+        if name != left_out:
+            launch(kernel, *given)
+
+    for version in range(3):
+        step(trainer, version)
+        publisher.publish(trainer, version=version)
+        if version == 0:
+            subscriber.sync(live)
+            continue
+        staged = subscriber.stage(live)
+        monkeypatch.setattr(changes, "launch", noted)
+        if version == 1:
+            counted = [tensor._version for tensor in live.values()]
+            staged.apply()
+            assert launched == ["_scatter", "_find_wrong"]
+            assert all(tensor._version > before for tensor, before in zip(live.values(), counted, strict=True))
+            assert bits_of(live) == bits_of(trainer)
+        else:
+            left_out = "_scatter"
+            with pytest.raises(pulse.IntegrityError, match="does not hold the bits that were just written"):
+                staged.apply()
+            assert subscriber.version is None
+
+
+def test_weights_that_are_partly_on_the_device_and_offloaded_for_a_version(the_device: TheDevice) -> None:
+    trainer, worker = bfloat16(), bfloat16()
+    trainer |= the_device.put({name: trainer[name] for name in ("head", "layers.0.up")})
+    worker |= the_device.put({name: worker[name] for name in ("head", "norm")})
+    publisher = pulse.Publisher("memory://", codec="gap", baseline="device")
+    subscriber = pulse.Subscriber(publisher.history.store)
+    for version in range(3):
+        weights = {name: tensor.cpu().clone() for name, tensor in trainer.items()} if version == 1 else trainer
+        step(weights, version)
+        publisher.publish(weights, version=version)
+        subscriber.stage(worker).apply() if version == 2 else subscriber.sync(worker)
+        assert bits_of(worker) == bits_of(weights)

@@ -1,0 +1,172 @@
+"""What the tests of trainers share: four real ranks over Gloo, a small model, and inner steps that can be repeated."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import pulse_rl as pulse
+from tests.store.servers import free_port
+
+RANKS = 4
+LR = 3e-4
+
+
+def forking() -> ForkServerContext:
+    """Processes forked from one that has imported torch already: four that are spawned take seconds to do it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.multiprocessing", "pulse_rl.loco.optimizer", "pytest"])
+    return context
+
+
+def start(rank: int, size: int, at: int, timeout_s: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{at}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def picklable(error: BaseException) -> BaseException:
+    """The error as it can be sent to another process, with its fields."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def serve(rank: int, at: int, pipe: Connection) -> None:
+    """Call what arrives: a function, how many ranks take part, and its arguments. Send its result, or its error."""
+    os.environ["PULSE_THREADS"] = "2"
+    start(rank, RANKS, at, 60)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
+    while True:
+        function, size, arguments = pipe.recv()
+        try:
+            pipe.send(function(groups[size], rank, size, *arguments))
+        except BaseException as error:  # noqa: BLE001
+            pipe.send(picklable(error))
+
+
+Ranks = Callable[..., list[Any]]
+
+
+@contextmanager
+def running() -> Iterator[Ranks]:
+    """Start four processes in one Gloo group. Call with a function, a number of ranks and arguments.
+
+    Returns what the function returned on each rank, or the error that it raised there.
+    """
+    context, at = forking(), free_port()
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        here, there = context.Pipe()
+        processes.append(context.Process(target=serve, args=(rank, at, there), daemon=True))
+        pipes.append(here)
+    for process in processes:
+        process.start()
+
+    def run(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        for pipe in pipes[:size]:
+            pipe.send((function, size, arguments))
+        for pipe in pipes[:size]:
+            assert pipe.poll(180), "a rank hangs"
+        return [pipe.recv() for pipe in pipes[:size]]
+
+    try:
+        yield run
+    finally:
+        for process in processes:
+            process.kill()  # at once: they hold nothing, and an orderly end takes seconds
+            process.join()
+
+
+def good(results: list[Any]) -> list[Any]:
+    """The results, none of which is an error."""
+    errors = [f"{type(result).__name__}: {result}" for result in results if isinstance(result, BaseException)]
+    assert not errors, errors
+    return results
+
+
+class Model(torch.nn.Module):
+    """Parameters of every kind that occurs: large and small, 0-dim, empty, tied, strided and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(0.02 * torch.randn(shape, generator=random))
+
+        self.a = normal(200, 33)
+        self.b = normal(77)
+        self.tied = self.a
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+        self.strided = torch.nn.Parameter(normal(30, 20).detach().t())
+        self.frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trainable(model).values(), lr=LR)
+
+
+def inner_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    """A step whose gradients depend on the rank and the step alone."""
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    for parameter in trainable(model).values():
+        parameter.grad = torch.randn(parameter.shape, generator=random)
+    optimizer.step()
+
+
+def bits(tensors: Any) -> dict[str, bytes]:
+    return {name: tensor.detach().contiguous().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def seen(tensor: torch.Tensor, cast: torch.dtype) -> torch.Tensor:
+    """The bits of a cast: −0 and +0 differ."""
+    return tensor.to(cast).view(torch.uint8 if cast.itemsize == 1 else torch.int16)
+
+
+def save(file: Path, loco: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.save({"loco": loco.state_dict(), "model": model.state_dict(), "inner": optimizer.state_dict()}, file)
+
+
+def check_resumed(
+    file: Path,
+    kind: str,
+    options: dict[str, Any],
+    rank: int,
+    *,
+    inner_steps: int,
+    steps: range,
+    uninterrupted: torch.nn.Module,
+    loco: Any,
+) -> None:
+    """A trainer that loads a file of round 1 and takes these steps holds what the uninterrupted one does."""
+    model = Model()
+    optimizer = adam(model)
+    resumed = getattr(pulse, kind)(model, optimizer, **options)
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["inner"])
+    resumed.load_state_dict(state["loco"])
+    assert (resumed.round, resumed.inner_steps) == (1, inner_steps)
+    with resumed:
+        for step in steps:
+            inner_step(model, optimizer, rank, step)
+    assert bits(trainable(model)) == bits(trainable(uninterrupted))
+    assert [r.digest for r in resumed.reports] == [r.digest for r in loco.reports[1:]]

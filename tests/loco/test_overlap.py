@@ -1,0 +1,198 @@
+"""Rounds that are exchanged in the background while inner steps go on, on real ranks, and what a run keeps of them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pulse_rl as pulse
+from pulse_rl.flow.recipe import PolicyRecipe
+from pulse_rl.flow.training.exchange import Rounds
+from pulse_rl.loco import masters
+from tests.loco.ranks import Model, Ranks, adam, bits, good, inner_step, seen, trainable
+
+
+def naive(size: int, steps: int, every: int, overlap: int, dense: bool) -> list[list[dict[str, bytes]]]:
+    """The algorithm in plain torch, all ranks in one process: each rank's live parameters after every inner step."""
+    shared = Model()
+    outer = torch.optim.SGD(trainable(shared).values(), lr=0.7, momentum=0.9, nesterov=True)
+    models = [Model() for _ in range(size)]
+    inner = [adam(model) for model in models]
+    residual = [{n: torch.zeros_like(p) for n, p in trainable(shared).items()} for _ in range(size)]
+    frozen: list[dict[str, torch.Tensor]] = []
+    found = []
+    with torch.no_grad():
+        for step in range(1, steps + 1):
+            for rank in range(size):
+                inner_step(models[rank], inner[rank], rank, step)
+            if step % every == 0:
+                frozen = [{n: p.detach().clone() for n, p in trainable(model).items()} for model in models]
+                for name, theta in trainable(shared).items():
+                    total = torch.zeros_like(theta)
+                    for rank in range(size):
+                        s = residual[rank][name] + (theta - frozen[rank][name])
+                        send = (seen(theta, torch.bfloat16) != seen(theta - s, torch.bfloat16)) | dense
+                        residual[rank][name] = torch.where(send, 0, s)
+                        total += torch.where(send, s, 0)
+                    theta.grad = total / size
+            if frozen and step % every == overlap:
+                outer.step()
+                for rank in range(size):
+                    for name, p in trainable(models[rank]).items():
+                        p.copy_(trainable(shared)[name] - (frozen[rank][name] - p))
+            found.append([bits(trainable(model)) for model in models])
+    return found
+
+
+def train(
+    group: Any, rank: int, size: int, kind: str, steps: int, every: int, options: dict[str, Any]
+) -> tuple[list[dict[str, bytes]], list[pulse.LocoReport]]:
+    model = Model()
+    optimizer = adam(model)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masters, "FRAGMENT", 500)
+        loco = getattr(pulse, kind)(model, optimizer, sync_every=every, process_group=group, **options)
+    with loco:
+        for step in range(1, steps + 1):
+            inner_step(model, optimizer, rank, step)
+            found.append(bits(trainable(model)))
+    return found, loco.reports
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "every", "overlap", "options"),
+    [
+        (1, "PulseLoCo", 2, 1, {}),
+        (2, "PulseLoCo", 3, 1, {"exchange": "gather"}),
+        (3, "PulseLoCo", 3, 2, {"exchange": "gather"}),
+        (3, "PulseLoCo", 3, 2, {"exchange": "split"}),
+        (2, "PulseLoCo", 3, 0, {"exchange": "split"}),
+        (1, "DiLoCo", 3, 2, {}),
+        (3, "DiLoCo", 2, 1, {}),
+    ],
+)
+def test_overlapped_rounds_equal_the_algorithm_in_plain_torch(
+    ranks: Ranks, size: int, kind: str, every: int, overlap: int, options: dict[str, Any]
+) -> None:
+    steps = 3 * every + overlap
+    expected = naive(size, steps, every, overlap, dense=kind == "DiLoCo")
+    if kind == "PulseLoCo":
+        options = {"value_dtype": "float32"} | options
+    found = good(ranks(train, size, kind, steps, every, {"overlap": overlap, **options}))
+    for rank, (live, reports) in enumerate(found):
+        for step in range(steps):
+            assert live[step] == expected[step][rank], f"rank {rank}, inner step {step + 1}"
+        assert [report.round for report in reports] == [1, 2, 3]
+        assert [report.digest for report in reports] == [report.digest for report in found[0][1]]
+
+
+def keep_going(group: Any, rank: int, size: int, folder: str) -> tuple[int, int]:
+    """Rank 1 begins a round only once rank 0 has taken two inner steps beyond its begin."""
+    model = Model()
+    optimizer = adam(model)
+    there = Path(folder) / "two steps beyond"
+    with pulse.PulseLoCo(model, optimizer, sync_every=4, overlap=3, process_group=group) as loco:
+        for step in range(1, 8):
+            if rank == 1 and step == 4:
+                while not there.exists():
+                    time.sleep(0.01)
+            inner_step(model, optimizer, rank, step)
+            if rank == 0 and step == 6:
+                there.touch()
+                with pytest.raises(RuntimeError, match="round 1.* 1 inner steps later"):
+                    loco.state_dict()
+        assert loco.report is not None
+        return loco.round, loco.inner_steps
+
+
+def test_inner_steps_go_on_while_a_round_is_exchanged(ranks: Ranks, tmp_path: Path) -> None:
+    """Neither rank would end if the begin of a round waited for the others."""
+    assert good(ranks(keep_going, 2, str(tmp_path))) == [(1, 3)] * 2
+
+
+def leave(group: Any, rank: int, size: int) -> None:
+    """The caller's error during a round is the one that is raised, after the round's end."""
+    model = Model()
+    optimizer = adam(model)
+    with (
+        pytest.raises(KeyError, match="mine"),
+        pulse.PulseLoCo(model, optimizer, sync_every=3, overlap=2, process_group=group) as loco,
+    ):
+        for step in range(1, 5):
+            inner_step(model, optimizer, rank, step)
+        raise KeyError("mine")
+    assert (loco.round, loco.inner_steps) == (1, 1)
+    assert loco.digest != pulse.digest(dict(trainable(model)))  # which hold the step taken since the round began, too
+    whole = loco.sync()
+    assert whole.digest == loco.digest == pulse.digest(dict(trainable(model)))
+    assert (loco.round, loco.inner_steps) == (2, 0)
+
+
+def test_leaving_ends_the_round_and_sync_makes_a_whole_one(ranks: Ranks) -> None:
+    good(ranks(leave, 2))
+
+
+def test_a_parameter_that_has_not_moved_becomes_theta_with_its_sign() -> None:
+    """One trainer's masters: live = θ − (frozen − live), and where live has not moved, θ to the sign of zero."""
+    live = torch.nn.Parameter(torch.tensor([0.0, -0.0, 1.0, 0.3, 1e-3]))
+    held = masters.Masters({"w": live}, with_residual=False)
+    held.freeze()
+    frozen = live.detach().clone()
+    with torch.no_grad():
+        live[3] += 1e-4
+        live[4] += 1e3
+    theta = torch.tensor([-0.0, -0.0, -0.0, 0.7, -1e-9])
+    held.theta["w"][:] = theta.numpy()
+    (view,) = held.segments
+    assert held.live(view).tobytes() == frozen.numpy().tobytes()
+    held.commit(view, None, np.zeros(5, np.float32), 0.7, 0.9)
+    held.thaw()
+    expected = theta - (frozen - torch.tensor([0.0, -0.0, 1.0, 0.3 + 1e-4, 1e-3 + 1e3]))
+    assert bits({"w": live[3:]}) == bits({"w": expected[3:]})
+    assert bits({"w": live[:3]}) == bits({"w": theta[:3]})
+
+
+def run_of(group: Any, rank: int, size: int, folder: str, resumed: bool) -> tuple[list[str], dict[str, bytes]]:
+    """A run of 9 steps, or the rest of it from a checkpoint: the digests of what it publishes, and its last weights."""
+    recipe = PolicyRecipe(trainers=size, sync_every=3, overlap=1)
+    file, step, published = Path(folder) / f"{rank}.pt", 0, []
+    model = Model()
+    optimizer = adam(model)
+    rounds = Rounds(recipe, model, optimizer, group)
+    if resumed:
+        state = torch.load(file, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        rounds.loco.load_state_dict(state["rounds"])
+        step = 7
+    with rounds.loco:
+        while step < 9:
+            begun, step = step, min(recipe.round_end(step), 9)
+            for number in range(begun, step):
+                inner_step(model, optimizer, rank, number)
+            ended = rounds.end()
+            weights = rounds.weights()
+            published.append(pulse.digest(weights))
+            names = dict(weights) if isinstance(weights, dict) else model.state_dict()
+            assert ended.digest == pulse.digest({name: names[name] for name in trainable(model)})
+            if step == 7:  # a step of round 3 is in the live weights already, and each rank has taken another one
+                assert published[-1] != pulse.digest(model)
+                held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(held | {"rounds": rounds.state_dict()}, file)
+    assert (rounds.loco.round, rounds.loco.inner_steps) == (3, 0)
+    assert published[-1] == pulse.digest(model)
+    return published, bits(trainable(model))
+
+
+def test_a_run_with_overlap_publishes_what_all_share_and_goes_on_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = good(ranks(run_of, 2, str(tmp_path), False))
+    assert whole[0] == whole[1]
+    assert len(set(whole[0][0])) == 3
+    for published, last in good(ranks(run_of, 2, str(tmp_path), True)):
+        assert (published, last) == (whole[0][0][2:], whole[0][1])

@@ -1,0 +1,125 @@
+"""What the tests of the cache share: objects behind a web server, a count of requests, and processes that read."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pulse_rl as pulse
+from pulse_rl.history import manifest
+from pulse_rl.store.cache import CachedStore
+from pulse_rl.store.cached_files import key_of
+from pulse_rl.store.folder import Folder
+from tests.store import servers
+from tests.store.proxy import Proxy
+
+BOUND = 1 << 30
+PROCESS = Path(__file__).parent / "cache_process.py"
+
+
+def name_of(number: int) -> str:
+    return manifest.patch_name(number, f"{number:016x}")
+
+
+def data_of(number: int, nbytes: int) -> bytes:
+    return np.random.default_rng(number).bytes(nbytes)
+
+
+class World:
+    """Objects behind a web server, the requests for them, and a directory for a cache."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.files = tmp_path / "run"
+        self.cache = tmp_path / "cache"
+        self.origin = pulse.open_store(self.files)
+        self.proxy = Proxy(servers.web(tmp_path))
+        self.url = f"http://127.0.0.1:{self.proxy.port}/run"
+        self.gets: Counter[str] = Counter()
+        draw = self.proxy.draw
+
+        def counted(method: str, path: str) -> Any:
+            self.gets[path.removeprefix("/run/")] += 1
+            return draw(method, path)
+
+        self.proxy.draw = counted  # type: ignore[method-assign]
+
+    def put(self, number: int, nbytes: int) -> tuple[str, bytes]:
+        data = data_of(number, nbytes)
+        self.origin.put(name_of(number), data)
+        return name_of(number), data
+
+    def open(self, nbytes: int = BOUND) -> CachedStore:
+        store = pulse.open_store(self.url, cache=self.cache, cache_nbytes=nbytes)
+        assert isinstance(store, CachedStore)
+        return store
+
+    @property
+    def folder(self) -> Path:
+        return self.cache / "objects"
+
+    def file(self, name: str) -> Path:
+        return self.folder / f"{key_of(self.url, name)}.object"
+
+    def kept(self) -> set[str]:
+        """The files of objects in the cache, as `kept_as` gives them."""
+        return {path.name for path in self.folder.iterdir()} - {"lock"} if self.folder.exists() else set()
+
+    def kept_as(self, *names: str, end: str = ".object") -> set[str]:
+        return {key_of(self.url, name) + end for name in names}
+
+    def size(self) -> int:
+        """The bytes of all files, counted under the cache's own lock: each once, though it is renamed meanwhile."""
+        sizes = {}
+        with Folder(self.cache) as folder, folder.locked(), os.scandir(folder.path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[entry.inode()] = entry.stat().st_size
+        return sum(sizes.values())
+
+    def start(self, *names: str, bound: int = BOUND, seed: int = -1, prefix: str = "") -> "Process":
+        return Process(prefix + self.url, str(self.cache), str(bound), str(seed), *names)
+
+
+class Process:
+    """A process that reads objects through the cache."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, str(PROCESS), *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def read(self) -> dict[str, str]:
+        """The hashes of what it has read; waits until it is done."""
+        found = dict[str, str]()
+        while (line := self.line()) != "done":
+            assert line, self.process.wait()
+            if line != "part":
+                name, found_hash = line.split()
+                assert found.setdefault(name, found_hash) == found_hash
+        self.go()
+        assert self.process.wait() == 0
+        return found
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def flip(file: Path, at: int) -> None:
+    """Flip one bit; negative places count from the end."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)

@@ -1,0 +1,111 @@
+"""Faults of the machine: a disk that is full, and clocks that are wrong."""
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pulse_rl as pulse
+from pulse_rl.history.operate.verify import verify
+from tests.conftest import Trainee
+
+
+def fill(disk: Path, left: int) -> Path:
+    """Fill a disk, but for a number of blocks. Returns the file to delete."""
+    filler, stat = disk / "filler", os.statvfs(disk)
+    filler.write_bytes(bytes((stat.f_bavail - left) * stat.f_frsize))
+    return filler
+
+
+def cast(trainee: Trainee) -> dict[str, Any]:
+    """The trainee's next weights as they are published."""
+    return {n: w.bfloat16() if w.is_floating_point() else w for n, w in trainee.step().items()}
+
+
+def test_a_publisher_whose_disk_is_full(small_disk: Path, trainee: Trainee) -> None:
+    """From no room at all to room for all but the manifest: each a StoreError that leaves the version before."""
+    store = small_disk / "store"
+    publisher = pulse.Publisher(store, anchor_every=1, codec="gap")
+    subscriber, live = pulse.Subscriber(store), trainee.empty()
+    first = publisher.publish(cast(trainee), version=0).digest
+    weights, failed = cast(trainee), list[str]()
+    while publisher.version == 0:
+        filler = fill(small_disk, left=len(failed))
+        try:
+            publisher.publish(weights, version=1)
+        except pulse.StoreError as error:
+            failed.append(str(error))
+            # Only whole files: a file that is being written has another suffix.
+            assert {file.suffix for file in store.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".zst"}
+            assert subscriber.sync(live).version == 0
+            assert subscriber.verify(live) == first
+        filler.unlink()
+    matches = [
+        re.fullmatch(f"cannot write ([a-z]+)/.* in {store.as_uri()}: .*No space left on device.*", e) for e in failed
+    ]
+    # A trail is put together with its patch, whose error is raised.
+    assert {match and match[1] for match in matches} - {"trails"} == {"patches", "anchors", "manifests"}
+    assert subscriber.sync(live).digest == pulse.digest(weights) == subscriber.verify(live)
+    assert verify(store).problems == ()
+
+
+def test_scratch_files_for_which_there_is_no_room(
+    small_disk: Path, tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that loads an anchor and a publisher that resumes: one StoreError, nothing moved, nothing left."""
+    store = tmp_path / "store"
+    pulse.Publisher(store).publish(cast(trainee), version=0)
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))  # as TMPDIR does
+    resuming, subscriber, live = pulse.Publisher(store), pulse.Subscriber(store), trainee.empty()
+    weights, nothing = cast(trainee), pulse.digest(live)
+    for left in (0, 1, 2):  # blocks; an anchor takes more
+        filler = fill(small_disk, left)
+        for act in (lambda: subscriber.sync(live), lambda: resuming.publish(weights, version=1)):
+            with pytest.raises(pulse.StoreError, match="No space left on device.*TMPDIR") as raised:
+                act()
+            assert "\n" not in str(raised.value)
+            assert (subscriber.version, resuming.version, pulse.digest(live)) == (None, None, nothing)
+            assert list(small_disk.iterdir()) == [filler]
+        filler.unlink()
+    report = resuming.publish(weights, version=1)
+    assert subscriber.sync(live).digest == report.digest == subscriber.verify(live) == pulse.digest(weights)
+    assert verify(store).problems == ()
+
+
+YEAR_S = 365.25 * 86400
+
+
+def test_clocks_that_are_wrong(tmp_path: Path, trainee: Trainee, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's clock jumps by years, both ways, before 1970 too, and so do the times of the store's files.
+
+    Followers, late-comers, a second trainer, retention and verify use sequence numbers only.
+    """
+    now, years = time.time(), [0, 30, -30, 1000, -80, 0]
+    store, created = tmp_path / "store", []
+    publisher = pulse.Publisher(store, anchor_every=4, retain=5, grace=0)
+    subscriber, live = pulse.Subscriber(store), trainee.empty()
+    for version in range(12):
+        clock = now + YEAR_S * years[version % len(years)]
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        if version == 7:
+            publisher = pulse.Publisher(store, anchor_every=4, retain=5, grace=0)
+        weights = cast(trainee)
+        report = publisher.publish(weights, version=version)
+        created.append(publisher.history.read(version).created - clock)
+        for file in filter(
+            Path.is_file, store.rglob("*")
+        ):  # the clock of the disk's machine, wrong in the opposite direction
+            os.utime(file, (now - YEAR_S * version, now - YEAR_S * version))
+        assert report.digest == pulse.digest(weights)
+        late, fresh = pulse.Subscriber(store), trainee.empty()
+        for follower, bits in ((subscriber, live), (late, fresh)):
+            assert follower.wait(version, timeout=0) == version
+            assert follower.sync(bits).version == version
+            assert follower.verify(bits) == report.digest
+    assert created == [0] * 12  # the manifests were written by those clocks
+    assert subscriber.history.sequences() == list(range(4, 12))
+    assert verify(store).problems == ()
