@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from pulse_rl.store.opening import open_store
     from pulse_rl.sync.publish.publisher import Publisher
     from pulse_rl.sync.publish.report import PublishReport
-    from pulse_rl.sync.subscribe.report import SyncReport
     from pulse_rl.sync.subscribe.staging import Staged
     from pulse_rl.sync.subscribe.subscriber import Subscriber
+    from pulse_rl.sync.subscribe.sync import SyncReport
     from pulse_rl.weights.digests import digest
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
@@ -107,7 +107,7 @@ _HOME = {
     "StoreError": "errors",
     "StoreGroup": "loco.meeting.group",
     "Subscriber": "sync.subscribe.subscriber",
-    "SyncReport": "sync.subscribe.report",
+    "SyncReport": "sync.subscribe.sync",
     "TensorInfo": "patch.format",
     "TensorSpec": "weights.layout",
     "UnmappedError": "errors",

@@ -465,7 +465,7 @@ def test_a_run_that_ends_while_a_worker_waits(monkeypatch: pytest.MonkeyPatch) -
     assert 0.3 <= time.monotonic() - start < 30
     ending.join()
     looks = iter([0, 1])
-    assert polling.wait(lambda: next(looks), lambda: True, store, 1, 60, (0.05, 5)) == 1
+    assert polling.wait(lambda: next(looks), subscriber.history, 1, 60, (0.05, 5)) == 1
 
 
 @pytest.mark.parametrize("key", [None, KEY])

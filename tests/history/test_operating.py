@@ -113,7 +113,7 @@ def test_a_waiting_subscriber_is_alive(store: Store, monkeypatch: pytest.MonkeyP
     run.publish()
     weights = run.empty()
     subscriber.sync(weights)
-    heart = subscriber._beating.heart
+    heart = subscriber._heart
     assert heart is not None
     until(lambda: heart._thread is None)
     before = pulse.status(store).subscribers

@@ -131,7 +131,7 @@ def test_an_unchanged_heartbeat_is_not_repeated_at_once(store: Store, monkeypatc
     subscriber.sync(weights)
     until(lambda: len(live.beats) == 2)
     monkeypatch.setattr(heartbeat, "EVERY_S", 0.0)
-    monkeypatch.setattr(subscriber._beating.heart, "_next", 0.0)
+    monkeypatch.setattr(subscriber._heart, "_next", 0.0)
     subscriber.sync(weights)
     until(lambda: len(live.beats) == 3)
     assert [written.version for written in live.beats] == [0, 2, 2]
@@ -185,8 +185,8 @@ def test_behind_a_web_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         until(lambda: bool(caplog.records))
         run.publish()
         assert subscriber.sync(weights).version == 10
-        assert subscriber._beating.heart is not None
-        until(lambda: subscriber._beating.heart is not None and subscriber._beating.heart._thread is None)
+        assert subscriber._heart is not None
+        until(lambda: subscriber._heart is not None and subscriber._heart._thread is None)
     assert [record.getMessage() for record in caplog.records] == [
         f"the heartbeat of w could not be written: cannot write heartbeats/w.json in {url}: over HTTP a store can only "
         "be read; publish to the directory or bucket behind it"

@@ -226,7 +226,7 @@ publisher, subscriber = pulse.Publisher(sys.argv[1], codec="gap"), pulse.Subscri
 publisher.publish(bits, version=0)
 subscriber.sync({"w": np.zeros_like(bits["w"])})
 bits["w"][0] += 1
-subscriber._beating.heart._lock.acquire()
+subscriber._heart._lock.acquire()
 publisher.publish(bits, version=1, background=True)
 if os.fork() == 0:
     for act in (lambda: subscriber.sync(bits), publisher.close):
@@ -235,7 +235,7 @@ if os.fork() == 0:
         except pulse.StoreError as error:
             print(type(error).__name__, "process" in str(error), flush=True)
     sys.exit(0)
-subscriber._beating.heart._lock.release()
+subscriber._heart._lock.release()
 os.wait()
 """
     done = subprocess.run(

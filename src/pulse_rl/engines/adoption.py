@@ -25,8 +25,8 @@ from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import read_headers, read_share
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import scratch
-from pulse_rl.sync.subscribe.counting import recognise
 from pulse_rl.sync.subscribe.held import HeldWeights
+from pulse_rl.sync.subscribe.proof import recognise
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.layout import Layout, as_tensor
 from pulse_rl.weights.memory import LiveWeights

@@ -27,8 +27,8 @@ from pulse_rl.history.manifest import is_file_name
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.subscribe.report import SyncReport
 from pulse_rl.sync.subscribe.subscriber import Subscriber
+from pulse_rl.sync.subscribe.sync import SyncReport
 
 if TYPE_CHECKING:
     from pulse_rl.log.signing import PublicKey

@@ -7,16 +7,14 @@ Ranks may follow together, each with a share of the weights. Then the first choo
 up, and a fault that one of them meets is all the others' too: so all make the same decisions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, StoreError
-from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
-from pulse_rl.history.reading import Effort, Reading
+from pulse_rl.history.reading import Reading
 from pulse_rl.history.search import find_links
 from pulse_rl.history.trail import PatchLink, State, cheapest, cost
 from pulse_rl.log.objects import limit_of
@@ -27,76 +25,60 @@ from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout
 
 
-class Landing(Protocol):
-    """What becomes of patches that are proved."""
+class Landing:
+    """What becomes of patches that are proved: here each is written at once, to whole weights of one process.
+
+    weights: what this process holds of the weights to bring to another version.
+    """
+
+    later = False  # whether patches are written by a later call, and other work goes on until then
+
+    def __init__(self, reading: Reading, weights: Layout) -> None:
+        self.reading = reading
+        self.added = 0  # how often `complete` has added pieces to the weights
+        self._weights = weights
 
     @property
     def weights(self) -> Layout:
-        """What this process holds of the weights to bring to another version."""
+        """What this process holds now."""
+        return self._weights
 
     @property
     def tensors(self) -> Mapping[str, HasLayout]:
         """The tensors of the whole model by every name, also those that this process holds nothing of."""
+        return self._weights.all_names()
 
     @property
     def full_nbytes(self) -> int:
         """Of the whole model."""
+        return self._weights.nbytes
 
     @property
     def keep_nbytes(self) -> float:
         """Memory that the decoded changes of the next patch may take until it is written."""
-
-    @property
-    def later(self) -> bool:
-        """Whether patches are written by a later call, and other work goes on until then."""
-
-    @property
-    def added(self) -> int:
-        """How often `complete` has added pieces to the weights."""
+        return KEEP_NBYTES
 
     def before(self, live: Mapping[str, Copies]) -> Older | None:
         """The weights as they will be when the next patch is written; None for as they are."""
+        return None
 
     def missing(self, fetched: Fetched) -> int:
         """How many boxes of old bits this process lacks, which decoding the patch reads. Called for each patch."""
+        return 0
 
     def complete(self) -> None:
         """Fetch the boxes that are missing for the last patch. A collective, where one of the processes misses any."""
 
     def land(self, application: Application, to: State) -> None:
         """Write a proved patch that leads to a version, or keep it. A collective."""
+        self._write("write to files", application.write)
 
+    def _write(self, what: str, write: Callable[[], None]) -> None:
+        def timed() -> None:
+            with self.reading.effort.timing("apply_s"):
+                write()
 
-class Written:
-    """Each patch is written to the weights at once: those of one process, in files or in memory."""
-
-    added, later = 0, False
-    keep_nbytes: float = KEEP_NBYTES
-
-    def __init__(self, weights: Layout, effort: Effort) -> None:
-        self.weights = weights
-        self._effort = effort
-
-    @property
-    def tensors(self) -> Mapping[str, HasLayout]:
-        return self.weights.all_names()
-
-    @property
-    def full_nbytes(self) -> int:
-        return self.weights.nbytes
-
-    def before(self, live: Mapping[str, Copies]) -> None:
-        return None
-
-    def missing(self, fetched: Fetched) -> int:
-        return 0
-
-    def complete(self) -> None:
-        pass
-
-    def land(self, application: Application, to: State) -> None:
-        with self._effort.timing("apply_s"):
-            application.write()
+        self.reading.ranks.do(what, timed, alike=True)
 
 
 def find_chain(reading: Reading, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
@@ -114,13 +96,7 @@ def find_chain(reading: Reading, held: State, target: Manifest, limit: int | Non
 
 
 def follow(
-    reading: Reading,
-    landing: Landing,
-    held: State,
-    target: Manifest,
-    *,
-    sure: bool,
-    chain: list[PatchLink] | None = None,
+    landing: Landing, held: State, target: Manifest, *, sure: bool, chain: list[PatchLink] | None = None
 ) -> State:
     """Bring weights from the version that they hold to another, by the cheapest chain of patches. A collective.
 
@@ -130,19 +106,20 @@ def follow(
     Raises IntegrityError or BaseMismatchError where the weights may not hold what was assumed, and StoreError where
     the store is unreachable.
     """
+    reading = landing.reading
     while held.sequence != target.sequence:
         chain = chain or find_chain(reading, held, target)
         if chain is None:
             break
-        with closing(_Ahead(reading.history, chain, landing)) as ahead:
+        with closing(_Ahead(landing, chain)) as ahead:
             for link in chain:
                 try:
-                    fetched = _fetch(reading, ahead, link, held, target)
+                    fetched = _fetch(ahead, link, held, target)
                 except (FormatError, IntegrityError, StoreError) as error:
                     reading.faults.add(link.ref.name, error)
                     break
                 try:
-                    application = _prove(reading, link, fetched, landing)
+                    application = _prove(landing, link, fetched)
                 except (FormatError, IntegrityError, BaseMismatchError) as error:
                     if not sure and not isinstance(error, FormatError):
                         raise
@@ -162,9 +139,9 @@ def follow(
 class _Ahead:
     """The patches of a chain, in order. Each is fetched while the one before is used."""
 
-    def __init__(self, history: History, chain: Sequence[PatchLink], landing: Landing) -> None:
+    def __init__(self, landing: Landing, chain: Sequence[PatchLink]) -> None:
         self.landing = landing
-        self._store = history.store
+        self._store = landing.reading.history.store
         self._left = list(reversed(chain))
         self._limit = limit_of(landing.full_nbytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-fetch")
@@ -188,24 +165,25 @@ class _Ahead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch(reading: Reading, ahead: _Ahead, link: PatchLink, held: State, target: Manifest) -> Fetched:
+def _fetch(ahead: _Ahead, link: PatchLink, held: State, target: Manifest) -> Fetched:
     """Wait for the next patch, and check where it leads. A collective. Raises as `fetch_patch`."""
+    landing, reading = ahead.landing, ahead.landing.reading
 
     def receive() -> tuple[Fetched, int]:
         with reading.effort.timing("fetch_s"):
             fetched = ahead.next()
         check_promised(fetched, link, held, target.tied)
-        return fetched, ahead.landing.missing(fetched)
+        return fetched, landing.missing(fetched)
 
     fetched, missing = reading.ranks.do_and_share(f"fetch {link.ref.name}", receive, int, alike=True)
     if any(missing):
-        ahead.landing.complete()
+        landing.complete()
     return fetched
 
 
-def _prove(reading: Reading, link: PatchLink, fetched: Fetched, landing: Landing) -> Application:
+def _prove(landing: Landing, link: PatchLink, fetched: Fetched) -> Application:
     """Decode and prove a patch. A collective. Raises PatchFormatError, IntegrityError or BaseMismatchError."""
-    effort = reading.effort
+    effort = landing.reading.effort
 
     def decode() -> tuple[Application, int]:
         live = resolve(fetched.by_name(), fetched.first.tied, landing.weights, everywhere=landing.tensors)
@@ -216,7 +194,7 @@ def _prove(reading: Reading, link: PatchLink, fetched: Fetched, landing: Landing
             effort.decode_s += application.decode_s
             effort.prove_s += application.prove_s
 
-    application, deltas = reading.ranks.do_and_share(f"prove {link.ref.name}", decode, int, alike=True)
+    application, deltas = landing.reading.ranks.do_and_share(f"prove {link.ref.name}", decode, int, alike=True)
     delta = sum(deltas) & digests.MASK
     application.prove(int(fetched.first.header.base_digest, 16), lambda mine: delta)
     effort.nbytes += fetched.nbytes
@@ -225,15 +203,8 @@ def _prove(reading: Reading, link: PatchLink, fetched: Fetched, landing: Landing
     return application
 
 
-def prove(fetched: Fetched, weights: Layout, effort: Effort) -> Application:
+def prove(fetched: Fetched, weights: Layout) -> Application:
     """Prove a patch against weights that hold its base; write nothing. Raises IntegrityError or BaseMismatchError."""
     application = Application(fetched.parts, resolve(fetched.by_name(), fetched.first.tied, weights))
-    try:
-        application.prove(int(fetched.first.header.base_digest, 16))
-    finally:
-        effort.decode_s += application.decode_s
-        effort.prove_s += application.prove_s
-    effort.nbytes += fetched.nbytes
-    effort.patches += 1
-    effort.changes += fetched.changes
+    application.prove(int(fetched.first.header.base_digest, 16))
     return application

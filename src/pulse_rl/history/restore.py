@@ -26,7 +26,7 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
-from pulse_rl.history.follow import Landing, Written, follow
+from pulse_rl.history.follow import Landing, follow
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import cut, read_headers, read_share
@@ -124,12 +124,11 @@ def restore(
             break
         files = directory / str(anchor.sequence)
         files.mkdir()
-        landing: Landing
         try:
             if wanted is None:
                 tensors = load_anchor(history, anchor, files, effort, limit)
                 _check_tied(target, tensors)
-                landing = Written(tensors, effort)
+                landing = Landing(reading, tensors)
             else:
                 tensors = _load_share(reading, target, anchor, files, limit, wanted)
                 landing = wanted.landing(tensors)
@@ -137,7 +136,7 @@ def restore(
             faults.add(anchor.anchor[0].name, error)
             shutil.rmtree(files)
             continue
-        held = follow(reading, landing, state_of(anchor), target, sure=True)
+        held = follow(landing, state_of(anchor), target, sure=True)
         if held.sequence == target.sequence:
             return tensors
         shutil.rmtree(files)

@@ -181,7 +181,7 @@ class Walk:
                 decode_all(patch.parts)
             else:
                 check_promised(patch, link, state_of(copy.held), manifest.tied)
-                prove(patch, copy.tensors, Effort()).write()
+                prove(patch, copy.tensors).write()
                 copy.held = manifest
         except FAULTS as error:
             self._faulty.add(link.ref.name)
@@ -216,7 +216,7 @@ class Walk:
             self.effort.nbytes += patch.nbytes
             check_promised(patch, link, state_of(manifest), manifest.tied)
             if self._copy is not None and self._holds(manifest):
-                prove(patch, self._copy.tensors, Effort())
+                prove(patch, self._copy.tensors)
             else:
                 decode_all(patch.parts)
         except FAULTS as error:

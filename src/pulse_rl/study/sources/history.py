@@ -154,7 +154,7 @@ class Stored:
                 before, weights = weights, self._opened(number)
                 yield before, weights
                 continue
-            application = prove(state.fetched, weights, Effort())
+            application = prove(state.fetched, weights)
             past = Overlay(Replaced(name, place, old) for name, place, _, old in application.replaced())
             application.write()
             yield past.over(weights), weights
@@ -202,7 +202,7 @@ def _cut_alike(
             shutil.copytree(whole.directory, files)
             weights = open_checkpoint(files, writable=True)
             for patch in patches:
-                prove(patch.fetched, weights, Effort()).write()
+                prove(patch.fetched, weights).write()
             state = _Anchor(files)
         whole, patches = state, []
         yield state

@@ -25,7 +25,7 @@ from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
 from pulse_rl.sync.publish.beginning import Beginning
 from pulse_rl.sync.publish.successor import check_key, check_place
 from pulse_rl.sync.shares import Share, taken, whole_share
-from pulse_rl.sync.subscribe.landings import InFiles
+from pulse_rl.sync.subscribe.landings import ShareLanding
 from pulse_rl.weights.layout import Layout, next_in_store
 
 log = logger(__name__)
@@ -154,7 +154,7 @@ class Position:
             wanted = Wanted(
                 share.own,
                 share.plan.tensors,
-                lambda found: InFiles(reading, found, share),
+                lambda found: ShareLanding(reading, found, share),
                 next_in_store(head.version, self._history.store.url),
             )
             found = restore(reading, head, directory, share.plan.nbytes, wanted)

@@ -8,22 +8,34 @@ tile, it keeps a copy of the rest: its *halo*, pieces that no digest counts. Pat
 they stay what the neighbours hold.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import TypeAlias
 
+import msgspec
+import numpy as np
+import zstandard
 from msgspec.structs import replace
 
+from pulse_rl.codecs.zstd import decompress
+from pulse_rl.documents import decode_json
+from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.patches import Fetched
+from pulse_rl.patch.live import Copies
 from pulse_rl.sync.shares import Share, SharePlan, share_of, whole_share
-from pulse_rl.weights.bits import Bits
+from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.box_sets import BoxSet
 from pulse_rl.weights.boxes import Box, Shape, tiles, whole
 from pulse_rl.weights.layout import HasLayout, Layout
 from pulse_rl.weights.memory import LiveWeights
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of
+from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view
+
+ROUND_NBYTES = 32 << 20  # of strips that one rank receives at a time
+MAX_NBYTES = 64 << 20  # of what one rank says that it needs, as JSON
 
 Halo = Mapping[str, list[Piece]]  # by tensor
+_Needs: TypeAlias = dict[str, list[tuple[Shape, Shape]]]  # offset and sizes of each box, by tensor
 
 
 class HeldWeights:
@@ -45,13 +57,13 @@ class HeldWeights:
     ) -> None:
         self.live = live
         self.ranks = ranks
+        self.altered: str | None = None  # what was wrong with them when the call began
         self._prints = prints
         self.halo: dict[str, list[Piece]] = dict(halo)
         self.known = known
         self._plan = plan
         self._tied: Mapping[str, str] | None = None  # of the version whose names are used
         self._weights: Layout | None = None
-        self.added = 0  # how often strips were added
 
     @property
     def shared(self) -> bool:
@@ -118,12 +130,22 @@ class HeldWeights:
                 found[owner] = _pieces_like(here[0][0], pieces)
         return Layout(sorted(found.items()), held.tied)
 
+    def wanted(self) -> Layout:
+        """What this rank needs of a version: each box that it holds once, which counts as all its copies do."""
+        found: dict[str, Bits] = {}
+        for name, tensor in self.memory.items():
+            pieces: dict[Box, Piece] = {}
+            for piece in pieces_of(tensor):
+                times = pieces[piece.box].times if piece.box in pieces else 0
+                pieces[piece.box] = piece._replace(times=times + piece.times)
+            found[name] = _pieces_like(tensor, list(pieces.values()))
+        return Layout(found)
+
     def add(self, more: Halo) -> None:
         """Add strips to the halo."""
-        if more:
-            add_pieces(self.halo, more)
-            self._weights = None
-            self.added += 1
+        for name, pieces in more.items():
+            self.halo[name] = [*self.halo.get(name, ()), *pieces]
+        self._weights = None
 
     def drop_halo(self) -> None:
         """Forget all strips, as they are not up to date."""
@@ -132,18 +154,7 @@ class HeldWeights:
     @property
     def halo_nbytes(self) -> int:
         """Memory of the halo."""
-        return nbytes_of(self.halo)
-
-
-def add_pieces(halo: dict[str, list[Piece]], more: Halo) -> None:
-    """Add pieces to a halo."""
-    for name, pieces in more.items():
-        halo[name] = [*halo.get(name, ()), *pieces]
-
-
-def nbytes_of(halo: Halo) -> int:
-    """Memory of these pieces."""
-    return sum(piece.bits.size * piece.bits.itemsize for pieces in halo.values() for piece in pieces)
+        return sum(piece.bits.size * piece.bits.itemsize for pieces in self.halo.values() for piece in pieces)
 
 
 def with_pieces(weights: Layout, more: Mapping[str, Iterable[Piece]]) -> Layout:
@@ -190,3 +201,66 @@ def _strips(shape: Shape, boxes: tuple[Box, ...], held: tuple[Box, ...]) -> tupl
                 left = [rest for part in left for rest in part.without(held[number])]
             found += left
     return tuple(found)
+
+
+def fetch_strips(
+    ranks: Ranks, plan: SharePlan, needed: Mapping[str, list[Box]], held: Mapping[str, Copies]
+) -> dict[str, list[Piece]]:
+    """Bring each rank the boxes that it needs. A collective.
+
+    needed: by this rank, by tensor. held: what it holds, from which it sends what it owns. Returns the boxes as pieces
+    that no digest counts.
+    """
+    rows = {name: [(box.offset, box.sizes) for box in boxes] for name, boxes in needed.items()}
+    packed = zstandard.ZstdCompressor(3).compress(msgspec.json.encode(rows))
+    gathered = ranks.gather("find which strips are needed", lambda: packed, MAX_NBYTES)
+    wishes = [
+        {name: [Box(*row) for row in found] for name, found in decode_json(data, _Needs, "strips").items()}
+        for data in (decompress(one, MAX_NBYTES, "strips") for one in gathered)
+    ]
+    found: dict[str, list[Piece]] = {}
+    for names, limit in _rounds(plan, wishes):
+        outgoing = partial(_outgoing, ranks.rank, plan, wishes, names, held)
+        incoming = ranks.exchange("bring strips", outgoing, limit)
+        taken = [0] * len(incoming)
+        for name in names:
+            dtype = UINTS[ITEMSIZES[plan.tensors[name].dtype]]
+            for box in wishes[ranks.rank].get(name, ()):
+                array = np.empty(box.sizes, dtype)
+                for common, owner in plan.owners(name, box):
+                    nbytes = common.size * dtype.itemsize
+                    data = incoming[owner][taken[owner] : taken[owner] + nbytes]
+                    taken[owner] += nbytes
+                    array[common.slices(box)] = np.frombuffer(data, dtype).reshape(common.sizes)
+                piece = Piece(box, HostBits(plan.tensors[name].dtype, array), times=0)
+                found.setdefault(name, []).append(piece)
+    return found
+
+
+def _rounds(plan: SharePlan, wishes: list[dict[str, list[Box]]]) -> Iterator[tuple[list[str], int]]:
+    """The tensors that are sent together, as many as a rank may receive at a time, and the most bytes that one gets."""
+    names: list[str] = []
+    waiting = [0] * len(wishes)
+    for name in sorted({name for wish in wishes for name in wish}):
+        itemsize = ITEMSIZES[plan.tensors[name].dtype]
+        more = [sum(box.size for box in wish.get(name, ())) * itemsize for wish in wishes]
+        if names and max(a + b for a, b in zip(waiting, more, strict=True)) > ROUND_NBYTES:
+            yield names, max(waiting)
+            names, waiting = [], [0] * len(wishes)
+        names.append(name)
+        waiting = [a + b for a, b in zip(waiting, more, strict=True)]
+    if names:
+        yield names, max(waiting)
+
+
+def _outgoing(
+    rank: int, plan: SharePlan, wishes: list[dict[str, list[Box]]], names: list[str], held: Mapping[str, Copies]
+) -> list[bytes]:
+    """What this rank owns of what each one needs of some tensors."""
+    found = []
+    for wish in wishes:
+        boxes = [(name, box) for name in names for box in wish.get(name, ())]
+        owned = [(name, part) for name, box in boxes for part, owner in plan.owners(name, box) if owner == rank]
+        views = [place_view(held[name][0], part) for name, part in owned]
+        found.append(b"".join(view.read(0, view.size).tobytes() for view in views))
+    return found

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 from pulse_rl.errors import BaseMismatchError
-from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.follow import Landing
 from pulse_rl.history.patches import Fetched
 from pulse_rl.history.reading import Reading
@@ -22,159 +20,86 @@ from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import Copies, by_name
 from pulse_rl.patch.merging import Batch, Merged, batches, write_all
 from pulse_rl.patch.overlay import Older, Overlay
-from pulse_rl.sync.shares import SharePlan
-from pulse_rl.sync.subscribe.halo import fetch_strips
-from pulse_rl.sync.subscribe.held import Halo, HeldWeights, add_pieces, missing_strips, nbytes_of, with_pieces
+from pulse_rl.sync.shares import Share
+from pulse_rl.sync.subscribe.held import Halo, HeldWeights, fetch_strips, missing_strips, with_pieces
 from pulse_rl.sync.subscribe.loading import Restored
 from pulse_rl.sync.subscribe.proof import Proof
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.changes import Changes
 from pulse_rl.weights.layout import HasLayout, Layout
-from pulse_rl.weights.pieces import Piece
 
 # Decoded changes stay in memory up to this part of what is held of the model, and 32 MB; then they go to a file.
 KEPT_SHARE = 64
 
 
-class Landings(Landing, Protocol):
-    """What becomes of patches and of a restored version."""
+class ShareLanding(Landing):
+    """Patches are written at once to what a rank holds, here in files. Strips that it lacks are fetched from others.
 
-    def load(self, restored: Restored, files: ExitStack) -> None:
-        """Write a restored version, or keep it. A collective. files: closed as soon as they are not needed."""
+    weights: what it holds; share: who owns what of it.
+    """
 
-
-class HasPlan(Protocol):
-    """What a rank holds of some weights."""
-
-    @property
-    def plan(self) -> SharePlan:
-        """Who owns what."""
-
-
-class _Strips:
-    """What a rank lacks of the tiles of the patch that was fetched last."""
-
-    def __init__(self, live: HasPlan, ranks: Ranks) -> None:
-        self._live, self._ranks = live, ranks
-        self._needed: dict[str, list[Box]] = {}
+    def __init__(self, reading: Reading, weights: Layout, share: Share | HeldWeights) -> None:
+        super().__init__(reading, weights)
+        self._share = share
+        self._needed: dict[str, list[Box]] = {}  # what is lacking of the tiles of the patch that was fetched last
         self._tied: Mapping[str, str] = {}
 
-    def look(self, fetched: Fetched, weights: Layout) -> int:
-        """Find out what is lacking. weights: what this rank holds. Returns the number of boxes."""
+    @property
+    def tensors(self) -> Mapping[str, HasLayout]:
+        return self._share.plan.all_names()
+
+    @property
+    def full_nbytes(self) -> int:
+        return self._share.plan.nbytes
+
+    def missing(self, fetched: Fetched) -> int:
         self._tied = fetched.first.tied
-        self._needed = missing_strips(fetched, weights) if self._ranks.size > 1 else {}
+        self._needed = missing_strips(fetched, self.weights) if self.reading.ranks.size > 1 else {}
         return sum(map(len, self._needed.values()))
 
-    def fetch(self, weights: Layout, before: Callable[[Mapping[str, Copies]], Older | None]) -> Halo:
-        """Bring it from the ranks that own it. A collective. before: the weights as the patch will find them."""
-        live = by_name(weights, self._tied)
-        older = before(live)
-        return fetch_strips(self._ranks, self._live.plan, self._needed, live if older is None else older.by_name())
+    def complete(self) -> None:
+        live = by_name(self.weights, self._tied)
+        older = self.before(live)
+        held = live if older is None else older.by_name()
+        self._add(fetch_strips(self.reading.ranks, self._share.plan, self._needed, held))
+        self.added += 1
+
+    def _add(self, strips: Halo) -> None:
+        self._weights = with_pieces(self._weights, strips)
 
 
-class Writing:
-    """Everything is written at once; the proof says what the weights hold."""
-
-    keep_nbytes: float = KEEP_NBYTES
-    later = False
+class Writing(ShareLanding):
+    """Everything is written to live weights at once; the proof says what they hold."""
 
     def __init__(self, reading: Reading, live: HeldWeights, proof: Proof) -> None:
-        self._reading, self._live, self._proof = reading, live, proof
-        self._strips = _Strips(live, reading.ranks)
+        super().__init__(reading, Layout(), live)
+        self._live, self._proof = live, proof
 
     @property
     def weights(self) -> Layout:
         return self._live.weights
 
-    @property
-    def tensors(self) -> Mapping[str, HasLayout]:
-        return self._live.tensors
-
-    @property
-    def full_nbytes(self) -> int:
-        return self._live.plan.nbytes
-
-    @property
-    def added(self) -> int:
-        return self._live.added
-
-    def before(self, live: Mapping[str, Copies]) -> None:
-        return None
-
-    def missing(self, fetched: Fetched) -> int:
-        return self._strips.look(fetched, self.weights)
-
-    def complete(self) -> None:
-        self._live.add(self._strips.fetch(self.weights, self.before))
+    def _add(self, strips: Halo) -> None:
+        self._live.add(strips)
 
     def land(self, application: Application, to: State) -> None:
-        self._write(application.write)
-        self._proof.hold(to)
+        self.write(application.write, to)
 
-    def land_kept(self, write: Callable[[], None], to: State) -> None:
-        """Write patches that were kept, which lead to a version."""
-        self._write(write)
+    def write(self, write: Callable[[], None], to: State) -> None:
+        """Write on all ranks what leads to a version. If it fails on one, no version is held on any."""
+        self._proof.hold(None)
+        self._write("write", write)
         self._proof.hold(to)
 
     def load(self, restored: Restored, files: ExitStack) -> None:
+        """Write a restored version. A collective. files: closed as soon as they are not needed."""
+        self._proof.hold(None)
         with files:
             self._live.drop_halo()
-            self._write(restored.write)
-        with self._reading.effort.timing("prove_s"):
-            restored.check(self._reading.ranks, self._live)
+            self._write("write", restored.write)
+        with self.reading.effort.timing("prove_s"):
+            restored.check(self.reading.ranks, self._live)
         self._proof.hold(state_of(restored.target), restored.target.tied)
-
-    def _write(self, write: Callable[[], None]) -> None:
-        """Write on all ranks. If it fails on one, no version is held on any."""
-        self._proof.hold(None)
-
-        def timed() -> None:
-            with self._reading.effort.timing("apply_s"):
-                write()
-
-        self._reading.ranks.do("write", timed, alike=True)
-
-
-class InFiles:
-    """Patches are written to a share of a version in files, as it is restored."""
-
-    keep_nbytes: float = KEEP_NBYTES
-    later = False
-
-    def __init__(self, reading: Reading, files: Layout, live: HasPlan) -> None:
-        self._reading, self._files, self._live = reading, files, live
-        self._strips = _Strips(live, reading.ranks)
-        self._halo: dict[str, list[Piece]] = {}
-        self.added = 0
-
-    @property
-    def weights(self) -> Layout:
-        return with_pieces(self._files, self._halo)
-
-    @property
-    def tensors(self) -> Mapping[str, HasLayout]:
-        return self._live.plan.all_names()
-
-    @property
-    def full_nbytes(self) -> int:
-        return self._live.plan.nbytes
-
-    def before(self, live: Mapping[str, Copies]) -> None:
-        return None
-
-    def missing(self, fetched: Fetched) -> int:
-        return self._strips.look(fetched, self.weights)
-
-    def complete(self) -> None:
-        add_pieces(self._halo, self._strips.fetch(self.weights, self.before))
-        self.added += 1
-
-    def land(self, application: Application, to: State) -> None:
-        def write() -> None:
-            with self._reading.effort.timing("apply_s"):
-                application.write()
-
-        self._reading.ranks.do("write to files", write, alike=True)
 
 
 @dataclass(frozen=True)
@@ -193,19 +118,18 @@ class _Patch:
         return found
 
 
-class Keeping:
+class Keeping(ShareLanding):
     """Everything is kept. A patch is proved against the weights as those that are kept will leave them."""
 
     later = True
 
-    def __init__(self, live: HeldWeights, ranks: Ranks) -> None:
-        self._live, self._ranks = live, ranks
-        self._strips = _Strips(live, ranks)
+    def __init__(self, reading: Reading, live: HeldWeights) -> None:
+        super().__init__(reading, Layout(), live)
+        self._live = live
         self.nbytes = 0  # of decoded changes or files
         self._patches: list[_Patch] = []
         self._laid: tuple[int, Overlay | None] = 0, None  # how many of them are in an overlay, and this
         self._halos: list[Halo] = []  # what was added to the halo before each patch
-        self._tied: Mapping[str, str] = {}
         self._spilled = False  # whether decoded changes are in a file
         self._writes: list[Batch] = []  # from `settle` on
         self._to: State | None = None  # the version that the patches lead to
@@ -220,25 +144,8 @@ class Keeping:
         return found
 
     @property
-    def tensors(self) -> Mapping[str, HasLayout]:
-        return self._live.tensors
-
-    @property
-    def full_nbytes(self) -> int:
-        return self._live.plan.nbytes
-
-    @property
-    def added(self) -> int:
-        return sum(map(bool, self._halos))
-
-    @property
     def keep_nbytes(self) -> float:
         return max(0, KEEP_NBYTES - self.nbytes, self.weights.held_nbytes // KEPT_SHARE - self.nbytes)
-
-    @property
-    def halo_nbytes(self) -> int:
-        """Memory of strips of other ranks' weights."""
-        return self._live.halo_nbytes + sum(map(nbytes_of, self._halos))
 
     def before(self, live: Mapping[str, Copies]) -> Older | None:
         if any(self._halos):
@@ -276,19 +183,17 @@ class Keeping:
         return {name: [first[name], *copies[1:]] for name, copies in live.items()}
 
     def missing(self, fetched: Fetched) -> int:
-        self._tied = fetched.first.tied
         if len(self._halos) > len(self._patches):  # those of a patch that was not kept
             self._halos.pop()
-        found = self._strips.look(fetched, self.weights)
+        found = super().missing(fetched)
         self._halos.append({})
         return found
 
-    def complete(self) -> None:
-        self._halos.pop()
-        self._halos.append(self._strips.fetch(self.weights, self.before))
+    def _add(self, strips: Halo) -> None:
+        self._halos[-1] = strips
 
     def land(self, application: Application, to: State) -> None:
-        self._ranks.do("keep what is staged", lambda: self._keep(application), alike=True)
+        self.reading.ranks.do("keep what is staged", lambda: self._keep(application), alike=True)
         self._patches.append(_Patch(application, to))
 
     def _keep(self, application: Application) -> None:
@@ -302,6 +207,7 @@ class Keeping:
         self._spilled = True
 
     def load(self, restored: Restored, files: ExitStack) -> None:
+        """Keep a restored version. files: closed as soon as they are not needed."""
         self.discard()  # patches that did not lead to the version
         self._restored, self._files = restored, files
         self.nbytes = restored.nbytes
@@ -343,7 +249,7 @@ class Keeping:
     def write(self, writing: Writing) -> None:
         """Write everything. A collective."""
         if self._to is not None:
-            writing.land_kept(self._write_kept, self._to)
+            writing.write(self._write_kept, self._to)
         if self._restored is not None:
             writing.load(self._restored, self._files)
 

@@ -14,12 +14,12 @@ from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.patch.apply import finish_despite_interrupt
 from pulse_rl.patch.live import Copies, overlaps, resolve, shared_memory
-from pulse_rl.sync.subscribe.counting import count, unequal
 from pulse_rl.sync.subscribe.held import HeldWeights
+from pulse_rl.sync.subscribe.proof import count, unequal
 from pulse_rl.weights.bits import Bits, differ, mirrored
 from pulse_rl.weights.boxes import Box
 from pulse_rl.weights.layout import HasLayout, Layout, Sides
-from pulse_rl.weights.pieces import Piece, Pieces, pieces_of, place_view, touching
+from pulse_rl.weights.pieces import pieces_of, place_view, touching
 from pulse_rl.weights.segments import segments
 
 
@@ -106,17 +106,3 @@ def _write_all(source: Layout, live: Mapping[str, Copies]) -> None:
 def _copy(source: Bits, target: Bits) -> None:
     for start, stop in segments(source.size):
         target.write(start, source.read(start, stop))
-
-
-def wanted(live: HeldWeights) -> Layout | None:
-    """What a rank needs of a version: the boxes that it holds of each tensor; None for whole tensors."""
-    if not live.shared:
-        return None
-    found: dict[str, Bits] = {}
-    for name, tensor in live.memory.items():
-        pieces: dict[Box, Piece] = {}  # a box is read once, and counts as all its copies do together
-        for piece in pieces_of(tensor):
-            times = pieces[piece.box].times if piece.box in pieces else 0
-            pieces[piece.box] = piece._replace(times=times + piece.times)
-        found[name] = Pieces(tensor.dtype, tensor.itemsize, tuple(tensor.shape), list(pieces.values()))
-    return Layout(found)

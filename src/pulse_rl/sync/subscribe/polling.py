@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line
-from pulse_rl.store.base import Store
+from pulse_rl.history.log import History
 from pulse_rl.store.patient import impatient
 
 POLL_S, LONGEST_POLL_S = 0.05, 5.0  # between two looks; clouds charge for each
@@ -19,18 +19,14 @@ def check_intervals(poll: float, poll_max: float) -> None:
 
 
 def wait(
-    look: Callable[[], int | None],
-    ended: Callable[[], bool],
-    store: Store,
-    version: int,
-    timeout: float,
-    intervals: tuple[float, float],
+    look: Callable[[], int | None], history: History, version: int, timeout: float, intervals: tuple[float, float]
 ) -> int:
     """Look until the newest version is this one or a newer one.
 
-    look: gives the newest version. ended: tells whether the run has ended. intervals: the first between two looks and
-    the longest, seconds. Raises as `Subscriber.wait`.
+    look: gives the newest version. intervals: the first between two looks and the longest, seconds. Raises as
+    `Subscriber.wait`.
     """
+    store = history.store
     if not timeout >= 0:
         raise ValueError(f"timeout: expected seconds, at least 0, found {timeout}")
     start = time.monotonic()
@@ -43,7 +39,7 @@ def wait(
                 newest = look()
                 if newest is not None and newest < version and time.monotonic() >= ask_at:
                     before = newest
-                    if ended() and (newest := look()) == before:  # another one may have come with the end
+                    if history.ended() and (newest := look()) == before:  # another one may have come with the end
                         raise VersionNotFoundError(
                             f"version {version} is not expected in {store.url} any more: the run has ended with "
                             f"version {newest}; if it is continued, wait again when its trainer has published",

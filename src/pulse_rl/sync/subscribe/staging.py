@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from pulse_rl.errors import BaseMismatchError
 from pulse_rl.history.trail import State
 from pulse_rl.sync.subscribe.landings import Keeping
-from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
-from pulse_rl.weights.kept import Kept
+from pulse_rl.sync.subscribe.sync import Route, Sync, SyncReport
 from pulse_rl.weights.memory import LiveWeights, Memory
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-
-class Made(NamedTuple):
-    """What a call of `Subscriber.stage` has made."""
-
-    apply: Callable[[Staged], SyncReport]
-    weights: Any
-    kept: Kept  # what keeps their layout
-    memory: Memory  # of the weights
-    base: State | None  # what they held
-    keeping: Keeping
-    arrival: Arrival
 
 
 class Staged:
@@ -40,7 +27,12 @@ class Staged:
     call. A staged version that is not wanted any more is dropped by `discard`, or at the end of a `with` block.
 
     Args:
-        made: What `Subscriber.stage` has made.
+        apply: What `apply` calls.
+        view: Views the weights.
+        memory: Their memory.
+        base: What they hold.
+        keeping: What is to be written.
+        sync: The call of `Subscriber.stage` that has brought it.
 
     Attributes:
         version: The version.
@@ -53,19 +45,24 @@ class Staged:
         fetched_nbytes: Bytes that were read from the store.
     """
 
-    def __init__(self, made: Made) -> None:
-        arrival, keeping = made.arrival, made.keeping
-        self.version = arrival.target.version
-        self.digest = arrival.target.digest
-        self.previous = arrival.previous
-        self.route: Route = arrival.route
+    def __init__(
+        self,
+        apply: Callable[[Staged], SyncReport],
+        view: Callable[[], LiveWeights],
+        memory: Memory,
+        base: State | None,
+        keeping: Keeping,
+        sync: Sync,
+    ) -> None:
+        self.version = sync.target.version
+        self.digest = sync.target.digest
+        self.previous = sync.previous
+        self.route: Route = sync.route
         self.nbytes = keeping.nbytes
-        self.changes = arrival.effort.changes
-        self.fetched_nbytes = arrival.effort.nbytes
-        self._apply, self._weights, self._kept = made.apply, made.weights, made.kept
-        self._memory, self._base = made.memory, made.base
-        self._keeping: Keeping | None = keeping
-        self._arrival = arrival
+        self.changes = sync.reading.effort.changes
+        self.fetched_nbytes = sync.reading.effort.nbytes
+        self._apply, self._make, self._memory, self._base = apply, view, memory, base
+        self._made: tuple[Keeping, Sync] | None = keeping, sync
         self._at_exit = weakref.finalize(self, keeping.discard)  # removes temporary files, where nothing else did
 
     def apply(self) -> SyncReport:
@@ -87,7 +84,7 @@ class Staged:
 
     def discard(self) -> None:
         """Drop what it holds. The weights are as they are. A second call does nothing."""
-        self.nbytes, self._keeping = 0, None
+        self.nbytes, self._made = 0, None
         self._at_exit()
 
     def __enter__(self) -> Self:
@@ -98,16 +95,16 @@ class Staged:
     ) -> None:
         self.discard()
 
-    def _held(self) -> tuple[Keeping, Arrival]:
-        """What is to be written. Raises as `apply`."""
-        if self._keeping is None:
+    def _held(self) -> tuple[Keeping, Sync]:
+        """What is to be written, and the call that has brought it. Raises as `apply`."""
+        if self._made is None:
             raise RuntimeError(f"version {self.version} was applied or discarded before: stage it again")
-        return self._keeping, self._arrival
+        return self._made
 
     def _view(self, held: State | None) -> LiveWeights:
         """The weights to write to. held: what they hold now. Raises as `apply`."""
         self._held()
-        live = LiveWeights(self._weights, self._kept)
+        live = self._make()
         if held != self._base or not self._memory.is_still(live):
             expected, found = (f"version {s.version}" if s else "no version that is known" for s in (self._base, held))
             what = "they are in other memory, or torch has written to them" if held == self._base else f"found {found}"

@@ -1,40 +1,36 @@
 """The rollout workers' side: bring live weights to a version of a history, proved, by the route with the fewest bytes.
 
-A sync finds the version (`target`) and takes the route to it (`routes`). What was proved on the way is written at once,
-or, by `stage`, kept until `Staged.apply` (`landings`). So the weights hold a version whenever a call returns or raises,
-but where a write itself failed. What they hold, and in which memory, is the `Proof`.
-
-Finding and reading the objects is the history's part.
+Each call views the weights and has the `Proof` look whether they hold what they should; then a `Sync` takes them to the
+version. Here are the calls, their heartbeats and what they keep from one to the next; finding and reading the objects
+is the history's part.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pulse_rl.dtypes import torch_name
-from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, require
+from pulse_rl.errors import IntegrityError, VersionNotFoundError, one_line, require
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.ranks import Ranks, collective
-from pulse_rl.history.heartbeat import Heart
+from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.log import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.partial import tensors_of
 from pulse_rl.history.reading import Reading
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.subscribe.beating import Beating
 from pulse_rl.sync.subscribe.held import HeldWeights
-from pulse_rl.sync.subscribe.landings import Keeping, Landings, Writing
+from pulse_rl.sync.subscribe.landings import Keeping, Writing
 from pulse_rl.sync.subscribe.polling import LONGEST_POLL_S, POLL_S, check_intervals, wait
 from pulse_rl.sync.subscribe.proof import Proof
-from pulse_rl.sync.subscribe.report import Arrival, Route, SyncReport
-from pulse_rl.sync.subscribe.routes import Way
-from pulse_rl.sync.subscribe.staging import Made, Staged
-from pulse_rl.sync.subscribe.target import find_target
+from pulse_rl.sync.subscribe.staging import Staged
+from pulse_rl.sync.subscribe.sync import Sync, SyncReport
 from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.kept import Kept
 from pulse_rl.weights.layout import TensorSpec
@@ -127,13 +123,10 @@ class Subscriber:
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
         with self._ranks.collective():
-            history, heart = self._ranks.make("make a subscriber", make)
-            self.history = history
+            self.history, self._heart = self._ranks.make("make a subscriber", make)
             self._poll, self._poll_max = poll, poll_max
             self._kept = Kept()
             self._proof = Proof(self._ranks, int(verify_live), overwrite)
-            self._beating = Beating(heart, self._proof, self._ranks)
-            self._reached: Manifest | None = None  # of the last sync that succeeded: the next is of the same history
             self._turn = ThreadTurn("Subscriber", nested=False)
 
     @property
@@ -168,7 +161,8 @@ class Subscriber:
             IntegrityError: The newest manifest is damaged, or is not signed by the public key.
         """
         head = self.history.head(polling=True)
-        self._beating.beat_again()
+        if self._heart is not None and self._ranks.rank == 0 and not self._heart.repeat():
+            self._heart.beat(Heartbeat(self._heart.id, None, None, None, None, 0.0, None))
         return head.version if head else None
 
     def tensors(self) -> dict[str, TensorSpec]:
@@ -247,8 +241,7 @@ class Subscriber:
             IntegrityError: As `latest`.
             ValueError: The timeout is not a number of at least 0.
         """
-        intervals = self._poll, self._poll_max
-        return wait(self.latest, self.history.ended, self.history.store, version, timeout, intervals)
+        return wait(self.latest, self.history, version, timeout, (self._poll, self._poll_max))
 
     @in_turn
     @collective
@@ -288,14 +281,11 @@ class Subscriber:
             TypeError: Something is not a tensor, or is a copy.
             RuntimeError: Another thread is using this subscriber.
         """
-        start = time.perf_counter()
-        with self._beating.failures(start):
-            reading = Reading(self.history, self._ranks)
-            view = partial(LiveWeights, weights, self._kept)
-            live, altered = self._proof.begin(view, "sync", version, reading.effort)
-            arrival = self._advance(reading, live, version, Writing(reading, live, self._proof), altered)
-            self._reached = arrival.target
-            return self._report(arrival, live, start)
+        with self._failures() as start:
+            reading, view = Reading(self.history, self._ranks), partial(LiveWeights, weights, self._kept)
+            live = self._proof.begin(view, "sync", version, reading.effort)
+            sync = Sync(reading, live, self._proof, Writing(reading, live, self._proof)).run(version)
+            return self._report(sync, live, start)
 
     @in_turn
     @collective
@@ -319,34 +309,31 @@ class Subscriber:
             PulseError: As `sync`. The weights are as they were.
             RuntimeError: Another thread is using this subscriber.
         """
-        start = time.perf_counter()
-        with self._beating.failures(start), ExitStack() as undo:
+        with self._failures(), ExitStack() as undo:
             reading, view = Reading(self.history, self._ranks), partial(LiveWeights, weights, self._kept)
-            live, altered = self._proof.begin(view, "stage", version, reading.effort)
-            memory, keeping = Memory(live.live, keep=True), Keeping(live, self._ranks)
+            live = self._proof.begin(view, "stage", version, reading.effort)
+            memory, keeping = Memory(live.live, keep=True), Keeping(reading, live)
             undo.callback(keeping.discard)
-            arrival = self._advance(reading, live, version, keeping, altered)
+            sync = Sync(reading, live, self._proof, keeping).run(version)
             keeping.settle()
             undo.pop_all()
-            return Staged(Made(self._apply, weights, self._kept, memory, self._proof.held, keeping, arrival))
+            return Staged(self._apply, view, memory, self._proof.held, keeping, sync)
 
     @in_turn
     @collective
     def _apply(self, staged: Staged) -> SyncReport:
         """See `Staged.apply`."""
-        start = time.perf_counter()
         before = self._proof.held
-        with self._beating.failures(start), ExitStack() as after:
+        with self._failures() as start, ExitStack() as after:
             after.callback(staged.discard)
             live = self._proof.resume(staged._view, f"apply version {staged.version}")
-            keeping, arrival = staged._held()
+            keeping, sync = staged._held()
             try:
-                keeping.write(Writing(Reading(self.history, self._ranks, arrival.effort), live, self._proof))
+                keeping.write(Writing(sync.reading, live, self._proof))
                 keeping.hand_over_halo(live)
             finally:
                 self._proof.remember(live, before)
-            self._reached = arrival.target
-            return self._report(arrival, live, start)
+            return self._report(sync, live, start)
 
     @in_turn
     @collective
@@ -366,38 +353,41 @@ class Subscriber:
             TypeError: As in `sync`.
             RuntimeError: As in `sync`.
         """
-        live, altered = self._proof.view(lambda: LiveWeights(weights, self._kept), "verify", None)
-        if altered is not None:
-            raise IntegrityError(altered)
+        live = self._proof.view(partial(LiveWeights, weights, self._kept), "verify", None)
+        if live.altered is not None:
+            raise IntegrityError(live.altered)
         if self._proof.held is None:
             raise VersionNotFoundError("no version to verify: sync the weights first", url=self.history.store.url)
         return self._proof.verify(self._proof.held, live)
 
-    def _advance(
-        self, reading: Reading, live: HeldWeights, version: int | None, landing: Landings, altered: str | None
-    ) -> Arrival:
-        """Take the weights to a version, written or kept. A collective. Raises as `sync`.
+    def _beat(self, error: Exception | None, report: SyncReport | None, start: float) -> None:
+        """Send the heartbeat after a sync, of ranks the first one's."""
+        if self._heart is None or self._ranks.rank:
+            return
+        held = self._proof.held
+        self._heart.beat(
+            Heartbeat(
+                id=self._heart.id,
+                version=held.version if held else None,
+                sequence=held.sequence if held else None,
+                lag=max(0, self._proof.aimed - held.sequence) if held else None,
+                error=one_line(error, MAX_ERROR) if error else None,
+                sync_s=time.perf_counter() - start,
+                fetched_nbytes=report.fetched_nbytes if report else None,
+            )
+        )
 
-        altered: what was wrong with them when the call began.
-        """
-        before, previous = self._proof.held, self.version
-        find = partial(find_target, reading, version, self._reached, self._proof.highest)
+    @contextmanager
+    def _failures(self) -> Iterator[float]:
+        """Send a heartbeat if the block fails. Yields `time.perf_counter()` as it begins."""
+        start = time.perf_counter()
         try:
-            target = reading.lead("find the version", find, Manifest)
-            self._beating.aim(target.sequence)
-            restored = Way(reading, live, self._proof, landing, target).take()
-        except PulseError as error:
-            if altered:
-                error.add_note(f"before that: {altered}")
-            self.history.forget()
+            yield start
+        except Exception as error:
+            self._beat(error, None, start)
             raise
-        finally:
-            self._proof.remember(live, before)
-        route: Route = "anchor" if restored else "patches" if reading.effort.patches else "none"
-        recovered = "; ".join(filter(None, [altered, *reading.faults.messages])) or None
-        return Arrival(target, previous, route, reading.effort, recovered)
 
-    def _report(self, arrival: Arrival, live: HeldWeights, start: float) -> SyncReport:
-        report = arrival.report(live.halo_nbytes, start)
-        self._beating.beat(None, report, start)
+    def _report(self, sync: Sync, live: HeldWeights, start: float) -> SyncReport:
+        report = sync.report(live, start)
+        self._beat(None, report, start)
         return report
