@@ -13,8 +13,7 @@ import torch
 
 import pulse_rl as pulse
 from bench.roles import masters, step
-from pulse_rl.history.search import FaultLog, find_links
-from pulse_rl.history.trail import cheapest
+from pulse_rl.history.search import FaultLog, find_chain
 
 VERSIONS = 85
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 80, 128, 256)
@@ -29,7 +28,7 @@ def table(url: str) -> None:
         held = newest.sequence - behind
         if held < history.sequences()[0]:
             break
-        chain = cheapest(find_links(history, held, newest, FaultLog()), held, newest.sequence)
+        chain = find_chain(history, held, newest, FaultLog())
         assert chain is not None, f"no patches lead from {held} to {newest.sequence}"
         patches = [history.read(sequence).patch for sequence in range(held + 1, newest.sequence + 1)]
         single = sum(patch.nbytes for patch in patches if patch)

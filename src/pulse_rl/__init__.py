@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pulse_rl.folders.mirror import Mirrored, mirror
     from pulse_rl.folders.publish import publish_folders
     from pulse_rl.history.assets import load_assets
-    from pulse_rl.history.log import History
+    from pulse_rl.history.history import History
     from pulse_rl.history.operate.copying import CopyReport, copy_history
     from pulse_rl.history.operate.status import Status, status
     from pulse_rl.history.operate.verify import VerifyReport, verify
@@ -84,7 +84,7 @@ _HOME = {
     "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
-    "History": "history.log",
+    "History": "history.history",
     "IntegrityError": "errors",
     "LocoReport": "loco.report",
     "Membership": "loco.membership",

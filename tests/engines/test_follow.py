@@ -32,7 +32,7 @@ from pulse_rl.engines.follow import Driver, Followed, Manner, heartbeat_id
 from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow, failure_of
 from pulse_rl.errors import EngineError
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.kernels.cpu import beside
 from pulse_rl.sync.subscribe import landings
 from tests.engines.world import SmallEngine, fresh, moved

@@ -27,7 +27,7 @@ from pulse_rl.engines.service import Service, serve
 from pulse_rl.engines.states import PauseMode
 from pulse_rl.errors import UnmappedError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.weights.layout import TensorSpec
 
 SHAPES = {"up": (64, 33), "down": (33, 64), "norm": (33,)}

@@ -12,7 +12,7 @@ import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import manifest as manifests
 from pulse_rl.history import versions
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.log.objects import limit_of
 from pulse_rl.log.sealed import seal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import pulse_rl as pulse
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.store.base import ObjectInfo, Store
 from tests.conftest import Trainee

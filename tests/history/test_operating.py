@@ -14,7 +14,7 @@ import pytest
 
 import pulse_rl as pulse
 from pulse_rl.history.heartbeat import Heartbeat
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.store.base import Store
 from tests.history.test_status import Run, command, until

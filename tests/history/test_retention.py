@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.history.operate.verify import verify

@@ -20,7 +20,7 @@ from pulse_rl.cli import stores
 from pulse_rl.cli.main import main
 from pulse_rl.history import heartbeat
 from pulse_rl.history.heartbeat import Heartbeat
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.describe import store_info
 from pulse_rl.history.operate.prune import GRACE_S, Retention, delete_planned

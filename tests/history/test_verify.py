@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, manifest_name
 from pulse_rl.history.operate.verify import VerifyReport, verify
 from pulse_rl.log.sealed import seal

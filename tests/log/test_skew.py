@@ -14,7 +14,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import pulse_rl as pulse
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name
 from pulse_rl.history.operate.prune import Retention
 from pulse_rl.history.operate.verify import verify

@@ -14,7 +14,7 @@ import pytest
 import pulse_rl as pulse
 from pulse_rl.errors import CannotListError, ObjectNotFoundError
 from pulse_rl.history import versions
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.log.beginning import FIRST, encode_first
 from tests.conftest import Trainee

@@ -19,7 +19,7 @@ import pulse_rl as pulse
 from pulse_rl.checkpoint.shards import write_checkpoint
 from pulse_rl.codecs.choose import CODECS
 from pulse_rl.dtypes import DTYPES, field_of
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.kernels.cpu.study import FARTHEST
 from pulse_rl.store.base import Store
 from pulse_rl.study import layers, values

@@ -37,7 +37,7 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from tests.group import world as group_world
 from tests.loco.ranks import forking, picklable
 from tests.sync.rank_faults import Fault, Place

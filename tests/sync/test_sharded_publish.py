@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import pulse_rl as pulse
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import restore

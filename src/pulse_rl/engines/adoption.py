@@ -15,29 +15,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pulse_rl.checkpoint.files import open_checkpoint
-from pulse_rl.errors import FormatError, UnmappedError, VersionNotFoundError, one_line
+from pulse_rl.errors import FormatError, UnmappedError, one_line
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.anchor_share import read_headers, read_share
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.partial import read_headers, read_share
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import scratch
 from pulse_rl.sync.subscribe.held import HeldWeights
+from pulse_rl.sync.subscribe.loading import copy_bits
 from pulse_rl.sync.subscribe.proof import recognise
 from pulse_rl.weights.bits import Bits, as_bits
 from pulse_rl.weights.layout import Layout, as_tensor
 from pulse_rl.weights.memory import LiveWeights
 from pulse_rl.weights.pieces import pieces_of, place_view
 from pulse_rl.weights.segments import segments
-
-
-class _Head(msgspec.Struct):
-    """The newest version of a history."""
-
-    manifest: Manifest
 
 
 def prove(
@@ -56,15 +49,9 @@ def prove(
             different = _difference(views, kept, checkpoint)
         return different, bool(different)
 
-    def find_head() -> _Head:
-        head = history.head()
-        if head is None:
-            raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
-        return _Head(head)
-
     different, differing = ranks.do_and_share("compare the weights with the files", compare, bool, alike=True)
     source = None if any(differing) else checkpoint  # files that the rest differs from are of another version
-    head = ranks.lead("find the newest version", find_head, _Head).manifest
+    head = ranks.lead("find the newest version", history.newest, Manifest)
     ranks.do("fill in what the engine does not hold", lambda: _fill(kept, history, head, source), alike=True)
     if not any(differing):
         return None
@@ -114,16 +101,11 @@ def _fill(kept: Mapping[str, Any], history: History, head: Manifest, checkpoint:
         for name in [name for name in targets if name in files]:
             found = files[name]
             if (found.dtype, tuple(found.shape)) == (targets[name].dtype, tuple(targets[name].shape)):
-                _copy(found, targets.pop(name))
+                copy_bits(found, targets.pop(name))
     if targets:
         stored, _ = read_headers(history.store, history.read(head.anchor_sequence))
         with scratch() as directory:
             read, _ = read_share(history.store, stored, Layout(targets), directory)
             for name, target in targets.items():
                 for piece in pieces_of(read[name]):
-                    _copy(piece.bits, target)
-
-
-def _copy(source: Bits, target: Bits) -> None:
-    for start, stop in segments(source.size):
-        target.write(start, source.read(start, stop))
+                    copy_bits(piece.bits, target)

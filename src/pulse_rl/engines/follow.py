@@ -21,7 +21,7 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.outcomes import check_holds, failed
 from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode
 from pulse_rl.errors import EngineError, PulseError, one_line
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 
 Standing: TypeAlias = Literal["unknown", "away", "waiting", "opening", "staging", "applying", "paused", "failing", "ok"]

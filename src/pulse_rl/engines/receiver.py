@@ -30,9 +30,9 @@ from pulse_rl.engines.ranks import Applied, RankState
 from pulse_rl.engines.states import During, Failure, Follow, Mapped, Prepared, failure_of
 from pulse_rl.errors import BaseMismatchError, IntegrityError, PulseError, VersionNotFoundError, one_line
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.anchor_share import tensors_of
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, check_same_history
-from pulse_rl.history.partial import tensors_of
 from pulse_rl.kernels.cpu.beside import start_compiling
 from pulse_rl.logs import logger
 from pulse_rl.store.base import Store
@@ -238,7 +238,7 @@ class EngineReceiver:
                 group=self._group,
                 overwrite=False,
             )
-            head = do("read the newest version", lambda: _newest(subscriber.history))
+            head = do("read the newest version", subscriber.history.newest)
             tensors = do("read which tensors it has", lambda: tensors_of(subscriber.history, head))
             if before is not None and (before.tensors, before.head.tied) == (tensors, head.tied):
                 views = before.views
@@ -262,7 +262,7 @@ class EngineReceiver:
 
         def look() -> bool:
             try:
-                check_same_history(_newest(opened.subscriber.history), opened.head)
+                check_same_history(opened.subscriber.history.newest(), opened.head)
             except PulseError as error:
                 return isinstance(error, IntegrityError)
             return False
@@ -355,10 +355,3 @@ class EngineReceiver:
             staged, self._staged, self._prepared = self._staged, None, None
         if staged is not None:
             staged.discard()
-
-
-def _newest(history: History) -> Manifest:
-    head = history.head()
-    if head is None:
-        raise VersionNotFoundError(f"{history.store.url} holds no version yet", url=history.store.url)
-    return head

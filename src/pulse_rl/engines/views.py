@@ -19,7 +19,7 @@ from pulse_rl.engines.geometry import NotBoxes, cells
 from pulse_rl.engines.tracing import LoaderCopy, LoadWeights, storage_of, torch_dtype, trace
 from pulse_rl.errors import UnmappedError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.logs import logger
 from pulse_rl.weights.box_sets import disjoint
 from pulse_rl.weights.boxes import Box, whole

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import read_file, write_stream
-from pulse_rl.errors import IntegrityError, ObjectNotFoundError, StoreError, VersionNotFoundError
-from pulse_rl.history.log import History
+from pulse_rl.errors import IntegrityError, ObjectNotFoundError, StoreError
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.search import FaultLog, find_anchors
 from pulse_rl.log.objects import ObjectRef, fetch, refer
@@ -53,9 +53,7 @@ def load_assets(
     """
     history = History(store, public_key=public_key, patience=patience)
     url = history.store.url
-    target = history.find(version) if version is not None else history.head()
-    if target is None:
-        raise VersionNotFoundError(f"{url} holds no version yet", url=url)
+    target = history.find(version) if version is not None else history.newest()
     contents = read_assets(history, target)
     if not contents:
         raise ObjectNotFoundError(
@@ -82,9 +80,7 @@ def read_assets(history: History, target: Manifest, known: Path | None = None) -
     message = f"no anchor of {history.store.url} up to version {target.version} can be read: " + "; ".join(
         faults.messages
     )
-    if faults.damaged:
-        raise IntegrityError(message)
-    raise (StoreError if faults.unreachable else ObjectNotFoundError)(message, url=history.store.url)
+    raise faults.failure(message, history.store.url)
 
 
 def _read_all(history: History, anchor: Manifest, refs: list[ObjectRef], known: Path | None) -> dict[str, bytes]:

@@ -15,8 +15,7 @@ from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, Stor
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch, has_share
 from pulse_rl.history.reading import Reading
-from pulse_rl.history.search import find_links
-from pulse_rl.history.trail import PatchLink, State, cheapest, cost
+from pulse_rl.history.trail import PatchLink, State
 from pulse_rl.log.objects import limit_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application
 from pulse_rl.patch.live import Copies, resolve
@@ -81,20 +80,6 @@ class Landing:
         self.reading.ranks.do(what, timed, alike=True)
 
 
-def find_chain(reading: Reading, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
-    """The cheapest chain of patches between two versions; None without one, or where it costs `limit` bytes or more.
-
-    A collective. Raises StoreError where the store is unreachable.
-    """
-
-    def choose() -> list[PatchLink] | None:
-        links = find_links(reading.history, held.sequence, target, reading.faults, limit)
-        chain = cheapest(links, held.sequence, target.sequence)
-        return None if chain is None or (limit is not None and cost(chain) >= limit) else chain
-
-    return reading.lead("find patches", choose, list[PatchLink] | None)  # type: ignore[arg-type]
-
-
 def follow(
     landing: Landing, held: State, target: Manifest, *, sure: bool, chain: list[PatchLink] | None = None
 ) -> State:
@@ -108,7 +93,7 @@ def follow(
     """
     reading = landing.reading
     while held.sequence != target.sequence:
-        chain = chain or find_chain(reading, held, target)
+        chain = chain or reading.find_chain(held, target)
         if chain is None:
             break
         with closing(_Ahead(landing, chain)) as ahead:

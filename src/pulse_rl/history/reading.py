@@ -4,13 +4,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
-from pulse_rl.history.search import FaultLog, Faults
+from pulse_rl.history.history import History
+from pulse_rl.history.manifest import Manifest
+from pulse_rl.history.search import FaultLog, Faults, find_chain
+from pulse_rl.history.trail import PatchLink, State
 
 T = TypeVar("T")
 
@@ -58,3 +61,11 @@ class Reading:
         led = self.ranks.lead(what, lambda: _Led(work(), self.faults.state()), _Led[kind])  # type: ignore[valid-type]
         self.faults.take(led.faults)
         return led.found
+
+    def find_chain(self, held: State, target: Manifest, limit: int | None = None) -> list[PatchLink] | None:
+        """The cheapest chain of patches between two versions, as `search.find_chain` finds it.
+
+        A collective. Raises StoreError where the store is unreachable.
+        """
+        find = partial(find_chain, self.history, held.sequence, target, self.faults, limit)
+        return self.lead("find patches", find, list[PatchLink] | None)  # type: ignore[arg-type]

@@ -26,13 +26,13 @@ from pulse_rl.errors import (
     StoreError,
     VersionSkewError,
 )
+from pulse_rl.history.anchor_share import cut, read_headers, read_share
 from pulse_rl.history.follow import Landing, follow
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.partial import cut, read_headers, read_share
 from pulse_rl.history.reading import Effort, Reading
-from pulse_rl.history.search import find_anchors, find_links
-from pulse_rl.history.trail import cheapest, state_of
+from pulse_rl.history.search import find_anchors, find_chain
+from pulse_rl.history.trail import state_of
 from pulse_rl.log.objects import check_size, fetch_parts, limit_of
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import HasLayout, Layout, Sides, compare_layouts
@@ -113,8 +113,7 @@ def restore(
     def choose() -> Manifest | None:
         """The next anchor from which patches lead to the version."""
         for anchor in anchors:
-            held = state_of(anchor)
-            if cheapest(find_links(history, held.sequence, target, faults), held.sequence, target.sequence) is not None:
+            if find_chain(history, anchor.sequence, target, faults) is not None:
                 return anchor
         return None
 
@@ -145,10 +144,7 @@ def restore(
     )
     if faults.skew is not None:
         raise faults.skew
-    if faults.damaged:
-        raise IntegrityError(message)
-    kind = StoreError if faults.unreachable else ObjectNotFoundError
-    raise kind(message, url=history.store.url)
+    raise faults.failure(message, history.store.url)
 
 
 def _load_share(

@@ -16,9 +16,9 @@ from pulse_rl.errors import (
     VersionNotFoundError,
     VersionSkewError,
 )
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name
-from pulse_rl.history.trail import PatchLink, costs, link_of
+from pulse_rl.history.trail import PatchLink, cheapest, cost, costs, link_of
 
 MOST_DAMAGED = 64  # manifests skipped in the search for an anchor
 
@@ -63,6 +63,12 @@ class FaultLog:
         """Report what was wrong, in words, once."""
         if message not in self.messages:
             self.messages.append(message)
+
+    def failure(self, message: str, url: str) -> PulseError:
+        """The error of an operation that these faults have ended."""
+        if self.damaged:
+            return IntegrityError(message)
+        return (StoreError if self.unreachable else ObjectNotFoundError)(message, url=url)
 
     def state(self) -> Faults:
         """All that it holds."""
@@ -129,6 +135,14 @@ def find_links(
             break
         manifest, reached = following, earliest
     return [link for link in links.values() if link.base_sequence >= held and link.ref.name not in faults.names]
+
+
+def find_chain(
+    history: History, held: int, target: Manifest, faults: FaultLog, limit: int | None = None
+) -> list[PatchLink] | None:
+    """The cheapest chain of those patches; None without one, or where it costs `limit` bytes or more."""
+    chain = cheapest(find_links(history, held, target, faults, limit), held, target.sequence)
+    return None if chain is None or (limit is not None and cost(chain) >= limit) else chain
 
 
 def _first_sound(history: History, places: list[int], target: Manifest, faults: FaultLog) -> Manifest | None:

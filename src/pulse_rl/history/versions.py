@@ -58,13 +58,15 @@ class Versions:
     Methods raise StoreError.
     """
 
+    store: Store
+
     def __init__(self, store: Store, public_key: Ed25519PublicKey | None) -> None:
         self.store, self._public_key = store, public_key
         self._unlisted = False  # whether the store cannot list
         self.forget()
 
     def forget(self) -> None:
-        """Read everything anew from now on."""
+        """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
         self._known: dict[int, Manifest] = {}
         self._signed: dict[int, bool] = {}
         self._listed: ObjectInfo | None = None  # the newest manifest, as last listed
@@ -74,7 +76,19 @@ class Versions:
         self._tag: tuple[int, str | None] = (-1, None)  # the store's tag of a manifest that was read again
 
     def read(self, sequence: int) -> Manifest:
-        """See `History.read`."""
+        """Read and check one manifest.
+
+        Args:
+            sequence: Its sequence number.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            VersionNotFoundError: If there is none of that number, or no longer.
+            IntegrityError: If it is damaged, or not signed by the public key.
+            VersionSkewError: If it is of a newer format.
+        """
         if sequence not in self._known:
             try:
                 manifest = self._parse(sequence, self._get(sequence))
@@ -83,33 +97,86 @@ class Versions:
             remember(self._known, sequence, manifest, KEPT)
         return self._known[sequence]
 
-    def add(self, manifest: Manifest, *, signed: bool) -> None:
+    def _add(self, manifest: Manifest, *, signed: bool) -> None:
         """Know a manifest that was committed."""
         remember(self._known, manifest.sequence, manifest, KEPT)
         remember(self._signed, manifest.sequence, signed, KEPT)
 
     def is_signed(self, sequence: int) -> bool:
-        """See `History.is_signed`."""
+        """Find out whether a manifest carries a signature, by whatever key.
+
+        Args:
+            sequence: Its sequence number.
+
+        Returns:
+            Whether it does. With a public key, every manifest that can be read does.
+
+        Raises:
+            VersionNotFoundError: If there is none of that number, or no longer.
+            IntegrityError: If it is damaged.
+        """
         if sequence not in self._signed:
             self._known.pop(sequence, None)
             self.read(sequence)
         return self._signed[sequence]
 
     def head(self, *, polling: bool = False) -> Manifest | None:
-        """See `History.head`."""
-        newest = self.newest(polling)
+        """Find the newest version. Once one is known, only what is newer is listed.
+
+        Args:
+            polling: Whether to ask a store first, by two small requests, if the newest known version still is the
+                newest, and to list at most once a minute. Where a manifest in between was lost, that is noticed then.
+
+        Returns:
+            Its manifest; None for an empty history.
+
+        Raises:
+            IntegrityError: If its manifest is damaged.
+            VersionSkewError: If its manifest is of a newer format.
+        """
+        newest = self._find_newest(polling)
         return self.read(newest) if newest is not None else None
 
+    def newest(self, *, polling: bool = False) -> Manifest:
+        """Find the newest version, which there must be.
+
+        Args:
+            polling: As in `head`.
+
+        Returns:
+            Its manifest.
+
+        Raises:
+            VersionNotFoundError: If the history is empty.
+            IntegrityError: If its manifest is damaged.
+            VersionSkewError: If its manifest is of a newer format.
+        """
+        head = self.head(polling=polling)
+        if head is None:
+            raise VersionNotFoundError(f"{self.store.url} holds no version yet", url=self.store.url)
+        return head
+
     def first(self) -> int:
-        """See `History.first`."""
+        """Find where the history begins, as the last pruning left it.
+
+        Returns:
+            The sequence number from which on there is no gap; 0 if the history was never pruned.
+
+        Raises:
+            IntegrityError: If the object that says so, `first.json`, is damaged.
+        """
         return read_first(self.store)
 
     def sequences(self) -> list[int]:
-        """See `History.sequences`."""
+        """List the sequence numbers of all versions.
+
+        Returns:
+            The numbers, ascending; there may be gaps before `first`, and none after it.
+        """
         try:
             return list(numbered(self.store, "manifests", manifest_sequence))
         except CannotListError:
-            return list(self.probed())
+            return list(self._probed())
 
     def _get(self, sequence: int) -> bytes:
         name = manifest_name(sequence)
@@ -124,7 +191,7 @@ class Versions:
         remember(self._signed, sequence, is_signed(data), KEPT)
         return found
 
-    def newest(self, polling: bool) -> int | None:
+    def _find_newest(self, polling: bool) -> int | None:
         """The sequence number of the newest manifest; None without one. Raises StoreError.
 
         polling: whether a store that can list is asked by two small requests first.
@@ -133,13 +200,13 @@ class Versions:
             # What is known is looked at first: where it is of another history, what is read next is not.
             if not self._is_still(self._newest):
                 self.forget()
-            elif not self.exists(self._newest + 1) and not self._is_before_a_gap(self._newest):
+            elif not self._exists(self._newest + 1) and not self._is_before_a_gap(self._newest):
                 return self._newest
         try:
             self._newest = self._newest_listed()
         except CannotListError:
             self._unlisted = True
-            self._newest = next(reversed(self.probed()), None)
+            self._newest = next(reversed(self._probed()), None)
         return self._newest
 
     def _asks_at_rest(self, polling: bool) -> bool:
@@ -159,7 +226,7 @@ class Versions:
         except IntegrityError:
             return True  # not known: the longer way decides
 
-    def exists(self, sequence: int) -> bool:
+    def _exists(self, sequence: int) -> bool:
         """Whether there is a manifest of a sequence number, damaged or not."""
         if sequence > MAX_SEQUENCE:
             return False
@@ -216,7 +283,7 @@ class Versions:
         self._listed_at = time.monotonic()
         return newest
 
-    def probed(self) -> range:
+    def _probed(self) -> range:
         """The sequence numbers from the first one without a gap on, by probing which manifests exist.
 
         O(log n) requests at first, and about five once a newer one is known.
@@ -224,7 +291,7 @@ class Versions:
         if self._known and not self._is_still(max(self._known)):
             self.forget()  # it was deleted, replaced or pruned
         first = self.first()
-        while not self.exists(first):
+        while not self._exists(first):
             # If the history was pruned since, it now begins later.
             before, first = first, self.first()
             if first == before == 0:
@@ -237,7 +304,7 @@ class Versions:
                     name="first.json",
                 )
         newest, step = max([first, *self._known]), 1
-        while self.exists(newest + step):
+        while self._exists(newest + step):
             newest, step = newest + step, step * 2
             if newest - first > MAX_PROBED:
                 raise IntegrityError(
@@ -246,10 +313,10 @@ class Versions:
                 )
         while step > 1:  # newest exists, newest + step does not
             step //= 2
-            if self.exists(newest + step):
+            if self._exists(newest + step):
                 newest += step
         # If it was pruned meanwhile, newest may be an anchor that is kept permanently, with a gap after it.
-        return range(first, newest + 1) if self.first() <= newest else self.probed()
+        return range(first, newest + 1) if self.first() <= newest else self._probed()
 
 
 def remember(known: dict[K, V], key: K, value: V, most: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pulse_rl.codecs.choose import CodecName
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.prune import Retention, delete_planned
 from pulse_rl.sync.publish.publisher import Publisher
 from pulse_rl.testing.models import PublishedModel, State, torch_tensors

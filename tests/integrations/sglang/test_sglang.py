@@ -16,7 +16,7 @@ from pulse_rl.engines.client import EngineClient
 from pulse_rl.engines.follow import Driver, Manner
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.integrations.sglang import SGLangEngine, loader
 from pulse_rl.kernels.cpu import beside
 from tests.testing.clients import CONTEXT, Slot, save

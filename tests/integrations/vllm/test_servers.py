@@ -28,7 +28,7 @@ from pulse_rl.engines.follow import Driver, Manner
 from pulse_rl.engines.service import READY
 from pulse_rl.engines.states import Follow
 from pulse_rl.errors import EngineError
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.integrations.vllm.routes import _Engine
 from tests.integrations.vllm.world import ENVIRONMENT, PROMPTS, Server, step, tiny_model
 

@@ -25,7 +25,7 @@ from pulse_rl.errors import (
     VersionNotFoundError,
 )
 from pulse_rl.history import ending
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, PatchObject, manifest_name
 from pulse_rl.history.operate.targets import open_history
 from pulse_rl.history.patches import part_refs

@@ -6,7 +6,7 @@ A patch describes itself (`patch.inspect`). Nothing is proved here beyond what r
 import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError, one_line
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.weights import digests
 from pulse_rl.weights.layout import Layout, TensorSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from pulse_rl.errors import shown
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, part_name
 from pulse_rl.history.search import FaultLog, find_anchors, find_links
 from pulse_rl.history.trail import PatchLink, cheapest

@@ -22,9 +22,9 @@ import msgspec
 
 from pulse_rl.errors import IntegrityError, VersionNotFoundError
 from pulse_rl.history import heartbeat
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import manifest_name, manifest_sequence, object_sequence
-from pulse_rl.history.operate.partial import delete_partial, partial_uploads
+from pulse_rl.history.operate.unfinished import delete_partial, partial_uploads
 from pulse_rl.history.search import FaultLog, find_anchors
 from pulse_rl.log.beginning import FIRST, begin_at, encode_first
 from pulse_rl.log.objects import numbered

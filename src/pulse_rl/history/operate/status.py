@@ -26,12 +26,12 @@ from pulse_rl.errors import (
     one_line,
 )
 from pulse_rl.history import heartbeat
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.missing import find_missing
-from pulse_rl.history.operate.partial import partial_uploads
 from pulse_rl.history.operate.subscribers import SILENT_S, Limits, SubscriberInfo, Verdict, read_subscribers, worst
 from pulse_rl.history.operate.targets import open_history
+from pulse_rl.history.operate.unfinished import partial_uploads
 from pulse_rl.history.trail import Trail, link_of
 from pulse_rl.store.base import ObjectInfo, Store
 

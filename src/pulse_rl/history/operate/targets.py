@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.checkpoint.shards import INDEX
 from pulse_rl.disk import map_file
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S

@@ -15,7 +15,7 @@ import msgspec
 from pulse_rl.checkpoint.files import files_of, open_checkpoint
 from pulse_rl.disk import map_file
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, one_line
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.targets import kind_of
 from pulse_rl.history.operate.walk import FAULTS, decode_all, walk
 from pulse_rl.patch import format as patch_format

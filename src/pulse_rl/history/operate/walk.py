@@ -24,7 +24,7 @@ from pulse_rl.errors import (
     one_line,
 )
 from pulse_rl.history.follow import prove
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, check_same_history, manifest_name, object_sequence
 from pulse_rl.history.patches import Fetched, check_promised, fetch_patch
 from pulse_rl.history.reading import Effort, Reading

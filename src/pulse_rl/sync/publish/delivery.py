@@ -22,7 +22,7 @@ from pulse_rl.errors import CannotListError, PulseError, StoreError, VersionSkew
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor import put_anchor
 from pulse_rl.history.ending import END
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import (
     Manifest,
     PatchObject,

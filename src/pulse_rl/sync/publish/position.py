@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.anchor_share import names_beside
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
-from pulse_rl.history.partial import names_beside
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import FaultLog

@@ -49,8 +49,7 @@ from pulse_rl.group.agreement import require_same
 from pulse_rl.group.collectives import default_place
 from pulse_rl.group.ranks import Ranks, collective
 from pulse_rl.history.anchor import check_assets, model_config
-from pulse_rl.history.find import holds
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History, holds
 from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.history.operate.prune import GRACE_S, Retention
 from pulse_rl.history.restore import no_room

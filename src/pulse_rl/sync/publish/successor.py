@@ -17,7 +17,7 @@ from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
 from pulse_rl.group.ranks import Ranks
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
 from pulse_rl.history.search import FaultLog, check_line
 from pulse_rl.log.objects import new_token

@@ -86,7 +86,7 @@ def _refuse_overlaps(source: Layout, live: Mapping[str, Copies], directory: Path
         memory = np.memmap(directory / f"overlap-{number}", np.uint8, "w+", shape=(stop - start,))
         rehearsed = [(name, place_view(source[name], box), mirrored(bits, memory, start)) for name, box, bits in group]
         for _, proved, copy in rehearsed:
-            _copy(proved, copy)
+            copy_bits(proved, copy)
         for name, proved, copy in rehearsed:
             if differ(copy, proved):
                 raise BaseMismatchError(
@@ -100,9 +100,10 @@ def _write_all(source: Layout, live: Mapping[str, Copies]) -> None:
     for name, copies in live.items():
         for copy in copies:
             for piece in pieces_of(copy) if copy.size else ():
-                _copy(place_view(source[name], piece.box), piece.bits)
+                copy_bits(place_view(source[name], piece.box), piece.bits)
 
 
-def _copy(source: Bits, target: Bits) -> None:
+def copy_bits(source: Bits, target: Bits) -> None:
+    """Copy all bits of a tensor to another one, segment by segment."""
     for start, stop in segments(source.size):
         target.write(start, source.read(start, stop))

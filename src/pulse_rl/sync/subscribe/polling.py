@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from pulse_rl.errors import StoreError, VersionNotFoundError, one_line
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.store.patient import impatient
 
 POLL_S, LONGEST_POLL_S = 0.05, 5.0  # between two looks; clouds charge for each

@@ -18,10 +18,9 @@ from pulse_rl.dtypes import torch_name
 from pulse_rl.errors import IntegrityError, VersionNotFoundError, one_line, require
 from pulse_rl.group.collectives import Wording
 from pulse_rl.group.ranks import Ranks, collective
+from pulse_rl.history.anchor_share import tensors_of
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
-from pulse_rl.history.log import History
-from pulse_rl.history.manifest import Manifest
-from pulse_rl.history.partial import tensors_of
+from pulse_rl.history.history import History
 from pulse_rl.history.reading import Reading
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
@@ -123,7 +122,8 @@ class Subscriber:
             return history, None if heartbeat is None else Heart(history.store, heartbeat)
 
         with self._ranks.collective():
-            self.history, self._heart = self._ranks.make("make a subscriber", make)
+            history, self._heart = self._ranks.make("make a subscriber", make)
+            self.history = history
             self._poll, self._poll_max = poll, poll_max
             self._kept = Kept()
             self._proof = Proof(self._ranks, int(verify_live), overwrite)
@@ -178,7 +178,7 @@ class Subscriber:
             IntegrityError: It is damaged.
             StoreError: The store failed.
         """
-        return tensors_of(self.history, self._head())
+        return tensors_of(self.history, self.history.newest(polling=True))
 
     def allocate(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Make memory for the newest version: `subscriber.sync(weights := subscriber.allocate())` loads it.
@@ -197,20 +197,12 @@ class Subscriber:
             MissingExtraError: torch is not installed.
         """
         torch = require("torch", "torch")
-        head = self._head()
+        head = self.history.newest(polling=True)
         made = {
             name: torch.zeros(spec.shape, dtype=getattr(torch, torch_name(spec.dtype)), device=device)
             for name, spec in tensors_of(self.history, head).items()
         }
         return made | {alias: made[name] for alias, name in sorted(head.tied.items())}
-
-    def _head(self) -> Manifest:
-        """The newest version. Raises VersionNotFoundError if there is none."""
-        head = self.history.head(polling=True)
-        if head is None:
-            url = self.history.store.url
-            raise VersionNotFoundError(f"{url} holds no version yet", url=url)
-        return head
 
     @property
     def ended(self) -> bool:

@@ -23,9 +23,9 @@ from pulse_rl.errors import (
     StoreError,
     VersionNotFoundError,
 )
-from pulse_rl.history.follow import find_chain, follow
+from pulse_rl.history.anchor_share import names_beside
+from pulse_rl.history.follow import follow
 from pulse_rl.history.manifest import Manifest, Scalar, check_same_history
-from pulse_rl.history.partial import names_beside
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import check_line
@@ -230,7 +230,7 @@ class Sync:
         Returns how far they led; None if these are not the weights that were proved before.
         """
         reading, target = self.reading, self.target
-        chain = find_chain(reading, held, target, target.full_nbytes + REQUEST_NBYTES)
+        chain = reading.find_chain(held, target, target.full_nbytes + REQUEST_NBYTES)
         if chain is None:
             return held
         try:

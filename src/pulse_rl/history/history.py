@@ -12,26 +12,31 @@ carry a random token, so those of a failed attempt are never mistaken for commit
 The newest version is found by listing; there is no pointer that could be stale. Where a store cannot list (a web
 server), it is found by probing sequence numbers from the first one on, in steps that double.
 
-Here versions are found, read and committed. `search` finds the patches and anchors that lead to one, `restore`
-rebuilds weights from them.
+Here versions are found and committed; `versions` reads them and knows which there are. `search` finds the patches and
+anchors that lead to one, `restore` rebuilds weights from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pulse_rl.errors import IntegrityError, StoreError, VersionNotFoundError
+from pulse_rl.errors import (
+    IntegrityError,
+    ObjectNotFoundError,
+    StoreError,
+    VersionNotFoundError,
+    VersionSkewError,
+)
 from pulse_rl.history import ending
-from pulse_rl.history import manifest as manifests
-from pulse_rl.history.find import find_version
-from pulse_rl.history.manifest import Manifest, manifest_name
+from pulse_rl.history.manifest import MAX_MANIFEST_NBYTES, Manifest, manifest_name, parse
 from pulse_rl.history.trail import MAX_TRAIL_NBYTES, State, Trail, decode_trail, state_of
 from pulse_rl.history.versions import Versions, remember
 from pulse_rl.log.objects import ObjectRef, create, fetch
 from pulse_rl.log.signing import Keys
-from pulse_rl.store.base import Store
+from pulse_rl.store.base import Store, read_up_to
 from pulse_rl.store.opening import open_store
 from pulse_rl.store.patient import PATIENCE_S, patient
 
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 KEPT_TRAILS = 8  # in memory
 
 
-class History:
+class History(Versions):
     """The versions in one store. Each manifest is read once, as none ever changes.
 
     `pulse.verify` proves a history, `pulse.status` summarizes it; a `Publisher` and a `Subscriber` have one each.
@@ -61,8 +66,6 @@ class History:
         StoreError: From every method, where the store cannot be read or written.
     """
 
-    store: Store
-
     def __init__(
         self,
         store: Store | str | Path,
@@ -73,26 +76,8 @@ class History:
     ) -> None:
         # open_store refuses None, which an unset setting gives.
         opened = open_store(store) if isinstance(store, str | Path | None) else store
-        self.store = patient(opened, patience)
         self._keys = Keys(sign_with, public_key)
-        self._versions = Versions(self.store, self._keys.public)
-        self._trails: dict[tuple[State, ObjectRef], Trail] = {}
-
-    def head(self, *, polling: bool = False) -> Manifest | None:
-        """Find the newest version. Once one is known, only what is newer is listed.
-
-        Args:
-            polling: Whether to ask a store first, by two small requests, if the newest known version still is the
-                newest, and to list at most once a minute. Where a manifest in between was lost, that is noticed then.
-
-        Returns:
-            Its manifest; None for an empty history.
-
-        Raises:
-            IntegrityError: If its manifest is damaged.
-            VersionSkewError: If its manifest is of a newer format.
-        """
-        return self._versions.head(polling=polling)
+        super().__init__(patient(opened, patience), self._keys.public)
 
     def find(self, version: int) -> Manifest:
         """Find a version. Reads few manifests, and the fewer the newer the version is.
@@ -108,7 +93,53 @@ class History:
             IntegrityError: If a damaged manifest may be that version's.
             VersionSkewError: If a manifest of a newer format may be that version's.
         """
-        return find_version(self._versions, version)
+        with suppress(IntegrityError, VersionNotFoundError, VersionSkewError):
+            newest = self.head()  # the version that is requested most, without listing all of them
+            if newest is not None and newest.version == version:
+                return newest
+        sequences = self.sequences()
+        damaged: list[IntegrityError | VersionSkewError] = []
+        # Versions rise with sequence numbers, so this bisects sequences[low:high], after a gallop from the newest one.
+        low, high, gallop = 0, len(sequences), 1
+        while low < high:
+            middle = max((low + high) // 2, len(sequences) - gallop)
+            gallop *= 2
+            # A manifest that cannot be read does not say which half to go on with: the next one that can does.
+            after, found = self._first_readable(range(middle, high), sequences, damaged)
+            if found is None or found.version > version:
+                high = middle
+            elif found.version < version:
+                low = after + 1
+            else:
+                return found
+        everything = range(len(sequences))
+        _, oldest = self._first_readable(everything, sequences, damaged)
+        _, newest = self._first_readable(reversed(everything), sequences, damaged)
+        held = f"versions {oldest.version} to {newest.version}" if oldest and newest else "no version yet"
+        if damaged:
+            reason = next((error for error in damaged if isinstance(error, VersionSkewError)), damaged[0])
+            reason.add_note(f"no other manifest is version {version}'s: {self.store.url} holds {held}")
+            raise reason
+        raise VersionNotFoundError(
+            f"no version {version} in {self.store.url}: it holds {held}", url=self.store.url, version=version
+        )
+
+    def _first_readable(
+        self, places: Iterable[int], sequences: list[int], damaged: list[IntegrityError | VersionSkewError]
+    ) -> tuple[int, Manifest | None]:
+        """The first manifest that can be read, of those at some places of a list, and its place; None without one.
+
+        damaged: the errors of the others are appended.
+        """
+        place = 0
+        for place in places:
+            try:
+                return place, self.read(sequences[place])
+            except VersionNotFoundError:
+                pass  # pruned in the meantime
+            except (IntegrityError, VersionSkewError) as error:
+                damaged.append(error)
+        return place, None
 
     def manifests(self) -> list[Manifest]:
         """Read all versions.
@@ -121,25 +152,6 @@ class History:
             VersionSkewError: If a manifest is of a newer format.
         """
         return [self.read(sequence) for sequence in self.sequences()]
-
-    def sequences(self) -> list[int]:
-        """List the sequence numbers of all versions.
-
-        Returns:
-            The numbers, ascending; there may be gaps before `first`, and none after it.
-        """
-        return self._versions.sequences()
-
-    def first(self) -> int:
-        """Find where the history begins, as the last pruning left it.
-
-        Returns:
-            The sequence number from which on there is no gap; 0 if the history was never pruned.
-
-        Raises:
-            IntegrityError: If the object that says so, `first.json`, is damaged.
-        """
-        return self._versions.first()
 
     def end(self) -> tuple[int, Manifest | None]:
         """Find where the history ends, even where its newest manifests are damaged.
@@ -163,37 +175,6 @@ class History:
     def signs(self) -> bool:
         """Whether commits are signed."""
         return self._keys.signs
-
-    def is_signed(self, sequence: int) -> bool:
-        """Find out whether a manifest carries a signature, by whatever key.
-
-        Args:
-            sequence: Its sequence number.
-
-        Returns:
-            Whether it does. With a public key, every manifest that can be read does.
-
-        Raises:
-            VersionNotFoundError: If there is none of that number, or no longer.
-            IntegrityError: If it is damaged.
-        """
-        return self._versions.is_signed(sequence)
-
-    def read(self, sequence: int) -> Manifest:
-        """Read and check one manifest.
-
-        Args:
-            sequence: Its sequence number.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            VersionNotFoundError: If there is none of that number, or no longer.
-            IntegrityError: If it is damaged, or not signed by the public key.
-            VersionSkewError: If it is of a newer format.
-        """
-        return self._versions.read(sequence)
 
     def trail(self, manifest: Manifest) -> Trail | None:
         """Read the trail of a version: which patches lead to it and to those before it.
@@ -262,7 +243,7 @@ class History:
                 url=self.store.url,
                 name=name,
             )
-        self._versions.add(manifest, signed=self._keys.signs)
+        self._add(manifest, signed=self._keys.signs)
 
     def seal(self, manifest: Manifest) -> bytes:
         """Encode a manifest, and read it back as every reader does: what none could read is never committed.
@@ -277,7 +258,7 @@ class History:
             IntegrityError: If it cannot be read back.
         """
         data = self._keys.seal(manifest)
-        if manifests.parse(data, manifest.sequence, self._keys.public, "the new manifest") != manifest:
+        if parse(data, manifest.sequence, self._keys.public, "the new manifest") != manifest:
             raise IntegrityError("the new manifest: what is read back differs", name=manifest_name(manifest.sequence))
         return data
 
@@ -300,5 +281,21 @@ class History:
 
     def forget(self) -> None:
         """Read everything anew from now on, so that what was once read wrong is not believed for ever."""
-        self._versions.forget()
-        self._trails.clear()
+        super().forget()
+        self._trails: dict[tuple[State, ObjectRef], Trail] = {}
+
+
+def holds(store: Store, manifest: Manifest) -> bool:
+    """Whether a store still holds a manifest that was committed: one request.
+
+    One that was damaged since counts, as what it said is known. Raises StoreError.
+    """
+    name = manifest_name(manifest.sequence)
+    try:
+        data = read_up_to(store, name, MAX_MANIFEST_NBYTES)
+    except ObjectNotFoundError:
+        return False
+    try:
+        return parse(data, manifest.sequence, None, f"{name} in {store.url}") == manifest
+    except IntegrityError:
+        return True

@@ -17,7 +17,7 @@ from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.disk import map_file
 from pulse_rl.dtypes import ITEMSIZES, UINTS
 from pulse_rl.errors import CannotReadRangeError, CheckpointFormatError, IntegrityError, StoreError
-from pulse_rl.history.log import History
+from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
 from pulse_rl.history.patches import fetch_patch
 from pulse_rl.history.reading import Reading
