@@ -39,6 +39,7 @@ MODULES = (
     "pulse_rl.study",
     "pulse_rl.testing",
     "pulse_rl.flow",
+    "pulse_rl.watch",
     *(f"pulse_rl.integrations.{name}" for name in _INTEGRATIONS),
 )
 

@@ -44,7 +44,7 @@ def test_unknown_attribute() -> None:
         _ = pulse.nothing
 
 
-@pytest.mark.parametrize("room", ["study", "integrations", "testing"])
+@pytest.mark.parametrize("room", ["study", "integrations", "testing", "watch"])
 def test_public_rooms_are_attributes_and_cost_nothing_before(room: str) -> None:
     code = (
         "import sys, pulse_rl as p\n"

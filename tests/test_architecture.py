@@ -15,7 +15,7 @@ PACKAGE = Path(pulse_rl.__file__).parent
 ROOMS = [
     {"errors", "dtypes", "units", "disk", "version"},
     {"logs"},
-    {"parallel", "kernels", "documents"},
+    {"parallel", "kernels", "documents", "observers"},
     {"weights", "group"},
     {"checkpoint", "codecs"},
     {"patch"},
@@ -27,6 +27,7 @@ ROOMS = [
     {"html", "planner"},
     {"study"},
     {"engines"},
+    {"watch"},
     {"integrations"},
     {"flow"},
     {"testing"},
@@ -37,7 +38,7 @@ ORDER = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 
 # The channel, and what uses it as a user would: by the names of `pulse_rl.__all__`.
 CHANNEL = {"checkpoint", "codecs", "patch", "store", "log", "history", "sync", "loco", "channel"}
-AROUND = {"integrations", "study", "flow", "cli"}
+AROUND = {"integrations", "study", "watch", "flow", "cli"}
 # What they use from inside all the same, and why.
 INSIDE = {
     "integrations": {"patch": "master weights are written with the proof and the undo of an apply"},
@@ -48,6 +49,7 @@ INSIDE = {
         "log": "likewise, and fetches them",
         "patch": "likewise, within a patch",
     },
+    "watch": {},
     "flow": {
         "codecs.choose": "the name of a codec is checked before any process starts",
         "loco": "DDP adds gradients in the order, and with the errors, of PULSELoCo",

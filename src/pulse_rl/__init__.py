@@ -12,8 +12,8 @@
 
     with pulse.PulseLoCo(model, inner_optimizer, sync_every=8): ...   # between trainers
 
-Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations` or `pulse_rl.testing`. It
-is imported when it is first used, so `import pulse_rl` costs nothing.
+Everything public is listed in `__all__`, or lies in `pulse_rl.study`, `pulse_rl.integrations`, `pulse_rl.testing` or
+`pulse_rl.watch`. It is imported when it is first used, so `import pulse_rl` costs nothing.
 """
 
 from importlib import import_module
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pulse_rl import integrations as integrations
     from pulse_rl import study as study
     from pulse_rl import testing as testing
+    from pulse_rl import watch as watch
     from pulse_rl.channel.channel import Channel
     from pulse_rl.channel.reports import ChannelReport
     from pulse_rl.errors import (
@@ -127,7 +128,7 @@ _HOME = {
     "status": "history.operate.status",
     "verify": "history.operate.verify",
 }
-_ROOMS = ("integrations", "study", "testing")
+_ROOMS = ("integrations", "study", "testing", "watch")
 
 __all__ = [
     "BaseMismatchError",

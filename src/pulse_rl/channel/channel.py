@@ -31,6 +31,7 @@ from pulse_rl.channel.steps import Steps
 from pulse_rl.channel.wire import Wire
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.codecs.choose import check as check_codec
+from pulse_rl.observers import tell
 from pulse_rl.sync.turn import ThreadTurn, in_turn
 from pulse_rl.weights.casts import cast_name
 
@@ -137,6 +138,11 @@ class Channel:
         self._connect(group, source)
 
     @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._wire.ranks.rank
+
+    @property
     def version(self) -> int | None:
         """The version that this rank's weights hold, proved, or that it sent last; None if that is not known."""
         held = (self._sender if self._wire.ranks.rank in self._settings.source else self._receiver).held
@@ -219,7 +225,7 @@ class Channel:
         if plan.dense:
             sent_nbytes += full_nbytes * (len(plan.dense) if plan.sparse else 1)
         elements, changes = sum(table.elements for table in self._steps.tables), sum(part.changes for part in parts)
-        return ChannelReport(
+        report = ChannelReport(
             version=plan.target.version,
             base=meeting.base.version if meeting.base else None,
             digest=plan.target.digest,
@@ -247,3 +253,5 @@ class Channel:
             total_s=time.perf_counter() - start,
             **seconds,
         )
+        tell(self, report)
+        return report

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pulse_rl.cli import output
+from pulse_rl.cli.metrics import Metrics, exporting
 from pulse_rl.cli.output import AsJson
 from pulse_rl.cli.stores import CLEAR, StoreTarget
 from pulse_rl.errors import printable
@@ -83,6 +84,7 @@ def follow(
         str | None,
         typer.Option(metavar="KEY", help="The engines' API key.", envvar="VLLM_API_KEY", show_default=False),
     ] = None,
+    metrics: Metrics = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep any number of engines at the newest version, and show what they hold.
@@ -105,6 +107,7 @@ def follow(
     from pulse_rl.engines.client import absolute
     from pulse_rl.engines.follow import Driver, Manner
     from pulse_rl.engines.states import Follow
+    from pulse_rl.watch.measurements import run_name
 
     history, place = _open(store, public_key)
     wanted = Follow(
@@ -118,18 +121,19 @@ def follow(
     with output.checking():
         engines = [_client(url, api_key, pause) for url in engine]
         driver = Driver(history, wanted, engines, manner=manner, notice=lambda seen: show.change(driver, seen))
-    driver.start()
     current = False
-    try:
-        if once:
-            current = driver.wait_until_current(timeout)
-        while not once:
-            time.sleep(_BLINK_S)
-    except KeyboardInterrupt:
-        if once:
-            raise
-    finally:
-        driver.stop()
+    with exporting(metrics, run=run_name(history.store.url)):
+        driver.start()
+        try:
+            if once:
+                current = driver.wait_until_current(timeout)
+            while not once:
+                time.sleep(_BLINK_S)
+        except KeyboardInterrupt:
+            if once:
+                raise
+        finally:
+            driver.stop()
     if once:
         show.end(driver)
         raise typer.Exit(0 if current else 1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pulse_rl.cli import output
+from pulse_rl.cli.metrics import Metrics, exporting
 from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.errors import printable
 from pulse_rl.units import nbytes, seconds
@@ -89,6 +90,7 @@ def mirror(
     once: Annotated[
         bool, typer.Option("--once", help="End when nothing is new, or with exit code 1 at a failure.")
     ] = False,
+    metrics: Metrics = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep a directory at the newest version of a store, as Hugging Face folders.
@@ -125,6 +127,7 @@ def mirror(
     shown: list[dict[str, Any]] = []
     failed = False
     with ExitStack() as stack:
+        stack.enter_context(exporting(metrics))
         steps: list[Callable[[], Mirrored | PublishReport | None]] = []
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
             with output.checking():

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pulse_rl.cli import metrics as metrics_option
 from pulse_rl.cli import output
+from pulse_rl.cli.metrics import Metrics, exporting
 from pulse_rl.cli.summary import print_summary
 from pulse_rl.errors import printable
 
@@ -76,6 +78,7 @@ def train(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Run synchronously: the same seed then gives the same bits.")
     ] = False,
+    metrics: Metrics = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout.")] = False,
 ) -> None:
     """Post-train a language model by GRPO; rollout workers follow the trainer by lossless patches.
@@ -107,6 +110,7 @@ def train(
     changes = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items() if value is not None]
     changes += sets or []
     # What can be said at once is said before seconds of imports.
+    metrics_option.check(metrics)
     with output.checking():
         settings = _new(recipe or DEFAULT, changes) if resume is None else _continued(resume, recipe, changes)
     from pulse_rl.errors import require_installed
@@ -118,8 +122,9 @@ def train(
 
     with output.checking():
         settings = run.prepare(settings) if resume is None else run.resume(resume, changes)
-    with Display(f"{settings.name} · {', '.join(settings.policies)} · {settings.out}", settings.steps) as display:
-        summary = run.train(settings, display, resume=resume is not None)
+    title = f"{settings.name} · {', '.join(settings.policies)} · {settings.out}"
+    with exporting(metrics) as exporter, Display(title, settings.steps) as display:
+        summary = run.train(settings, display, resume=resume is not None, exporter=exporter)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
     else:

@@ -31,6 +31,7 @@ from pulse_rl.engines.states import (
     PauseMode,
 )
 from pulse_rl.errors import EngineError, FormatError, one_line, printable
+from pulse_rl.observers import tell
 from pulse_rl.store.urls import as_path, is_url
 
 TIMEOUT_S = 30.0  # of an answer that takes no work
@@ -292,7 +293,7 @@ class EngineClient:
         if status != HTTPStatus.OK:
             raise self._refused(verb, status, found)
         try:
-            return decode_json(found, kind, "its answer")
+            answer = decode_json(found, kind, "its answer")
         except FormatError as error:
             raise EngineError(
                 f"{self.url} answers, but not as the plug-in of pulse-rl does: {one_line(error, 500)}",
@@ -300,6 +301,8 @@ class EngineClient:
                 during=verb,
                 status=status,
             ) from error
+        tell(self, answer)
+        return answer
 
     def _refused(self, during: str, status: int, body: bytes) -> EngineError:
         """The error for an answer that is no success."""

@@ -23,6 +23,7 @@ from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, 
 from pulse_rl.errors import EngineError, PulseError, one_line
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest
+from pulse_rl.observers import tell
 
 Standing: TypeAlias = Literal["unknown", "away", "waiting", "opening", "staging", "applying", "paused", "failing", "ok"]
 
@@ -182,6 +183,7 @@ class Driver:
             except (PulseError, TimeoutError) as error:
                 away = isinstance(error, EngineError) and error.status is None and error.kind is None
                 version = error.version if isinstance(error, EngineError) else None
+                tell(engine, error)
                 self._see(engine, "away" if away else "failing", version, error=one_line(error))
                 self._stop.wait(retry)
                 retry = min(2 * retry, LONGEST_RETRY_S)

@@ -42,6 +42,7 @@ from pulse_rl.engines.states import (
 )
 from pulse_rl.errors import EngineError, one_line
 from pulse_rl.logs import logger
+from pulse_rl.observers import tell
 
 if TYPE_CHECKING:
     from pulse_rl.engines.receiver import EngineReceiver  # it compiles kernels, and clients import this
@@ -111,10 +112,13 @@ class _RefusedError(Exception):
 
 
 class Service:
-    """The answers of one engine."""
+    """The answers of one engine.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    url: its address, as observers of its own process are told it; None where its client tells them, in the same one.
+    """
+
+    def __init__(self, engine: Engine, url: str | None = None) -> None:
+        self._engine, self.url = engine, url
         self._updating = asyncio.Lock()  # one of follow, stage, apply, verify, resume at a time
 
     async def answer(self, verb: str, body: bytes) -> Answer:
@@ -128,9 +132,16 @@ class Service:
             "resume": self._resume,
         }
         try:
-            return _json(await verbs[verb](body))
+            found = await verbs[verb](body)
         except _RefusedError as error:
+            self._tell(error.failure)
             return _json(ErrorBody(error.failure, error.state), error.status)
+        self._tell(found)
+        return _json(found)
+
+    def _tell(self, found: object) -> None:
+        if self.url is not None:
+            tell(self, found)
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """What answers a method and a path."""

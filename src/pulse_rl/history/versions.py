@@ -33,6 +33,7 @@ from pulse_rl.history.manifest import (
 from pulse_rl.log.beginning import read_first
 from pulse_rl.log.objects import numbered
 from pulse_rl.log.sealed import is_signed
+from pulse_rl.observers import tell
 from pulse_rl.store.base import ObjectInfo, Store, read_up_to
 from pulse_rl.store.cache import CachedStore
 from pulse_rl.store.objects import ObjectStore
@@ -135,7 +136,10 @@ class Versions:
             VersionSkewError: If its manifest is of a newer format.
         """
         newest = self._find_newest(polling)
-        return self.read(newest) if newest is not None else None
+        if newest is None:
+            return None
+        tell(self, found := self.read(newest))
+        return found
 
     def newest(self, *, polling: bool = False) -> Manifest:
         """Find the newest version, which there must be.

@@ -67,6 +67,7 @@ from pulse_rl.loco.membership import Membership, members_of, refuse_overlap
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.report import LocoReport
 from pulse_rl.loco.steps import InnerSteps, warn_unexchanged
+from pulse_rl.observers import tell, telling_failures
 from pulse_rl.parallel import ordered_map, submit
 from pulse_rl.weights import digests
 from pulse_rl.weights.names import named_parameters
@@ -145,6 +146,11 @@ class LocalSteps:
     def report(self) -> LocoReport | None:
         """The last round's report; None before the first."""
         return self.reports[-1] if self.reports else None
+
+    @property
+    def rank(self) -> int:
+        """This trainer's number among all."""
+        return self._members.place.rank
 
     @property
     def digest(self) -> str:
@@ -284,7 +290,7 @@ class LocalSteps:
             IntegrityError: The ranks' θ differ after the round.
         """
         while True:
-            with _round_named(self.round + 1):
+            with telling_failures(self), _round_named(self.round + 1):
                 report = self._sync()
             if report.counted or self.overlap:
                 return report  # else it came too late, and counts in the next round, without further steps
@@ -317,6 +323,7 @@ class LocalSteps:
         timings.stalled += time.perf_counter() - clock
         report = outcome.report(self.round, self._masters.elements, digests.to_hex(total))
         self.reports.append(report)
+        tell(self, report)
         return report
 
     def _stepped(self) -> None:

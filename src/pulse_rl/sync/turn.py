@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from pulse_rl.errors import StoreError
+from pulse_rl.observers import tell
 
 
 class ThreadTurn:
@@ -28,6 +29,7 @@ class ThreadTurn:
         self._who = who
         self._lock = threading.RLock() if nested else threading.Lock()
         self._process: int | None = None  # the first that used it
+        self.depth = 0  # of calls within one another
 
     def __enter__(self) -> None:
         if self._process is None:
@@ -42,8 +44,10 @@ class ThreadTurn:
                 f"this {self._who} is in use by another thread: expected one call at a time; use it from one thread, "
                 "or hold a lock around its calls"
             )
+        self.depth += 1
 
     def __exit__(self, *_: object) -> None:
+        self.depth -= 1
         self._lock.release()
 
 
@@ -57,11 +61,16 @@ R = TypeVar("R")
 
 
 def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that refuses to run in two threads at once."""
+    """A method that refuses to run in two threads at once, and tells observers of the error that ends it."""
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **options: P.kwargs) -> R:
         with self._turn:
-            return method(self, *args, **options)
+            try:
+                return method(self, *args, **options)
+            except Exception as error:
+                if self._turn.depth == 1:  # the outermost of the calls that it ends
+                    tell(self, error)
+                raise
 
     return call

@@ -31,6 +31,8 @@ from pulse_rl.flow.driver.windows import Evaluations
 from pulse_rl.flow.engine import engine, service, wait
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.flow.training.checkpoints import saved_step
+from pulse_rl.watch import Exporter
+from pulse_rl.watch.runs import RunMeter
 
 POLL_S = 0.25  # between the driver's polls of the board
 FINISH_S = 300  # for workers to catch up with the last versions
@@ -97,12 +99,15 @@ def _steps(recipe: Recipe) -> dict[str, int]:
     return {name: saved_step(recipe.files(name)) for name in recipe.trained}
 
 
-def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str, Any]:
+def train(
+    recipe: Recipe, display: Display, *, resume: bool = False, exporter: Exporter | None = None
+) -> dict[str, Any]:
     """Do a run and return its summary, which is also written to summary.json.
 
-    recipe: from `prepare` or `resume`. resume: whether it is the latter. The first SIGINT or SIGTERM stops the run in
-    order: every policy's current step (with several trainers, its round) is finished, published and checkpointed.
-    The summary's `stopped` then says by which signal, and how to go on; it is None after a run's last step.
+    recipe: from `prepare` or `resume`. resume: whether it is the latter. exporter: of the run's metrics.
+    The first SIGINT or SIGTERM stops the run in order: every policy's current step (with several trainers, its round)
+    is finished, published and checkpointed. The summary's `stopped` then says by which signal, and how to go on; it is
+    None after a run's last step.
     Raises FileExistsError if the run is running already, KeyboardInterrupt if it was stopped at once, ProcessDiedError,
     otherwise what a trainer or a worker raised.
     """
@@ -118,7 +123,7 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
             with _on_failure(recipe), engine(absolute), service(NAME, DataflowProcess, absolute) as dataflow:
                 recipe_file.save(recipe)
                 dataflow.resume()
-                driver = _Driver(absolute, dataflow, display, stop_requested)
+                driver = _Driver(absolute, dataflow, display, stop_requested, exporter)
                 finals = driver.watch()
                 result = driver.finish(finals)
     except KeyboardInterrupt:
@@ -140,9 +145,18 @@ def train(recipe: Recipe, display: Display, *, resume: bool = False) -> dict[str
 class _Driver:
     """The services of a run, and what its driver does with them."""
 
-    def __init__(self, recipe: Recipe, dataflow: Any, display: Display, stop_requested: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataflow: Any,
+        display: Display,
+        stop_requested: Callable[[], int],
+        exporter: Exporter | None = None,
+    ) -> None:
         self._recipe, self._dataflow, self._display = recipe, dataflow, display
         self._stop_requested = stop_requested
+        self._exporter = exporter
+        self._meter = RunMeter({name: recipe.store_url(name) for name in recipe.policies})
         self._trainers = Trainers(recipe, dataflow, display.log)
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
@@ -220,6 +234,8 @@ class _Driver:
         self._pid = status["pid"]
         records = self._records.new()
         self._display.update(records, status, board)
+        if self._exporter is not None:
+            self._exporter.take(self._meter.measure(records, board))
         self._learning.look(records)
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():

@@ -9,6 +9,7 @@ import torch
 
 from pulse_rl import Staged, Subscriber
 from pulse_rl.flow import model, policy
+from pulse_rl.watch.measurements import phases_of
 
 
 class SamplerSettings(NamedTuple):
@@ -34,6 +35,7 @@ class Reached(NamedTuple):
     fetched_nbytes: int
     seconds: float
     bandwidth: float | None  # bits per second; None where too little was read to measure it
+    phases: dict[str, float]  # seconds of each, as metrics name them
 
 
 class Sampler(Protocol):
@@ -113,6 +115,7 @@ class BuiltinSampler:
             seconds=report.total_s,
             # An anchor is so large that latency does not count.
             bandwidth=8 * report.fetched_nbytes / report.fetch_s if from_anchor and report.fetch_s else None,
+            phases=phases_of(report),
         )
 
     def verify(self) -> str:

@@ -26,6 +26,7 @@ from pulse_rl.errors import require
 from pulse_rl.flow import policy
 from pulse_rl.flow.rollout.sampler import Reached, SamplerSettings
 from pulse_rl.integrations.vllm import InProcess, plain_gemm
+from pulse_rl.watch.measurements import phases_of
 
 # Read when vLLM is imported, and by the core's process.
 ENVIRONMENT = {
@@ -89,6 +90,7 @@ class VllmSampler:
             fetched_nbytes=loaded_nbytes + report.fetched_nbytes,
             seconds=seconds,
             bandwidth=None,
+            phases=phases_of(report),
         )
 
     def verify(self) -> str:

@@ -18,6 +18,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +64,7 @@ class _Held:
     fetched_nbytes: int = 0
     sync_s: float = 0.0
     bandwidth: float | None = None  # bits per second, measured on the last full checkpoint
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of the last sync
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -73,6 +75,7 @@ class _Held:
             "fetched_nbytes": self.fetched_nbytes,
             "sync_s": self.sync_s,
             "bandwidth": self.bandwidth,
+            "phases": dict(self.phases),
             "sampling_s": self.sampling.seconds,
             "calls": self.sampling.calls,
             "rows": self.sampling.rows,
@@ -240,6 +243,7 @@ class RolloutWorker:
             held.fetched_nbytes += reached.fetched_nbytes
             held.sync_s += reached.seconds
             held.bandwidth = reached.bandwidth or held.bandwidth
+            held.phases = reached.phases
 
     # --- work ---------------------------------------------------------------------------------------------------------
 

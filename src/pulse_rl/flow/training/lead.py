@@ -12,6 +12,7 @@ from pulse_rl.flow.recipe import Recipe
 from pulse_rl.flow.training.calls import PolicyCalls
 from pulse_rl.flow.training.exchange import Weights
 from pulse_rl.flow.training.versions import PolicyHistory
+from pulse_rl.watch.measurements import phases_of
 
 
 class Lead:
@@ -103,6 +104,7 @@ class Lead:
             "codec": report.codec,
             "codec_reason": report.codec_reason,
             "publish_s": report.total_s,
+            "phases": phases_of(report),
         }
 
     def _workers(self) -> dict[str, Any]:

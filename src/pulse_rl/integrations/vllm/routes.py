@@ -5,6 +5,7 @@ reached as vLLM's own handlers reach them, by `EngineClient.collective_rpc`.
 """
 
 import asyncio
+import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from pulse_rl.engines.service import READY, Handler, Service
 from pulse_rl.engines.states import ROUTES, VERBS, PauseMode, method
 from pulse_rl.integrations.vllm.names import METHOD
 from pulse_rl.integrations.vllm.server import Gate, is_gated, quiet
+from pulse_rl.watch import to_prometheus
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -91,7 +93,10 @@ class PulseRoutes:
     async def init_state(self, engine_client: "EngineClient | None", state: object, args: Namespace) -> None:
         """Take the engine. vLLM calls it once, before the server answers."""
         if engine_client is not None:
-            self._service = Service(_Engine(engine_client, str(args.model)))
+            self._service = Service(
+                _Engine(engine_client, str(args.model)), f"http://{socket.gethostname()}:{args.port}"
+            )
+            to_prometheus()  # in the registry that vLLM's /metrics shows
             self._answers = self._service.routes()
 
     async def _caught_up(self) -> bool:

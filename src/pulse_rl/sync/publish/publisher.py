@@ -54,6 +54,7 @@ from pulse_rl.history.manifest import Manifest, Scalar
 from pulse_rl.history.operate.prune import GRACE_S, Retention
 from pulse_rl.history.restore import no_room
 from pulse_rl.logs import logger
+from pulse_rl.observers import tell
 from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
@@ -502,7 +503,9 @@ class Publisher:
     def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, clock: Clock) -> PublishReport:
         """Record that a version is committed, and report it."""
         self._position.record(upcoming.move.baseline, delivered.manifest)
-        return publish_report(delivered.manifest, encoded, delivered, clock)
+        report = publish_report(delivered.manifest, encoded, delivered, clock)
+        tell(self, report)
+        return report
 
     def _deliver(self, upcoming: Upcoming, head_is_fresh: bool) -> Delivered:
         """Put and commit a version. head_is_fresh: whether this call has looked where the history ends.

@@ -22,6 +22,7 @@ from pulse_rl.history.anchor_share import tensors_of
 from pulse_rl.history.heartbeat import MAX_ERROR, Heart, Heartbeat
 from pulse_rl.history.history import History
 from pulse_rl.history.reading import Reading
+from pulse_rl.observers import tell
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
 from pulse_rl.sync.subscribe.held import HeldWeights
@@ -134,6 +135,11 @@ class Subscriber:
         """The version that the weights are proved to hold; None before the first sync and after a failed write."""
         held = self._proof.held
         return held.version if held else None
+
+    @property
+    def heartbeat(self) -> str | None:
+        """The id of its heartbeat; None for no heartbeat."""
+        return self._heart.id if self._heart else None
 
     @property
     def overwrite(self) -> bool:
@@ -382,4 +388,5 @@ class Subscriber:
     def _report(self, sync: Sync, live: HeldWeights, start: float) -> SyncReport:
         report = sync.report(live, start)
         self._beat(None, report, start)
+        tell(self, report)
         return report

@@ -30,6 +30,7 @@ from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
 from pulse_rl.history.search import check_line
 from pulse_rl.history.trail import REQUEST_NBYTES, State, state_of
+from pulse_rl.observers import tell
 from pulse_rl.sync.subscribe.held import HeldWeights
 from pulse_rl.sync.subscribe.landings import Keeping, ShareLanding, Writing
 from pulse_rl.sync.subscribe.loading import Restored
@@ -106,6 +107,7 @@ class Sync:
         try:
             self.target = reading.lead("find the version", partial(self._find, version), Manifest)
             proof.aimed = max(proof.aimed, self.target.sequence)
+            tell(reading.history, self.target)
             restored = self._take()
         except PulseError as error:
             if live.altered:

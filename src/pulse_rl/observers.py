@@ -1,0 +1,60 @@
+"""Who hears of what the channel reports: exporters of metrics, and whatever else watches a process.
+
+The rooms below tell what they made: a report, the newest version that they read, or the error that ended a call. They
+never wait for an answer. Without an observer, telling costs a look at an empty tuple.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from pulse_rl.errors import one_line
+from pulse_rl.logs import logger
+
+log = logger(__name__)
+
+Observer: TypeAlias = Callable[[object, object], None]  # of who tells, and what it tells
+
+_observers: tuple[Observer, ...] = ()
+_changing = threading.Lock()
+_causes: set[str] = set()  # of observers' failures that were warned of
+
+
+def observe(observer: Observer) -> Callable[[], None]:
+    """Have an observer called with all that is told from now on, in the thread that tells it.
+
+    Returns what ends that.
+    """
+    global _observers
+    with _changing:
+        _observers = (*_observers, observer)
+
+    def end() -> None:
+        global _observers
+        with _changing:
+            _observers = tuple(one for one in _observers if one is not observer)
+
+    return end
+
+
+def tell(source: object, found: object) -> None:
+    """Tell all observers what a source has made. What fails in one is a logged warning, once for each cause."""
+    for observer in _observers:
+        try:
+            observer(source, found)
+        except Exception as error:  # noqa: BLE001 - a version must not fail because it could not be counted
+            cause = f"{type(error).__name__}: {one_line(error)}"
+            if cause not in _causes:
+                _causes.add(cause)
+                log.warning("an observer failed, so its numbers are not complete: %s", cause)
+
+
+@contextmanager
+def telling_failures(source: object) -> Iterator[None]:
+    """Tell the error that ends a block."""
+    try:
+        yield
+    except Exception as error:
+        tell(source, error)
+        raise
