@@ -13,7 +13,6 @@ from pulse_rl.flow import recipe_file
 from pulse_rl.flow.driver import run
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.failures import SHOWN, Failures
-from pulse_rl.flow.driver.learning import Learning, dead
 from pulse_rl.flow.recipe import Recipe
 from tests.flow.world import group, started
 
@@ -62,37 +61,6 @@ def test_failures_after_a_success_end_no_run_and_are_shown_up_to_a_number() -> N
             status["workers"]["w0"]["paused_s"] = paused_s
             failures.look(status)
     assert sum("no task for 5 s" in line for line in shown) == SHOWN
-
-
-def _lines(*alive: bool, policy: str = "p") -> list[dict[str, Any]]:
-    return [
-        {"policy": policy, "step": step, "grad_norm": float(one), "groups_with_variance": float(one)}
-        for step, one in enumerate(alive, 1)
-    ]
-
-
-def test_a_policy_without_a_signal_is_told_once() -> None:
-    """Ten versions in a row; another policy counts by itself, and one version with a signal begins anew."""
-    shown = list[str]()
-    learning = Learning(shown.append)
-    for line in _lines(*[False] * 9, True, *[False] * 30):
-        learning.look([line, line | {"policy": "q", "grad_norm": 0.1}])
-        assert len(shown) == (line["step"] >= 20)
-    assert shown[0].startswith("policy p had nothing to learn from in steps 11 to 20: in each group all rewards")
-
-
-@pytest.mark.parametrize(
-    ("alive", "said"),
-    [
-        ([False] * 9, None),
-        ([False] * 10, "steps 1 to 10:"),
-        ([True] + [False] * 10 + [True] + [False] * 12 + [True] * 3, "steps 13 to 24:"),
-        ([False, True] * 20, None),
-    ],
-)
-def test_the_longest_time_without_a_signal_is_named(alive: list[bool], said: str | None) -> None:
-    found = dead("p", _lines(*alive))
-    assert found is None if said is None else found is not None and said in found
 
 
 class _Services:

@@ -23,13 +23,13 @@ from pulse_rl.cli.summary import print_summary
 from pulse_rl.flow import metrics
 from pulse_rl.flow.driver import report as run_report
 from pulse_rl.flow.driver.display import Display
-from pulse_rl.flow.driver.learning import dead
 from pulse_rl.flow.driver.summary import HELD, WORKER, summary
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.html import charts, page
 from pulse_rl.study.results import Report
 from pulse_rl.study.show import page as study_page
 from pulse_rl.units import nbytes
+from pulse_rl.watch.alarms import dead
 from tests.study.example import example
 
 HOSTILE = "</script><script>alert('a&b')</script><!--\"{{model}}.layers.3.__proto__[datum.x]\u2028"

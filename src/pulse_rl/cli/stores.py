@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pulse_rl.history.operate.prune import Pruning
     from pulse_rl.history.operate.status import Objects
     from pulse_rl.history.operate.subscribers import SubscriberInfo
+    from pulse_rl.watch.alarms import Alarm
 
 OK, PROBLEM, UNREADABLE = 0, 1, 2  # exit codes of `status`, for monitors
 CLEAR = "\x1b[H\x1b[2J"
@@ -59,8 +60,10 @@ def status(
     sync), silent (--max-silence) or damaged (its heartbeat). The store's is
     damaged where something is wrong at a glance (as an anchor or a patch that
     is missing on the way to the newest version), otherwise its subscribers'
-    worst. Exit code: 0 all ok, 1 not or no version yet, 2 no store can be read
-    there, as after a slip in its URL.
+    worst. Alarms say what else deserves a look: weights that are NaN, no new
+    version for longer than usual, a density that jumps, an anchor that is
+    overdue. Exit code: 0 all ok, 1 not, an alarm or no version yet, 2 no store
+    can be read there, as after a slip in its URL.
 
     Reads listings, the newest version's manifest and trail, and the heartbeats
     of subscribers that write them, as Subscriber(store, heartbeat="worker-3")
@@ -68,8 +71,11 @@ def status(
 
     Example: pulse-rl status s3://bucket/run-a
     """
+    import msgspec
+
     from pulse_rl import status as look
     from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
+    from pulse_rl.watch.alarms import alarms_of_status
 
     code = OK
     try:
@@ -83,13 +89,14 @@ def status(
                 if isinstance(error, ValueError):
                     break  # what was given names no store, however often it is looked at
             else:
-                code = OK if info.verdict == "ok" else PROBLEM
+                alarms = alarms_of_status(info, max_lag=max_lag)
+                code = OK if info.verdict == "ok" and not alarms else PROBLEM
                 if as_json:
-                    output.emit(info)
+                    output.emit(msgspec.structs.asdict(info) | {"alarms": alarms})
                 else:
                     if watch is not None and sys.stdout.isatty():
                         output.write(CLEAR)
-                    _print_status(info)
+                    _print_status(info, alarms)
             if watch is None:
                 break
             time.sleep(watch)
@@ -232,7 +239,7 @@ def _sequences(numbers: list[int] | tuple[int, ...]) -> str:
     return f"sequence number{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _print_status(info: Status) -> None:
+def _print_status(info: Status, alarms: tuple[Alarm, ...]) -> None:
     now = time.time()
     lines = {"store": info.url}
     oldest = "?" if info.oldest is None else info.oldest
@@ -282,8 +289,8 @@ def _print_status(info: Status) -> None:
     if info.ended:
         lines["ended"] = f"yes, version {info.newest} is the last one"
     output.facts(lines)
-    if info.nonfinite:
-        output.write(f"warning: {info.nonfinite:,} weights of version {info.newest} are NaN or infinite\n")
+    for alarm in alarms:
+        output.write(f"alarm: {printable(alarm.sentence)}\n")
     for problem in info.problems:
         output.write(f"problem: {printable(problem)}\n")
     if info.subscribers:

@@ -44,6 +44,7 @@ METRICS = {
     "pulse_last_applied_timestamp_seconds": Metric(
         "gauge", "When weights were last brought to a version, in seconds since 1970.", unit="s"
     ),
+    "pulse_alarm": Metric("gauge", "1 while this alarm is raised.", "alarm"),
 }
 _PHASES: dict[str, dict[str, tuple[str, ...]]] = {  # of each report: phase → the fields that add up to it
     "PublishReport": {

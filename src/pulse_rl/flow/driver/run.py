@@ -7,6 +7,7 @@ Dataflow again from its journal; `trainers` and `pools` start processes again. `
 import json
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,6 @@ from pulse_rl.flow.data.service import LOCK, NAME, DataflowProcess
 from pulse_rl.flow.driver import report
 from pulse_rl.flow.driver.display import Display
 from pulse_rl.flow.driver.failures import Failures
-from pulse_rl.flow.driver.learning import Learning
 from pulse_rl.flow.driver.pools import Pools
 from pulse_rl.flow.driver.signals import stop_requests
 from pulse_rl.flow.driver.summary import summary
@@ -32,6 +32,8 @@ from pulse_rl.flow.engine import engine, service, wait
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
 from pulse_rl.flow.training.checkpoints import saved_step
 from pulse_rl.watch import Exporter
+from pulse_rl.watch.alarms import RECENT, Alarm, Announcer, alarms_of_records, measured
+from pulse_rl.watch.measurements import run_name
 from pulse_rl.watch.runs import RunMeter
 
 POLL_S = 0.25  # between the driver's polls of the board
@@ -161,7 +163,7 @@ class _Driver:
         self._pools = Pools(recipe, dataflow, display.log)
         self._windows = Evaluations(recipe, dataflow, display.log)
         self._failures = Failures(display.log)
-        self._learning = Learning(display.log)
+        self._announcer = Announcer(display.log)
         self._records = _Records(recipe)
         self._notes: dict[str, str] = {}  # of trainers, as shown
         self._pid: int | None = None  # of the Dataflow's process
@@ -234,9 +236,12 @@ class _Driver:
         self._pid = status["pid"]
         records = self._records.new()
         self._display.update(records, status, board)
+        alarms = self._records.alarms(ended=status["ended"])
+        self._announcer.look([alarm for found in alarms.values() for alarm in found])
         if self._exporter is not None:
             self._exporter.take(self._meter.measure(records, board))
-        self._learning.look(records)
+            for policy, found in alarms.items():
+                self._exporter.take(measured(run_name(self._recipe.store_url(policy)), found))
         notes = {who: facts["note"] for who, facts in board.items() if "note" in facts}
         for who, note in notes.items():
             if self._notes.get(who) != note:
@@ -252,6 +257,9 @@ class _Records:
         self._files = {name: recipe.files(name) for name in recipe.trained}
         self._shown = {name: len(metrics.read(files)) for name, files in self._files.items()}
         self._sizes = dict.fromkeys(self._files, -1)
+        self._bounds = {name: recipe.policies[name].max_staleness for name in recipe.trained}
+        self._last = {name: deque[dict[str, Any]](maxlen=RECENT + 1) for name in self._files}
+        self._seen = dict.fromkeys(self._files, time.monotonic())  # when each policy's last record came
         self.steps = _steps(recipe)  # of each trained policy
 
     def new(self) -> list[dict[str, Any]]:
@@ -266,10 +274,23 @@ class _Records:
             records = metrics.read(files)
             shown = min(self._shown[name], len(records))  # a trainer that starts again repeats steps
             found += [{"policy": name} | record for record in records[shown:]]
+            self._last[name].extend(records[shown:])
+            if records[shown:]:
+                self._seen[name] = time.monotonic()
             self._shown[name] = len(records)
             if records:
                 self.steps[name] = records[-1]["step"]
         return found
+
+    def alarms(self, *, ended: bool) -> dict[str, tuple[Alarm, ...]]:
+        """The alarms of each policy now, from what has come since this driver started."""
+        now = time.monotonic()
+        return {
+            name: alarms_of_records(
+                name, list(last), bound=self._bounds[name], age_s=now - self._seen[name], ended=ended
+            )
+            for name, last in self._last.items()
+        }
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pulse_rl.flow import metrics
-from pulse_rl.flow.driver.learning import dead
 from pulse_rl.flow.recipe import PolicyRecipe, Recipe
+from pulse_rl.watch.alarms import dead
 
 PARTS = ("wait_s", "train_s", "publish_s")  # of the seconds of a trainer, the mean of several
 SUMMED = (*PARTS, "total_s")

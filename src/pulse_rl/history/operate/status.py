@@ -69,6 +69,7 @@ class Listing(msgspec.Struct, frozen=True):
         anchor_sequences: The sequence numbers of the versions that have an anchor.
         modified: When the newest manifest was written, in seconds since 1970.
         interval_s: The median seconds between the newest versions; None for a single one.
+        age_s: Seconds since then, as this machine's clock or the store's newest object says.
     """
 
     manifests: Objects
@@ -80,6 +81,7 @@ class Listing(msgspec.Struct, frozen=True):
     anchor_sequences: tuple[int, ...]
     modified: float
     interval_s: float | None
+    age_s: float
 
 
 class RecentPatches(msgspec.Struct, frozen=True):
@@ -91,6 +93,7 @@ class RecentPatches(msgspec.Struct, frozen=True):
         skips: The patches over several versions.
         patch_nbytes: The median size of the former in bytes; 0 without any.
         reduction: How many times smaller that is than the weights; 1 without any.
+        sizes: The sizes of the former in bytes, the newest version's last.
     """
 
     versions: int
@@ -98,6 +101,7 @@ class RecentPatches(msgspec.Struct, frozen=True):
     skips: Objects
     patch_nbytes: int
     reduction: float
+    sizes: tuple[int, ...]
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -122,6 +126,7 @@ class Status(msgspec.Struct, frozen=True):
         signed: Whether the newest version is signed, by whatever key.
         ended: Whether the trainer has ended the run with this version (`Publisher.end`).
         nonfinite: How many of its weights are NaN or infinite.
+        density: The share of its elements that its patch changes; None without a patch.
         problems: What is wrong at a glance, one sentence each; `verify` looks at everything.
         verdict: "damaged" where there are problems, otherwise the worst verdict of a subscriber.
     """
@@ -144,6 +149,7 @@ class Status(msgspec.Struct, frozen=True):
     signed: bool
     ended: bool
     nonfinite: int
+    density: float | None
     problems: tuple[str, ...]
     verdict: Verdict
 
@@ -232,6 +238,7 @@ def status(
         signed=history.is_signed(newest.sequence),
         ended=ended,
         nonfinite=newest.nonfinite,
+        density=newest.patch.changes / newest.elements if newest.patch and newest.elements else None,
         problems=tuple(problems),
         verdict="damaged" if problems else worst(subscribers or ()),
     )
@@ -308,6 +315,7 @@ def _listing(objects: dict[str, list[ObjectInfo]], sequences: set[int], partial:
         anchor_sequences=tuple(sorted(sequences.intersection(anchors))),
         modified=times[-1],
         interval_s=median(between) if between else None,
+        age_s=max(0.0, _store_time(objects) - times[-1]),
     )
 
 
@@ -325,4 +333,5 @@ def _recent(trail: Trail | None, newest: Manifest, first: int) -> RecentPatches:
         skips=Objects(len(skips), sum(skips)),
         patch_nbytes=middle,
         reduction=newest.full_nbytes / middle if middle else 1.0,
+        sizes=tuple(patches),
     )
