@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from pulse_rl.history.operate.copying import CopyReport, copy_history
     from pulse_rl.history.operate.status import Status, status
     from pulse_rl.history.operate.verify import VerifyReport, verify
+    from pulse_rl.loco.elastic import Membership
     from pulse_rl.loco.meeting.group import StoreGroup
-    from pulse_rl.loco.membership import Membership
     from pulse_rl.loco.optimizer import DiLoCo, PulseLoCo
-    from pulse_rl.loco.report import LocoReport
+    from pulse_rl.loco.outcome import LocoReport
     from pulse_rl.patch.format import TensorInfo
     from pulse_rl.patch.verbs import PatchInfo, apply, diff, inspect
     from pulse_rl.planner import Plan, plan
@@ -87,8 +87,8 @@ _HOME = {
     "FormatError": "errors",
     "History": "history.history",
     "IntegrityError": "errors",
-    "LocoReport": "loco.report",
-    "Membership": "loco.membership",
+    "LocoReport": "loco.outcome",
+    "Membership": "loco.elastic",
     "Mirrored": "folders.mirror",
     "MissingExtraError": "errors",
     "ObjectExistsError": "errors",

@@ -107,7 +107,11 @@ def differ(group: Any, rank: int, size: int, what: str) -> None:
         ("parameters", ""),
         ("options", " (outer_lr=0.5 instead of 0.7, gate_scale=7.0 instead of 7.000000000000001)"),
         ("scale", " (gate_scale=1 instead of 7)"),
-        ("models", " (1 missing: scale; 1 unexpected: more; 1 reshaped: b ([7, 5] instead of [77]))"),
+        (
+            "models",
+            " (parameters: the tensors differ: 1 missing in rank 1: scale; 1 unexpected in rank 1: more; "
+            "1 of another shape: b (F32 [77] in the others, F32 [7, 5] in rank 1))",
+        ),
     ],
 )
 def test_a_rank_that_starts_unlike_the_others_is_named_on_all(ranks: Ranks, what: str, named: str) -> None:

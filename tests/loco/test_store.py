@@ -407,7 +407,7 @@ def test_everything_is_signed_where_there_is_a_key(store: Store) -> None:
     # An offer by somebody without the key stops whoever reads it.
     unsigned = Trainer(store, 1)
     unsigned.loco.__enter__()
-    first.group._members._meeting._late_after = None
+    first.group._members._meeting.late_after = None
     found = together(unsigned.rounds, first.rounds)
     assert isinstance(found[1], pulse.IntegrityError)
     assert "no signature" in str(found[1])

@@ -3,9 +3,8 @@
     gate, payload           what one trainer sends of a segment, and its bytes
     exchange                the mean of what all send
     masters, checkpoint     what a trainer holds, and its state as a dict
-    contributions, collect, outcome
-                            what a trainer adds to a round, whether it can, and the exchange of the round
-    members, membership     who takes part: a fixed group, trainers that come and go (elastic, lighthouse), or trainers
+    contributions, outcome  what a trainer adds to a round, and what the round gave
+    members                 who takes part: a fixed group, trainers that come and go (elastic, lighthouse), or trainers
                             that reach each other only through a store (meeting)
     rounds, optimizer       the states of a trainer, and PulseLoCo and DiLoCo themselves
 

@@ -1,5 +1,10 @@
 """Trainers that come and go: who takes part in a round, agreed on through torchft's lighthouse.
 
+    with (
+        pulse.Membership("http://host:29510", "trainer-0") as members,
+        pulse.PulseLoCo(model, inner_optimizer, sync_every=8, process_group=members),
+    ): ...
+
 The lighthouse (`torchft_lighthouse --min_replicas 2`) hears every trainer's heartbeat. At the end of an exchange every
 trainer that lives asks it for a quorum, and reports whether all of this round has arrived here. The lighthouse
 answers all of them with one table of reports, so all decide the same:
@@ -24,7 +29,7 @@ case.
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -33,12 +38,8 @@ import torch.distributed as dist
 from pulse_rl.errors import ExchangeError, IntegrityError, require
 from pulse_rl.group.collectives import Group, RankPlace, torch_errors
 from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.collect import collect
-from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.lighthouse import Lighthouse, Quorum, QuorumReport
-from pulse_rl.loco.members import Trainer, fingerprint
-from pulse_rl.loco.outcome import Outcome
-from pulse_rl.loco.wording import TRAINERS
+from pulse_rl.loco.members import TRAINERS, GroupMembers, Trainer, fingerprint
 from pulse_rl.logs import logger
 
 log = logger(__name__)
@@ -82,13 +83,14 @@ def decide(quorum: Quorum) -> Decision:
     return Decision(quorum.name, ids, holders, highest.whole, options, between, rendezvous)
 
 
-class ElasticMembers:
+class ElasticMembers(GroupMembers):
     """One trainer's view of the trainers that take part, as they come and go.
 
     lighthouse, name, host: as of Membership. timeout: seconds.
     """
 
     elastic = True
+    no_overlap = "with a Membership, which may exchange a round again"
     place = RankPlace(0, 1)  # in checkpoints: each trainer saves its own residual only
 
     def __init__(self, lighthouse: str, name: str, *, timeout: float, host: str | None) -> None:
@@ -128,9 +130,6 @@ class ElasticMembers:
         self._masters, self._options, self._compare = trainer.masters, fingerprint(trainer.options), trainer.compare
         self._meet(arrived=False)
         self._settle(trainer.compare)
-
-    def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
-        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings, trainer.check)
 
     def agree(self, *, arrived: bool) -> bool:
         """Whether to commit the round; if not, a new group to exchange it again is formed.
@@ -244,3 +243,42 @@ class ElasticMembers:
             self._group.release()
         self._group = None
         self._ids = []
+
+
+class Membership:
+    """A trainer's place among trainers that come and go: the `process_group` of one PulseLoCo or DiLoCo.
+
+    A round completes without a trainer that dies, and trainers join a run that is under way. From here until `close`
+    the others may wait for this trainer, so load the model before.
+
+    Args:
+        lighthouse: The URL of a torchft lighthouse, one for each run. Its join timeout (60 s of the command, 0.1 s of a
+            LighthouseServer made in Python) must be longer than trainers are apart at the end of an exchange.
+        name: This trainer's name, unlike every other's. Ranks follow the order of names.
+        timeout: Seconds that an exchange may take, the slowest trainer's lag included, and the transfer of 8 bytes a
+            parameter to a newcomer.
+        host: A name or address where the other trainers reach this one; None for the machine's name.
+
+    Attributes:
+        name: This trainer's name.
+
+    Raises:
+        MissingExtraError: torchft is not installed.
+        ExchangeError: The lighthouse does not answer within the timeout, or `host` does not reach this machine.
+    """
+
+    def __init__(self, lighthouse: str, name: str, *, timeout: float = 60.0, host: str | None = None) -> None:
+        self.name = name
+        self._members = ElasticMembers(lighthouse, name, timeout=timeout, host=host)
+
+    def __enter__(self) -> Self:
+        """Return the Membership: it takes part since it was made."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run: the others go on without this trainer."""
+        self._members.close()

@@ -1,29 +1,41 @@
-"""Who takes part in the rounds of a trainer: what a round needs to know of it, and the fixed group.
+"""Who takes part in the rounds of a trainer, and how those exchange a round that have a group.
 
 FixedMembers                    the ranks of one process group, all of them in every round
 elastic.ElasticMembers          trainers that come and go: it has one group at a time
-meeting.members.StoreMembers    trainers that reach each other only through an object store
+meeting.group.StoreMembers      trainers that reach each other only through an object store
+
+No trainer's state is changed here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from blake3 import blake3
 
 from pulse_rl.documents import decode_json
-from pulse_rl.errors import IntegrityError, shown
+from pulse_rl.errors import BaseMismatchError, ExchangeError, IntegrityError, shown
 from pulse_rl.group import agreement
-from pulse_rl.group.collectives import Group, RankPlace
+from pulse_rl.group.collectives import Group, RankPlace, Wording
+from pulse_rl.group.ranks import Ranks
 from pulse_rl.loco.checkpoint import Counters
-from pulse_rl.loco.collect import collect
-from pulse_rl.loco.contributions import Contribution
+from pulse_rl.loco.contributions import Contribution, NonFinite
 from pulse_rl.loco.exchange import Timings
+from pulse_rl.loco.gate import Sends
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.outcome import Outcome
 from pulse_rl.loco.sums import Mean
+from pulse_rl.weights.layout import Sides, TensorSpec, compare_layouts
 
 SAID_NBYTES = 64 << 20  # of one rank's options, or the shapes of its parameters, as JSON
+
+# What the errors of a lost exchange say to trainers.
+TRAINERS = Wording(
+    failed="the exchange between trainers failed: a worker or the network is lost, or one took fewer inner steps than "
+    "the others",
+    advice="the shared weights are those of the last whole round: start the trainers again from their last checkpoint",
+)
 
 T = TypeVar("T")
 
@@ -51,26 +63,113 @@ class Members(Protocol):
     def elastic(self) -> bool:
         """Whether trainers come and go, so that a round needs `join` first."""
 
+    @property
+    def no_overlap(self) -> str | None:
+        """Why a round cannot be exchanged in the background by these trainers; None if it can."""
+
     def join(self, trainer: Trainer) -> None:
         """Take part from now on. A collective, unless trainers come and go."""
 
     def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
         """Exchange the trainer's next round; changes nothing of it. A collective.
 
-        Raises as `collect.collect` does.
+        Raises as `GroupMembers.collect` does.
         """
 
     def settle(self, prove: Callable[[Group], None], digest: int) -> None:
         """After a round: prove, by a collective, that all hold the same. digest: θ's."""
 
 
-class FixedMembers:
+class _Report(msgspec.Struct, array_like=True):
+    """What one rank says before a round is exchanged."""
+
+    non_finite: int | None  # the number of the first segment whose pseudo-gradient holds an infinity or NaN
+    counts: list[int]  # elements that it sends of each fragment
+
+
+class GroupMembers:
+    """Trainers that exchange a round over a group, until all have received everything."""
+
+    elastic = False  # whether those that are left exchange a round again that failed
+    no_overlap: str | None = None
+
+    @property
+    def group(self) -> Group:
+        """The group that exchanges now."""
+        raise NotImplementedError
+
+    def agree(self, *, arrived: bool) -> bool:
+        """Whether all commit the round, rather than exchange it again. A collective.
+
+        arrived: whether all of the round is here.
+        """
+        return arrived
+
+    def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
+        """Exchange a round, until every member has received everything; if one is lost, the rest repeat it.
+
+        Raises ExchangeError if a trainer is lost or cannot go on (where they come and go: if this one is at fault), and
+        FloatingPointError for a pseudo-gradient or mean with an infinity or NaN, and as `Trainer.check`.
+        """
+
+        @cache  # it does not depend on who takes part
+        def find() -> list[Sends] | NonFinite:
+            found = trainer.contribution.find()
+            timings.spent("gate")
+            return found
+
+        def report() -> tuple[list[Sends], _Report]:
+            found = find()
+            if isinstance(found, NonFinite):
+                return [], _Report(found.segment, [])
+            return found, _Report(None, trainer.contribution.counts(found))
+
+        while True:
+            outcome = None
+            try:
+                group = self.group
+                sends, reports = Ranks(group).do_and_share("find what to send", report, _Report)
+                timings.spent("exchange")
+                self._require_finite(trainer, reports)
+                methods, means = [], []
+                everyone = (each.counts for each in reports)
+                for fragment, *counts in zip(trainer.masters.fragments, *everyone, strict=True):
+                    method, found_means = trainer.contribution.exchange(group, fragment, sends, counts, timings)
+                    methods.append(method)
+                    means += found_means
+                trainer.check(means)
+                outcome = Outcome(group.size, sends, sum(reports[group.rank].counts), methods, means, timings)
+            except ExchangeError as error:
+                # Where trainers come and go, those at fault go, and the others exchange again.
+                if not self.elastic or self.group.rank in error.ranks:
+                    raise
+            committed = self.agree(arrived=outcome is not None)
+            timings.spent("exchange")
+            if committed and outcome is not None:
+                return outcome
+
+    def _require_finite(self, trainer: Trainer, reports: Sequence[_Report]) -> None:
+        """Raise on all ranks if a pseudo-gradient holds an infinity or NaN."""
+        for rank, report in enumerate(reports):
+            if report.non_finite is not None:
+                message = (
+                    f"rank {rank}, round {trainer.counters.round + 1}: expected finite numbers in the pseudo-gradient "
+                    f"of {trainer.masters.segments[report.non_finite].name!r}, found an infinity or NaN"
+                )
+                if self.elastic and rank != self.group.rank:
+                    raise ExchangeError(message, ranks=(rank,))
+                raise FloatingPointError(message)
+
+
+class FixedMembers(GroupMembers):
     """The ranks of one process group: who is lost ends the rounds of all."""
 
-    elastic = False
-
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self._fixed = group
+
+    @property
+    def group(self) -> Group:
+        return self._fixed
 
     @property
     def place(self) -> RankPlace:
@@ -82,8 +181,15 @@ class FixedMembers:
         try:  # first: the parameters of other models differ too, and no checkpoint makes them alike
             agreement.compare(self.group, {"models differ": trainer.options["model"]}, when, f"{remedy} one")
         except IntegrityError as error:
-            expected, found = self._said(error, shapes)
-            raise _saying(error, name_parameters(expected, found)) from None
+            one, other = (
+                {name: TensorSpec(name, "F32", tuple(shape)) for name, shape in said.items()}
+                for said in self._said(error, shapes)
+            )
+            try:
+                compare_layouts(one, other, Sides("parameters", "the others", f"rank {error.ranks[0]}"))
+            except BaseMismatchError as difference:
+                raise _saying(error, str(difference)) from None
+            raise
         trainer.compare(self.group)
         try:
             agreement.compare(self.group, {"options differ": fingerprint(trainer.options)}, when, f"{remedy} ones")
@@ -97,31 +203,8 @@ class FixedMembers:
         expected, found = (decode_json(rows[rank], dict[str, Any], f"rank {rank}") for rank in (like, error.ranks[0]))
         return expected, found
 
-    def collect(self, trainer: Trainer, timings: Timings) -> Outcome:
-        return collect(self, trainer.masters, trainer.contribution, trainer.counters.round + 1, timings, trainer.check)
-
-    def agree(self, *, arrived: bool) -> bool:
-        return arrived
-
     def settle(self, prove: Callable[[Group], None], digest: int) -> None:
         prove(self.group)
-
-
-def name_parameters(expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
-    """In which parameters one model differs from another, by their shapes."""
-    parts = [
-        ("missing", sorted(expected.keys() - found.keys())),
-        ("unexpected", sorted(found.keys() - expected.keys())),
-        (
-            "reshaped",
-            [
-                f"{name} ({list(found[name])} instead of {list(shape)})"
-                for name, shape in sorted(expected.items())
-                if name in found and list(found[name]) != list(shape)
-            ],
-        ),
-    ]
-    return "; ".join(f"{len(names)} {what}: {shown(names)}" for what, names in parts if names)
 
 
 def name_options(expected: Mapping[str, str], found: Mapping[str, str]) -> str:

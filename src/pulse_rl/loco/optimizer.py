@@ -6,10 +6,10 @@ import torch.distributed as dist
 from pulse_rl.loco import log8
 from pulse_rl.loco.arguments import check_choices, check_scale, default_scale
 from pulse_rl.loco.contributions import DenseContribution, SparseContribution
+from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import EXCHANGES, Exchange
 from pulse_rl.loco.gate import GATES, Gate
 from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.membership import Membership
 from pulse_rl.loco.payload import VALUE_DTYPES, Coding, ValueDtype
 from pulse_rl.loco.rounds import LocalSteps
 

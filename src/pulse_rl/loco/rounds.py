@@ -59,13 +59,12 @@ from pulse_rl.group import agreement
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import arguments, checkpoint
 from pulse_rl.loco.contributions import Contribution
+from pulse_rl.loco.elastic import Membership
 from pulse_rl.loco.exchange import Timings
 from pulse_rl.loco.masters import Masters
 from pulse_rl.loco.meeting.group import StoreGroup
-from pulse_rl.loco.members import Trainer
-from pulse_rl.loco.membership import Membership, members_of, refuse_overlap
-from pulse_rl.loco.outcome import Outcome
-from pulse_rl.loco.report import LocoReport
+from pulse_rl.loco.members import TRAINERS, FixedMembers, Members, Trainer
+from pulse_rl.loco.outcome import LocoReport, Outcome
 from pulse_rl.loco.steps import InnerSteps, warn_unexchanged
 from pulse_rl.observers import tell, telling_failures
 from pulse_rl.parallel import ordered_map, submit
@@ -100,6 +99,13 @@ def _round_named(number: int) -> Iterator[None]:
         raise
 
 
+def _members_of(process_group: dist.ProcessGroup | Membership | StoreGroup | Group | None) -> Members:
+    """Who takes part in the rounds of a PulseLoCo or DiLoCo with this `process_group`; a benchmark's is a Group."""
+    if isinstance(process_group, Membership | StoreGroup):
+        return process_group._members
+    return FixedMembers(process_group if isinstance(process_group, Group) else Group.of(process_group, TRAINERS))
+
+
 class LocalSteps:
     """What PulseLoCo and DiLoCo share: all but what is exchanged."""
 
@@ -117,12 +123,13 @@ class LocalSteps:
         overlap: int = 0,
         process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
+        members = _members_of(process_group)
         arguments.check_numbers(
             sync_every=sync_every,
             overlap=overlap,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
-            no_overlap=refuse_overlap(process_group),
+            no_overlap=members.no_overlap,
         )
         parameters = arguments.trainable(model, inner_optimizer)
         self.sync_every = sync_every
@@ -134,7 +141,7 @@ class LocalSteps:
         self.reports: list[LocoReport] = []
         self._model = model
         self._inner = inner_optimizer
-        self._members = members_of(process_group)
+        self._members = members
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
         self._phase = Phase.IDLE
         self._steps: InnerSteps | None = None  # in the context

@@ -26,7 +26,7 @@ from pulse_rl.flow.recipe import PolicyRecipe
 from pulse_rl.flow.training.exchange import Exchanged, Rounds, Weights
 from pulse_rl.group.collectives import Group
 from pulse_rl.loco import exchange
-from pulse_rl.loco.wording import TRAINERS
+from pulse_rl.loco.members import TRAINERS
 from pulse_rl.weights.layout import layout
 
 RECORD_LIMIT = 1 << 20  # bytes of one trainer's record of a round

@@ -5,7 +5,7 @@
     parcels, anchors    payloads, the state that newcomers start from, and what is deleted before it
     commits, repair     the end of a round: who is waited for, what counts, and what then cannot be read
     joining             how a trainer takes part
-    members, group      what a round needs of all this, and the public side
+    group               the public side, and what a round needs of all this
 
 What a payload holds is not known here (`contributions`), nor what an outer step is (`masters`).
 """

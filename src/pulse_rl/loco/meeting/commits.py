@@ -55,7 +55,7 @@ class Meeting:
         self.rank = board.rank
         self.base = ""  # θ's digest
         self.began = 0  # the round after which the run began
-        self._late_after = late_after
+        self.late_after = late_after
         self.timeout = timeout
         self._read: set[str] = set()  # names of stops that are dealt with
         self.repairs = Repairs(board, timeout)
@@ -89,7 +89,7 @@ class Meeting:
             if self.rank in offers:
                 self.repairs.give(trainer, look)
             waited = time.monotonic() - began
-            late = self._late_after is not None and waited >= self._late_after and self.rank in offers
+            late = self.late_after is not None and waited >= self.late_after and self.rank in offers
             if late or len(offers) == self.board.size:
                 ready = self._add_up(trainer, [offers[rank] for rank in sorted(offers)], sends, timings)
                 if self._commit(ready.commit):
