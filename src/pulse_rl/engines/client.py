@@ -19,7 +19,6 @@ import msgspec
 
 from pulse_rl.documents import decode_json
 from pulse_rl.engines.http import Server, is_temporary
-from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.states import (
     BUSY,
     During,
@@ -29,6 +28,7 @@ from pulse_rl.engines.states import (
     Failure,
     Follow,
     PauseMode,
+    failed,
 )
 from pulse_rl.errors import EngineError, FormatError, one_line, printable
 from pulse_rl.observers import tell
@@ -322,3 +322,18 @@ class EngineClient:
                 temporary=is_temporary(status),
             )
         return failed(refusal.failure, refusal.state, self.url, status)
+
+
+def check_holds(
+    url: str, found: EngineState | EngineReport, version: int | None, digest: str | None, during: str
+) -> None:
+    """Raise EngineError if an engine does not hold this version of the history, whatever number it says."""
+    if (found.version, found.digest) != (version, digest):
+        raise EngineError(
+            f"{url}: expected version {version} of digest {digest}, as the history has it, found version "
+            f"{found.version} of digest {printable(str(found.digest))}: it follows another history",
+            url=url,
+            during=during,
+            kind="IntegrityError",
+            version=found.version,
+        )

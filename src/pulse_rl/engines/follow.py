@@ -17,9 +17,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from pulse_rl.engines.client import EngineClient
-from pulse_rl.engines.outcomes import check_holds, failed
-from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode
+from pulse_rl.engines.client import EngineClient, check_holds
+from pulse_rl.engines.states import EngineReport, EngineState, Failure, Follow, PauseMode, failed
 from pulse_rl.errors import EngineError, PulseError, one_line
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest

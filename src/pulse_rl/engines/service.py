@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from pulse_rl.engines.outcomes import report, staged_for
 from pulse_rl.engines.ranks import Applied, Outside, RankState, is_stopped, merge
 from pulse_rl.engines.states import (
     BUSY,
@@ -198,10 +197,11 @@ class Service:
         async with self._updating:
             ranks = await self._idle("apply")
             before = await self._state(ranks)
-            staged = staged_for(wanted.version, before.prepared)
-            if isinstance(staged, Failure):
-                why = before.failure  # that nothing is staged
-                raise _RefusedError(CONFLICT, why if why and why.during in ("follow", "stage") else staged, before)
+            staged, why = before.prepared, before.failure
+            if staged is None or wanted.version not in (None, staged.version):
+                if why is None or why.during not in ("follow", "stage"):  # else that is why nothing is staged
+                    why = _not_staged(wanted.version, staged)
+                raise _RefusedError(CONFLICT, why, before)
             return await self._apply_staged(wanted, staged, ranks, before)
 
     async def _apply_staged(
@@ -234,9 +234,14 @@ class Service:
         end = time.perf_counter()
         if after.failure is not None:
             raise _RefusedError(FAILED, after.failure, await self._state(ranks))
-        return report(
-            staged,
-            before.version,
+        return EngineReport(
+            version=staged.version,
+            previous=before.version,
+            digest=staged.digest,
+            route=staged.route,
+            changes=staged.changes,
+            fetched_nbytes=staged.fetched_nbytes,
+            stage_s=staged.stage_s,
             drain_s=drained - start,
             apply_s=max(each.seconds for each in applied),
             pause_s=end - drained if pauses else 0.0,
@@ -300,6 +305,12 @@ class Local:
                 found: Answer = ended.value
                 return found
             raise RuntimeError(f"{self.url}: {verb} awaits something, which a local engine must not")
+
+
+def _not_staged(version: int | None, found: Prepared | None) -> Failure:
+    expected = "a version" if version is None else f"version {version}"
+    message = f"expected {expected} to be staged, found {f'version {found.version}' if found else 'nothing'}: stage it"
+    return Failure("apply", "VersionNotFoundError", message, fields={"version": version})
 
 
 def _body(request: bytes, kind: type[T], during: During) -> T:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from pulse_rl.errors import PulseError, StoreError, one_line
+from pulse_rl.errors import EngineError, PulseError, StoreError, one_line, printable
 
 BUSY = "Busy"  # the kind of failure of a call that came while the engine was at work for another one
 ROUTES = "/v1/pulse"  # below /v1, which an engine's API key guards
@@ -182,6 +182,25 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
     failure: Failure
     state: EngineState
+
+
+def failed(failure: Failure, state: EngineState, url: str | None = None, status: int | None = None) -> EngineError:
+    """The error for what went wrong in an engine. state: what it holds after that. url: None in this process."""
+    where = "" if url is None else f"{url}: "
+    holds = f"it holds version {state.version}" if state.version is not None else "no version of it is proved"
+    then = ", and stays paused until an update succeeds" if state.paused else ""
+    said = printable(f"{failure.kind[:100]}: {failure.message[:LONGEST]}")  # an engine's words
+    return EngineError(
+        f"{where}{failure.during} failed: {said} ({holds}{then})",
+        url=url,
+        during=failure.during,
+        kind=failure.kind,
+        status=status,
+        temporary=failure.temporary,
+        version=state.version,
+        paused=state.paused,
+        fields=failure.fields,
+    )
 
 
 def method(verb: str) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pulse_rl import Publisher, PublishReport
+from pulse_rl.engines.client import check_holds
 from pulse_rl.engines.fleet import Engines
-from pulse_rl.engines.outcomes import check_holds
 from pulse_rl.engines.states import EngineReport, PauseMode
 from pulse_rl.errors import EngineError
 from pulse_rl.logs import logger

@@ -9,10 +9,8 @@ from pulse_rl.weights.names import named_parameters
 SCALES = 1024  # the largest scale of a gate, and the inverse of the smallest
 
 
-def check_numbers(
-    *, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float, no_overlap: str | None
-) -> None:
-    """Raises ValueError for a number out of range. no_overlap: why there can be none; None if there can."""
+def check_numbers(*, sync_every: int, overlap: int, outer_lr: float, outer_momentum: float) -> None:
+    """Raises ValueError for a number out of range."""
     if sync_every < 1:
         raise ValueError(f"sync_every: expected at least 1 inner step, found {sync_every}")
     if not 0 <= overlap < sync_every:
@@ -20,8 +18,6 @@ def check_numbers(
             f"overlap: expected 0 to {sync_every - 1} inner steps, so that a round ends before the next begins, "
             f"found {overlap}"
         )
-    if overlap and no_overlap:
-        raise ValueError(f"overlap: expected 0 {no_overlap}, found {overlap}")
     if not outer_lr > 0 or not 0 <= outer_momentum < 1:
         raise ValueError(
             f"expected outer_lr above 0 and outer_momentum from 0 up to, not including, 1, found {outer_lr} and "

@@ -85,6 +85,10 @@ class PulseLoCo(LocalSteps):
                 "exchange: expected auto or gather with a StoreGroup, where all read all payloads, found split"
             )
         check_scale(gate_scale)
+        self.gate = gate
+        self._given_scale = gate_scale
+        self.value_dtype = value_dtype
+        self.exchange: Exchange = exchange
         super().__init__(
             model,
             inner_optimizer,
@@ -94,14 +98,14 @@ class PulseLoCo(LocalSteps):
             overlap=overlap,
             process_group=process_group,
         )
-        self.gate = gate
-        self.gate_scale = default_scale(value_dtype, outer_lr, outer_momentum) if gate_scale is None else gate_scale
-        self.value_dtype = value_dtype
-        self.exchange = exchange
+
+    def _contribute(self, process_group: object) -> SparseContribution:
+        given, default = self._given_scale, default_scale(self.value_dtype, self.outer_lr, self.outer_momentum)
+        self.gate_scale = default if given is None else given
         rank = self._members.place.rank
         turn = log8.turn_of_name(process_group.name) if isinstance(process_group, Membership) else log8.turn_of(rank)
-        coding = Coding(gate, value_dtype, self.gate_scale)
-        self._contribution = SparseContribution(self._masters, coding, turn, exchange)
+        coding = Coding(self.gate, self.value_dtype, self.gate_scale)
+        return SparseContribution(self._masters, coding, turn, self.exchange)
 
     def _options(self) -> dict[str, object]:
         names = "gate", "gate_scale", "value_dtype", "exchange"
@@ -136,29 +140,10 @@ class DiLoCo(LocalSteps):
         ExchangeError: There is no process group.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
-        *,
-        sync_every: int,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        overlap: int = 0,
-        process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            inner_optimizer,
-            sync_every=sync_every,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            overlap=overlap,
-            process_group=process_group,
-        )
+    def _contribute(self, process_group: object) -> DenseContribution:
         if isinstance(process_group, StoreGroup) and process_group.late_after is not None:
             raise ValueError(
                 "late_after: expected None with DiLoCo, which keeps no residual for what comes too late, found "
                 f"{process_group.late_after}: wait for all, or use PulseLoCo"
             )
-        self._contribution = DenseContribution(self._masters)
+        return DenseContribution(self._masters)

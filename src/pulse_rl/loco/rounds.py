@@ -110,7 +110,6 @@ class LocalSteps:
     """What PulseLoCo and DiLoCo share: all but what is exchanged."""
 
     _HAS_RESIDUAL = False
-    _contribution: Contribution
 
     def __init__(
         self,
@@ -123,13 +122,11 @@ class LocalSteps:
         overlap: int = 0,
         process_group: dist.ProcessGroup | Membership | StoreGroup | None = None,
     ) -> None:
-        members = _members_of(process_group)
         arguments.check_numbers(
             sync_every=sync_every,
             overlap=overlap,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
-            no_overlap=members.no_overlap,
         )
         parameters = arguments.trainable(model, inner_optimizer)
         self.sync_every = sync_every
@@ -141,13 +138,20 @@ class LocalSteps:
         self.reports: list[LocoReport] = []
         self._model = model
         self._inner = inner_optimizer
-        self._members = members
+        self._members = _members_of(process_group)
+        if overlap and self._members.no_overlap:
+            raise ValueError(f"overlap: expected 0 {self._members.no_overlap}, found {overlap}")
         self._masters = Masters(parameters, with_residual=self._HAS_RESIDUAL)
+        self._contribution = self._contribute(process_group)
         self._phase = Phase.IDLE
         self._steps: InnerSteps | None = None  # in the context
         self._background: _Background | None = None  # EXCHANGING
         self._loaded = False  # a state was loaded, and the context not entered since
         self._thread = ThreadPoolExecutor(1, "pulse-round")
+
+    def _contribute(self, process_group: object) -> Contribution:
+        """What this trainer adds to each round."""
+        raise NotImplementedError
 
     @property
     def report(self) -> LocoReport | None:

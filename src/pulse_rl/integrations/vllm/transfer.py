@@ -25,11 +25,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.v1.worker.worker_base import WorkerBase
 
 from pulse_rl import TensorSpec
-from pulse_rl.engines.outcomes import failed
 from pulse_rl.engines.ranks import Outside, RankState, merge
 from pulse_rl.engines.receiver import EngineReceiver
 from pulse_rl.engines.service import serve
-from pulse_rl.engines.states import Follow
+from pulse_rl.engines.states import Follow, failed
 from pulse_rl.engines.views import LiveViews
 from pulse_rl.integrations.vllm.modules import live_views
 from pulse_rl.integrations.vllm.names import METHOD
