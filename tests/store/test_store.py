@@ -18,7 +18,7 @@ from obstore.exceptions import GenericError
 import pulse_rl as pulse
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, StoreError
 from pulse_rl.store.base import Store
-from pulse_rl.store.failures import one_line
+from pulse_rl.store.requests import one_line
 from tests.store import servers
 
 

@@ -16,8 +16,8 @@ from obstore.store import S3Store
 
 import pulse_rl as pulse
 from pulse_rl.history.operate.verify import VerifyReport, verify
-from pulse_rl.store.client import CLIENT
 from pulse_rl.store.remote import CloudStore
+from pulse_rl.store.requests import CLIENT
 from tests.conftest import Trainee
 from tests.store import servers
 from tests.store.proxy import STATUSES, Fault, Proxy, What

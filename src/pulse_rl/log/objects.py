@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from pulse_rl.documents import Count, Hash
 from pulse_rl.errors import IntegrityError, ObjectExistsError, ObjectNotFoundError, StoreError
-from pulse_rl.store.base import ObjectInfo, Store, has_bytes
+from pulse_rl.store.base import ObjectInfo, Store, has_bytes, refused_without_cause
 from pulse_rl.store.cache import drop_cached
 
 # What manifests and trails promise is only bound by a signature, if there is one. So what is allocated for an object is
@@ -56,12 +56,7 @@ def create(store: Store, name: str, data: bytes) -> bool:
         try:
             return has_bytes(store, name, data)
         except ObjectNotFoundError:
-            raise StoreError(
-                f"cannot write {name} in {store.url}: its service refuses it as one that exists already, and does not "
-                "have it; try again",
-                url=store.url,
-                name=name,
-            ) from None
+            raise refused_without_cause(store, name) from None
     except StoreError:
         with suppress(StoreError):
             if has_bytes(store, name, data):

@@ -1,7 +1,6 @@
 """Object stores: `base` is the protocol, `objects` opens buckets, directories, memory and web servers through obstore.
 
-`urls` reads what a user names, `client` sets how requests are made, `failures` turns obstore's exceptions into ours,
-`patient` retries what may pass, `ranges` reads parts of objects, and `cache` keeps objects in `cached_files` for all
-processes of a machine, in a `folder` that is safe from other users. A store holds named, immutable objects and knows
-nothing of their contents.
+`urls` reads what a user names, `requests` sets how obstore asks and what its failures mean, `patient` retries what
+may pass, `ranges` reads parts of objects, and `cache` keeps objects in `cached_files` for all processes of a machine,
+in a `folder` that is safe from other users. A store holds named, immutable objects and knows nothing of their contents.
 """

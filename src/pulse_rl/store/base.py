@@ -8,6 +8,8 @@ consists of: where a pruned history begins, and the heartbeats of subscribers.
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, Protocol
 
+from pulse_rl.errors import StoreError
+
 
 class ObjectInfo(NamedTuple):
     """One object of a store.
@@ -144,6 +146,16 @@ def read_up_to(store: Store, name: str, limit: int) -> bytes:
 def has_bytes(store: Store, name: str, data: bytes) -> bool:
     """Whether an object has these bytes. Raises as `Store.stream`."""
     return read_up_to(store, name, len(data)) == data
+
+
+def refused_without_cause(store: Store, name: str) -> StoreError:
+    """The error of a put-if-absent that was refused although the object is not there."""
+    return StoreError(
+        f"cannot write {name} in {store.url}: its service refuses it as one that exists already, and does not have it; "
+        "try again",
+        url=store.url,
+        name=name,
+    )
 
 
 def up_to(parts: Iterable[memoryview], limit: int) -> bytearray:

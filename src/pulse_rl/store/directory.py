@@ -20,8 +20,8 @@ from obstore.store import LocalStore
 from pulse_rl.disk import linked, make_directory, to_disk
 from pulse_rl.errors import StoreError
 from pulse_rl.store.base import ObjectInfo
-from pulse_rl.store.client import need_threads
 from pulse_rl.store.objects import ObjectStore
+from pulse_rl.store.requests import need_threads
 
 _STAGED = re.compile(r"#\d+$")  # how names end of what is written beside its place
 

@@ -14,9 +14,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, 
 
 from pulse_rl.errors import ObjectExistsError, ObjectNotFoundError, PulseError, StoreError
 from pulse_rl.store.base import ObjectInfo, up_to
-from pulse_rl.store.client import need_threads
-from pulse_rl.store.failures import ignores_range, may_pass, one_line
 from pulse_rl.store.ranges import cannot_read_range, is_empty, whole_range
+from pulse_rl.store.requests import ignores_range, may_pass, need_threads, one_line
 
 PART_NBYTES = 8 << 20  # read and write large objects in parts of this size
 CHUNK_NBYTES = 1 << 20  # of a range: obstore takes three times as long to join larger ones

@@ -10,11 +10,10 @@ from obstore.store import HTTPStore, MemoryStore
 from pulse_rl.errors import StoreError
 from pulse_rl.store.base import Store
 from pulse_rl.store.cache import CACHE_NBYTES, cached
-from pulse_rl.store.client import CLIENT, RETRY, client_of
 from pulse_rl.store.directory import DirectoryStore
-from pulse_rl.store.failures import one_line
 from pulse_rl.store.objects import ObjectStore
 from pulse_rl.store.remote import CLOUDS, CloudStore, WebStore
+from pulse_rl.store.requests import CLIENT, RETRY, client_of, one_line
 from pulse_rl.store.urls import as_path, is_url, refusal
 
 

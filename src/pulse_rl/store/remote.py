@@ -9,7 +9,7 @@ from typing import Any, Literal
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from pulse_rl.errors import CannotListError, ObjectExistsError, ObjectNotFoundError, StoreError
-from pulse_rl.store.base import ObjectInfo, has_bytes
+from pulse_rl.store.base import ObjectInfo, has_bytes, refused_without_cause
 from pulse_rl.store.objects import ObjectStore
 
 # By the scheme of their URLs: the store, and the prefix of its environment variables.
@@ -55,12 +55,7 @@ class CloudStore(ObjectStore):
             try:
                 stays = has_bytes(self, probe, b"first")
             except ObjectNotFoundError:
-                raise StoreError(
-                    f"cannot write {probe} in {self.url}: its service refuses it as one that exists already, and does "
-                    "not have it; try again",
-                    url=self.url,
-                    name=probe,
-                ) from None
+                raise refused_without_cause(self, probe) from None
             if not (refused and stays):
                 raise StoreError(
                     f"{self.url} cannot hold a history: expected its service to refuse a put-if-absent "
