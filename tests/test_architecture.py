@@ -49,7 +49,7 @@ INSIDE = {
         "log": "likewise, and fetches them",
         "patch": "likewise, within a patch",
     },
-    "watch": {},
+    "watch": {"history.operate": "the verdicts of subscribers are metrics"},
     "flow": {
         "codecs.choose": "the name of a codec is checked before any process starts",
         "loco": "DDP adds gradients in the order, and with the errors, of PULSELoCo",

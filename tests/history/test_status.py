@@ -407,6 +407,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     shown, expected = json.loads(out), json.loads(msgspec.json.encode(status(store)))
     for found in (shown, expected):
         assert 0 <= found["listing"].pop("age_s") < 600
+        assert 0 <= found["subscribers"][0].pop("lag_s") < 600
     assert shown == expected | {"alarms": []}
     before = listing()
     settings = ["--retain", 2, "--keep-every", 2, "--grace", 0]

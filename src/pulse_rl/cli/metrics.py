@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from pulse_rl.watch import Exporter
 
 OTEL = "otel"
-MOST = 65535
+HOST, MOST = "127.0.0.1", 65535
 
 Metrics = Annotated[
     str | None,
     typer.Option(
         "--metrics",
-        metavar="PORT|otel",
-        help="Serve metrics to Prometheus on this port of 127.0.0.1, or send them by OpenTelemetry, as the variables "
-        "OTEL_* say.",
+        metavar="[HOST:]PORT|otel",
+        help="Serve metrics to Prometheus on this port, of 127.0.0.1 where no host is given; or send them by "
+        "OpenTelemetry, as the variables OTEL_* say.",
         show_default=False,
     ),
 ]
@@ -30,8 +30,16 @@ Metrics = Annotated[
 
 def check(metrics: str | None) -> None:
     """Raise a usage error unless the option's value is a port or "otel"."""
-    if metrics not in (None, OTEL) and not (metrics.isdecimal() and int(metrics) <= MOST):
-        raise typer.BadParameter(f"--metrics: expected a port or {OTEL}, found {metrics!r}")
+    if metrics not in (None, OTEL):
+        address(metrics, "--metrics", f" or {OTEL}")
+
+
+def address(text: str, option: str, others: str = "") -> tuple[str, int]:
+    """The host and the port that an option names. Raises a usage error."""
+    host, _, port = text.rpartition(":")
+    if not (port.isdecimal() and int(port) <= MOST):
+        raise typer.BadParameter(f"{option}: expected PORT or HOST:PORT{others}, found {text!r}")
+    return host.strip("[]") or HOST, int(port)
 
 
 @contextmanager
@@ -47,8 +55,9 @@ def exporting(metrics: str | None, *, run: str | None = None) -> Iterator[Export
     from pulse_rl import watch
 
     if metrics != OTEL:
-        with watch.to_prometheus(port=int(metrics), run=run) as exporter:
-            typer.echo(f"metrics: http://127.0.0.1:{exporter.port}/metrics", err=True)
+        host, port = address(metrics, "--metrics")
+        with watch.to_prometheus(port=port, host=host, run=run) as exporter:
+            typer.echo(f"metrics: http://{host}:{exporter.port}/metrics", err=True)
             yield exporter
         return
     otlp = require("opentelemetry.exporter.otlp.proto.http.metric_exporter", "otel")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pulse_rl.cli import output
+from pulse_rl.cli.metrics import address
 from pulse_rl.cli.output import AsJson, PublicKeyFile
 from pulse_rl.errors import printable
 from pulse_rl.units import count, nbytes
@@ -52,6 +54,14 @@ def status(
         float | None,
         typer.Option(min=0.1, metavar="SECONDS", help="Look again and again, until Ctrl-C.", show_default=False),
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Show nothing; serve the store's metrics to Prometheus, on 127.0.0.1 where no host is given.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a store's versions, sizes, reductions and anchors, and its subscribers.
@@ -77,6 +87,11 @@ def status(
     from pulse_rl.errors import IntegrityError, PulseError, VersionNotFoundError, one_line
     from pulse_rl.watch.alarms import alarms_of_status
 
+    if serve is not None:
+        if watch is not None or as_json:
+            raise typer.BadParameter("--serve: expected without --watch and --json")
+        _serve(store, serve, max_lag=max_lag, max_silence=max_silence, expire=expire)
+        return
     code = OK
     try:
         while True:
@@ -103,6 +118,19 @@ def status(
     except KeyboardInterrupt:
         pass
     raise typer.Exit(code)
+
+
+def _serve(store: str, where: str, **limits: Any) -> None:
+    """Serve metrics until Ctrl-C."""
+    from pulse_rl.watch import stores
+
+    host, port = address(where, "--serve")
+    server = stores.serve(store, host, port, **limits)
+    typer.echo(f"metrics: http://{host}:{server.server_port}/metrics", err=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        server.shutdown()
 
 
 def prune(

@@ -45,6 +45,13 @@ METRICS = {
         "gauge", "When weights were last brought to a version, in seconds since 1970.", unit="s"
     ),
     "pulse_alarm": Metric("gauge", "1 while this alarm is raised.", "alarm"),
+    "pulse_verdict": Metric("gauge", "1 for the verdict of a store, or of a subscriber.", "verdict"),
+    "pulse_store_readable": Metric("gauge", "1 where the store could be read, else 0."),
+    "pulse_store_versions": Metric("gauge", "Versions that the store holds."),
+    "pulse_store_bytes": Metric("gauge", "Bytes of the store's objects.", "folder", "By"),
+    "pulse_last_version_timestamp_seconds": Metric(
+        "gauge", "When the newest version was written, in seconds since 1970 by the store's clock.", unit="s"
+    ),
 }
 _PHASES: dict[str, dict[str, tuple[str, ...]]] = {  # of each report: phase → the fields that add up to it
     "PublishReport": {

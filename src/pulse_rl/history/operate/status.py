@@ -218,7 +218,10 @@ def status(
     if objects is not None:
         # Where the run has ended, subscribers go.
         limits = Limits(max_lag, math.inf if ended else max_silence, expire, _store_time(objects))
-        subscribers, expired = read_subscribers(store, objects[heartbeat.PREFIX], newest, problems, limits)
+        times = ((manifest_sequence(info.name), info.modified) for info in objects["manifests"])
+        written = {sequence: modified for sequence, modified in times if sequence is not None}
+        beats = objects[heartbeat.PREFIX]
+        subscribers, expired = read_subscribers(store, beats, newest, problems, limits, written)
     return Status(
         url=store.url,
         versions=len(sequences),

@@ -1,6 +1,6 @@
 """Who follows a history: what each subscriber last reported, judged."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeAlias
 
@@ -27,6 +27,7 @@ class SubscriberInfo(msgspec.Struct, frozen=True):
         seen: When its heartbeat was written, in seconds since 1970 by the store's clock.
         version: The version that it holds, proved; None for none.
         lag: How many versions that is behind the newest one now.
+        lag_s: For how many seconds it has been behind: since the version after its own was written.
         lag_then: How many versions it was behind the newest one that it knew of.
         error: The error of its last sync; None if that succeeded.
         sync_s: The seconds that its last sync took.
@@ -42,6 +43,7 @@ class SubscriberInfo(msgspec.Struct, frozen=True):
     seen: float
     version: int | None
     lag: int | None
+    lag_s: float | None
     lag_then: int | None
     error: str | None
     sync_s: float | None
@@ -73,9 +75,17 @@ def worst(subscribers: Iterable[SubscriberInfo]) -> Verdict:
 
 
 def read_subscribers(
-    store: Store, objects: list[ObjectInfo], newest: Manifest, problems: list[str], limits: Limits
+    store: Store,
+    objects: list[ObjectInfo],
+    newest: Manifest,
+    problems: list[str],
+    limits: Limits,
+    written: Mapping[int, float],
 ) -> tuple[tuple[SubscriberInfo, ...], int]:
-    """Read the heartbeats of a listing. Returns them, and how many have expired."""
+    """Read the heartbeats of a listing. Returns them, and how many have expired.
+
+    written: when each manifest was written, by sequence number.
+    """
     everyone = [info for info in objects if heartbeat.heartbeat_id(info.name) is not None]
     beats = [info for info in everyone if limits.now - info.modified <= limits.expire]
     expired = len(everyone) - len(beats)
@@ -83,23 +93,29 @@ def read_subscribers(
         problems.append(f"of {len(beats)} heartbeats, the {MAX_SUBSCRIBERS} written last are shown")
         beats = sorted(sorted(beats, key=lambda info: info.modified)[-MAX_SUBSCRIBERS:])
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence, limits), beats)), expired
+        return tuple(pool.map(lambda info: _subscriber(store, info, newest.sequence, limits, written), beats)), expired
 
 
-def _subscriber(store: Store, info: ObjectInfo, newest: int, limits: Limits) -> SubscriberInfo:
+def _subscriber(
+    store: Store, info: ObjectInfo, newest: int, limits: Limits, written: Mapping[int, float]
+) -> SubscriberInfo:
     name = heartbeat.heartbeat_id(info.name)
     assert name is not None  # the caller has looked
     try:
         beat = heartbeat.read(store, info.name)
     except PulseError as error:
-        unknown = (None,) * 6
+        unknown = (None,) * 7
         return SubscriberInfo(name, info.modified, *unknown, one_line(error), None, None, "damaged")
     lag = max(0, newest - beat.sequence) if beat.sequence is not None else None
+    lag_s = 0.0 if lag == 0 else None
+    if beat.sequence is not None and (since := written.get(beat.sequence + 1)) is not None:
+        lag_s = max(0.0, limits.now - since)
     return SubscriberInfo(
         id=name,
         seen=info.modified,
         version=beat.version,
         lag=lag,
+        lag_s=lag_s,
         lag_then=beat.lag,
         error=printable(beat.error[: heartbeat.MAX_ERROR]) if beat.error is not None else None,
         sync_s=beat.sync_s,
