@@ -111,7 +111,7 @@ class History:
         with (
             patch("pulse_rl.log.objects.secrets.token_hex", lambda nbytes: f"{next(tokens):016x}"),
             patch("time.time", lambda: 1.75e9),
-            patch("pulse_rl.sync.publish.publisher.check_assets"),  # so that an index is read too, as of several files
+            patch("pulse_rl.sync.publish.intake.check_assets"),  # so that an index is read too, as of several files
             pulse.Publisher(self.store, anchor_every=6, codec=codec, sign_with=keys()[0]) as publisher,
         ):
             weights = _state(rng, "a b c d empty s twin")

@@ -47,7 +47,7 @@ class Calls(Clients):
             self.turns.settle()
         lost = flying is not None and flying.sequence is None  # what was in flight was not committed
         unsure = flying is not None and (lost or flying.disturbed)  # whether it was, may not be known
-        if publisher._in_flight is None or error is None:
+        if publisher._pipeline._in_flight is None or error is None:
             trainer.flying = None
         what = f"{version}{' anchor' * anchor}{' background' * background}"
         if report is not None:

@@ -155,7 +155,7 @@ def test_a_history_that_was_rolled_back_is_not_gone_on_with(
     publisher = pulse.Publisher(store, cast="bfloat16")
     for version in range(3):
         publisher.publish(trainee.step(), version=version, background=True)
-    publisher._in_flight.future.result()  # type: ignore[union-attr]  # committed, which the publisher has not looked at
+    publisher._pipeline._in_flight.future.result()  # type: ignore[union-attr]  # committed, which the publisher has not looked at
     for sequence in range(until + 1, 3):
         store.delete(f"manifests/{sequence:012d}.json")
     with pytest.raises(pulse.StoreError, match="no longer holds the history .*2.json with version 2,.*put it back"):

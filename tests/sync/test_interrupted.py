@@ -14,10 +14,22 @@ import pulse_rl as pulse
 from pulse_rl.errors import StoreError
 from pulse_rl.history.operate.verify import verify
 from pulse_rl.sync import turn
-from pulse_rl.sync.publish import baseline, delivery, encoding, report, skips, successor
-from pulse_rl.sync.publish import publisher as module
+from pulse_rl.sync.publish import (
+    attempt,
+    baseline,
+    delivery,
+    encoding,
+    intake,
+    pipeline,
+    position,
+    publisher,
+    report,
+    skips,
+    successor,
+)
 
-FILES = {part.__file__ for part in (module, baseline, encoding, successor, delivery, skips, report, turn)}
+PUBLISHING = (publisher, intake, pipeline, attempt, position, baseline, encoding, successor, delivery, skips, report)
+FILES = {part.__file__ for part in (*PUBLISHING, turn)}
 
 
 def _interrupted_at(line: int, *, background: bool, fails: bool, monkeypatch: pytest.MonkeyPatch) -> str | None:
@@ -95,7 +107,7 @@ def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = pulse.Publisher(store)
     publisher.publish(weights, version=0)
     weights["w"][0] = 7
-    monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(pipeline, "ThreadPoolExecutor", Pool)
     with pytest.raises(RuntimeError, match="can't start"):
         publisher.publish(weights, version=1, background=True)
     weights["w"][1] = 9
@@ -123,7 +135,7 @@ def test_a_delivery_that_an_interruption_left_behind_is_awaited(monkeypatch: pyt
     weights["w"][0] = 1000
     with monkeypatch.context() as patched:
         patched.setattr(publisher.history, "commit", slow)
-        patched.setattr(module, "_InFlight", interrupted)
+        patched.setattr(pipeline, "_InFlight", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(weights, version=1, background=True)
     weights["w"][1] = 1001

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import pulse_rl as pulse
-from pulse_rl.sync.publish import anchors, publisher
+from pulse_rl.sync.publish import anchors, pipeline
 from pulse_rl.sync.subscribe import subscriber
 from tests.group import world as group_world
 from tests.group.world import caught
@@ -77,8 +77,8 @@ def interrupt_outside(group: Any, rank: int, size: int, store: str, where: str) 
         raise KeyboardInterrupt
 
     owner, name = {
-        "the checks": (publisher, "check_successor"),
-        "the thread": (publisher, "_InFlight"),
+        "the checks": (pipeline, "check_successor"),
+        "the thread": (pipeline, "_InFlight"),
         "the anchor": (anchors, "_nbytes"),
     }[where]
     begun, errors = time.monotonic(), list[BaseException]()

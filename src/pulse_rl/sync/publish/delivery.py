@@ -8,7 +8,7 @@ have succeeded; the history's trail and its pruning are its business too.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,30 +43,13 @@ from pulse_rl.patch.encode import Coded, EncodedPatch
 from pulse_rl.patch.overlay import Overlay
 from pulse_rl.sync.freed import return_freed
 from pulse_rl.sync.publish.anchors import put_anchor_together
-from pulse_rl.sync.publish.baseline import Move
+from pulse_rl.sync.publish.attempt import Attempt
 from pulse_rl.sync.publish.skips import Skips, find_skip, prove_skip
-from pulse_rl.sync.shares import SharePlan
 from pulse_rl.weights.layout import Layout
 
 log = logger(__name__)
 
 _LOCAL = ("file:", "memory:")  # stores that tell nothing of the link to a worker
-
-
-@dataclass(frozen=True)
-class Upcoming:
-    """A version that the baseline holds and the store does not yet."""
-
-    move: Move  # of the baseline, to this version
-    patch: EncodedPatch | None  # from move.base: this rank's part; None for a version that has an anchor only
-    assets: Mapping[str, bytes]  # small files to put with an anchor
-    plan: SharePlan  # who owns what
-    token: str  # of this attempt, the same on all ranks: 16 random hex digits
-
-    @property
-    def manifest(self) -> Manifest:
-        """All of the version's manifest but its objects."""
-        return self.move.baseline.manifest
 
 
 @dataclass(frozen=True)
@@ -80,16 +63,6 @@ class Delivered:
     warning: str | None  # what failed after the commit
 
 
-class _File(msgspec.Struct, array_like=True):
-    """A part that one rank has put."""
-
-    nbytes: int
-    blake3: str
-    head_nbytes: int
-    head_blake3: str
-    changes: int = 0
-
-
 class _Skip(msgspec.Struct, array_like=True):
     """A skip patch that one rank has coded."""
 
@@ -101,17 +74,18 @@ class Delivery:
     """Puts one publisher's versions into its history, one after another."""
 
     def __init__(self, history: History, retention: Retention | None, ranks: Ranks) -> None:
+        self.history = history
+        self.publisher = new_token()  # names it in manifests
         self.measured_bandwidth: float | None = None  # bits per second, while the last anchor was put
-        self.committed: Manifest | None = None  # the last version that was committed, whatever came after the commit
+        self.committed: Manifest | None = None  # the last version that was committed or resumed from
         self.marked = False  # whether the store may hold the mark of a run's end
-        self._history = history
         self._retention = retention
         self._ranks = ranks
         self._trail = Trail(0)  # to the newest version
         self._unlisted: list[PatchLink] = []  # skip patches to it: the next version's trail will list them
         self._skips = Skips()
         self._committing: str | None = None  # the token of the last attempt that may have been committed
-        self._files: list[_File] = []  # the parts of the last patch that was put, by rank
+        self._parts: list[PatchObject] = []  # of the last patch that was put, by rank
         self._one_store = False  # whether the first rank is known to have the store of all others
 
     def resume(self, head: Manifest) -> None:
@@ -120,117 +94,116 @@ class Delivery:
         self._unlisted = []
         self._trail = Trail(head.sequence)
         self.marked = True
-        if self._ranks.rank:
-            return
-        try:
-            self._trail = self._history.trail(head) or self._trail
-        except VersionSkewError:
-            raise
-        except PulseError as error:
-            log.warning("version %d: its trail is left behind, a new one begins here: %s", head.version, error)
+        if self._ranks.rank == 0:
+            try:
+                self._trail = self.history.trail(head) or self._trail
+            except VersionSkewError:
+                raise
+            except PulseError as error:
+                log.warning("version %d: its trail is left behind, a new one begins here: %s", head.version, error)
+        self.committed = head
 
-    def deliver(self, upcoming: Upcoming) -> Delivered:
+    def deliver(self, attempt: Attempt) -> Delivered:
         """Put the objects, commit, then put skip patches and prune. A collective.
 
         Raises IntegrityError or StoreError if the version could not be committed, and ExchangeError on the other ranks.
         A failure after the commit is logged and returned as a warning; an interruption after it is raised, and
-        `committed` says that the version stands.
+        `committed` tells that the version stands.
         """
         start = time.perf_counter()
         try:
-            manifest = self._put_parts(upcoming)
-            manifest = self._put_anchor(upcoming, manifest)
-            manifest = self._commit(upcoming, manifest)
+            manifest = self._put_parts(attempt)
+            manifest = self._put_anchor(attempt, manifest)
+            manifest = self._commit(attempt, manifest)
         except BaseException:
             # The first rank knows whether it commits; another one only where all know that a step has failed.
-            if self._committing != upcoming.token and (self._ranks.rank == 0 or self._ranks.failure_is_shared):
-                self._delete_objects(upcoming.manifest.sequence, upcoming.token)
+            if self._committing != attempt.start.token and (self._ranks.rank == 0 or self._ranks.failure_is_shared):
+                self._delete_objects(attempt.manifest.sequence, attempt.start.token)
             raise
         try:
-            return self._follow_up(upcoming, manifest, start)
+            return self._follow_up(attempt, manifest, start)
         except BaseException:  # an interruption: the skip patches may lack this version
             self._skips.clear()
             raise
 
-    def _put_parts(self, upcoming: Upcoming) -> Manifest:
+    def _put_parts(self, attempt: Attempt) -> Manifest:
         """Put every rank's part of the patch. Returns the manifest with the patch."""
-        manifest, base, patch = upcoming.manifest, upcoming.move.base, upcoming.patch
+        manifest, base, patch = attempt.manifest, attempt.base, attempt.encoded.patch
         if patch is None or base is None:
             return manifest
-        ref, changes = self._put_patch("put a patch", patch, manifest.sequence, upcoming.token)
+        ref = self._put_patch("put a patch", patch, manifest.sequence, attempt.start.token)
         fields = {name: getattr(ref, name) for name in PatchObject.__struct_fields__}
+        changes = attempt.encoded.changes
         described = PatchRef(**fields, base=base.version, codec=patch.header.codec, changes=changes)
         return msgspec.structs.replace(manifest, patch=described)
 
-    def _put_patch(self, what: str, patch: EncodedPatch, sequence: int, token: str) -> tuple[PatchObject, int]:
-        """Put this rank's part of a patch, unless it is alone. Returns the whole patch's reference, and its changes.
+    def _put_patch(self, what: str, patch: EncodedPatch, sequence: int, token: str) -> PatchObject:
+        """Put this rank's part of a patch, unless it is alone. Returns the whole patch's reference.
 
         A patch of one rank, and the list of several parts, are put together with the trail, which saves a round trip.
         """
         if self._ranks.size == 1:
-            return describe(patch_name(sequence, token), patch), patch.header.changes
+            return describe(patch_name(sequence, token), patch)
         name = parts_name(sequence, token)
 
-        def put() -> _File:
+        def put() -> tuple[int, str, int, str]:
             part = describe(part_name(name, self._ranks.rank), patch)
-            self._history.store.put(part.name, patch.data)
-            return _File(part.nbytes, part.blake3, part.head_nbytes, part.head_blake3, patch.header.changes)
+            self.history.store.put(part.name, patch.data)
+            return part.nbytes, part.blake3, part.head_nbytes, part.head_blake3
 
-        files = self._ranks.share(what, put, _File)
-        _, ref = list_parts(name, _parts(name, files))
-        self._files = files
-        return ref, sum(file.changes for file in files)
+        rows = self._ranks.share(what, put, tuple[int, str, int, str])
+        self._parts = [PatchObject(part_name(name, rank), *row) for rank, row in enumerate(rows)]
+        return list_parts(name, self._parts)[1]
 
-    def _put_anchor(self, upcoming: Upcoming, manifest: Manifest) -> Manifest:
+    def _put_anchor(self, attempt: Attempt, manifest: Manifest) -> Manifest:
         """Put the version's anchor, if it has one. Returns the manifest with it."""
         if manifest.anchor_sequence != manifest.sequence:
             return manifest
-        start, store, own = time.perf_counter(), self._history.store, upcoming.move.baseline.tensors
-        directory = anchor_name(manifest.sequence, upcoming.token)
+        start, store, own = time.perf_counter(), self.history.store, attempt.tensors
+        directory = anchor_name(manifest.sequence, attempt.start.token)
         if self._ranks.size == 1:
-            files = put_anchor(store, directory, own, manifest.digest, upcoming.assets)
+            files = put_anchor(store, directory, own, manifest.digest, attempt.assets)
         else:
-            files = put_anchor_together(
-                self._ranks, store, directory, own, upcoming.plan, manifest.digest, upcoming.assets
-            )
+            plan, digest = attempt.plan, manifest.digest
+            files = put_anchor_together(self._ranks, store, directory, own, plan, digest, attempt.assets)
         manifest = msgspec.structs.replace(manifest, anchor=files)
         if not store.url.startswith(_LOCAL):
             self.measured_bandwidth = 8 * manifest.anchor_nbytes / (time.perf_counter() - start)
         return_freed()  # an upload holds some parts of 8 MB
         return manifest
 
-    def _commit(self, upcoming: Upcoming, manifest: Manifest) -> Manifest:
+    def _commit(self, attempt: Attempt, manifest: Manifest) -> Manifest:
         """Put the trail, and on the first rank commit. Returns the manifest as it is committed."""
         if self._ranks.rank:
-            self._committing = upcoming.token
-        created = self._ranks.share("commit a version", lambda: self._commit_first(upcoming, manifest), float)[0]
+            self._committing = attempt.start.token
+        created = self._ranks.share("commit a version", partial(self._commit_first, attempt, manifest), float)[0]
         if self._ranks.rank:
             self.committed = msgspec.structs.replace(manifest, created=created)
         assert self.committed is not None
         return self.committed
 
-    def _commit_first(self, upcoming: Upcoming, manifest: Manifest) -> float:
+    def _commit_first(self, attempt: Attempt, manifest: Manifest) -> float:
         """On the first rank: put the list of parts and the trail, and commit. Returns when."""
         if self._ranks.rank:
             return 0.0
         self._check_one_store(manifest)
-        trail = Trail(manifest.sequence)
-        if manifest.patch is not None and upcoming.patch is not None and upcoming.move.base is not None:
-            link = PatchLink(manifest.patch, upcoming.move.base.sequence, state_of(manifest))
+        trail, patch = Trail(manifest.sequence), attempt.encoded.patch
+        if manifest.patch is not None and patch is not None and attempt.base is not None:
+            link = PatchLink(manifest.patch, attempt.base.sequence, state_of(manifest))
             trail = self._trail.extended(manifest.sequence, [*self._unlisted, link])
             encoded = trail.encode()
-            trail_ref = refer(trail_name(manifest.sequence, upcoming.token), encoded)
-            data, name = self._first_object(upcoming.patch, manifest.patch), manifest.patch.name
+            trail_ref = refer(trail_name(manifest.sequence, attempt.start.token), encoded)
+            data, name = self._first_object(patch, manifest.patch), manifest.patch.name
             manifest = msgspec.structs.replace(manifest, trail=trail_ref)
             decode_trail(encoded, manifest, "the new trail")  # no reader gets what it could not read
             with ThreadPoolExecutor(1) as pool:  # both at once saves a round trip
-                trail_put = submit(pool, self._history.store.put, trail_ref.name, encoded)
-                self._history.store.put(name, data)
+                trail_put = submit(pool, self.history.store.put, trail_ref.name, encoded)
+                self.history.store.put(name, data)
                 trail_put.result()
         manifest = msgspec.structs.replace(manifest, created=time.time())
-        self._history.seal(manifest)  # which proves that it can be read
-        self._committing = upcoming.token
-        self._history.commit(manifest)
+        self.history.seal(manifest)  # which proves that it can be read
+        self._committing = attempt.start.token
+        self.history.commit(manifest)
         self._trail, self._unlisted = trail, []
         self.committed = manifest
         return manifest.created
@@ -242,9 +215,9 @@ class Delivery:
         """
         if self._one_store or self._ranks.size == 1:
             return
-        parts = [part.name for part in _parts(manifest.patch.name, self._files)] if manifest.patch else []
+        parts = [part.name for part in self._parts] if manifest.patch else []
         names = [*parts, *(file.name for file in manifest.anchor)]
-        store = self._history.store
+        store = self.history.store
         try:
             found = {info.name for folder in {name.rpartition("/")[0] for name in names} for info in store.list(folder)}
         except CannotListError:  # one of the caller's own
@@ -261,22 +234,22 @@ class Delivery:
 
     def _first_object(self, patch: EncodedPatch, ref: PatchObject) -> bytes:
         """What is put under a patch's name: the patch, or the list of its parts."""
-        return list_parts(ref.name, _parts(ref.name, self._files))[0] if ref.parts else patch.data
+        return list_parts(ref.name, self._parts)[0] if ref.parts else patch.data
 
-    def _follow_up(self, upcoming: Upcoming, manifest: Manifest, start: float) -> Delivered:
+    def _follow_up(self, attempt: Attempt, manifest: Manifest, start: float) -> Delivered:
         """What is done after the commit, which cannot fail any more."""
         committed = time.perf_counter()
         warnings: list[str] = []
         skip_nbytes = 0
         with _noting(warnings, f"skip patches to version {manifest.version}"):
-            skip_nbytes = self._put_skips(upcoming, manifest)
+            skip_nbytes = self._put_skips(attempt, manifest)
         skipped = time.perf_counter()
         if self._retention is not None and self._ranks.rank == 0:
             with _noting(warnings, "deleting old versions"):
-                delete_planned(self._history, self._retention.plan(self._history))
+                delete_planned(self.history, self._retention.plan(self.history))
         if self.marked and self._ranks.rank == 0:
             with _noting(warnings, f"deleting {END}"):  # which is void: it names an older version
-                self._history.store.delete(END)
+                self.history.store.delete(END)
                 self.marked = False
         for warning in warnings:
             log.warning("version %d is published, but: %s", manifest.version, warning)
@@ -286,7 +259,7 @@ class Delivery:
     def _delete_objects(self, sequence: int, token: str) -> None:
         """Delete the objects of a version that will not be committed: they may be what fills the disk."""
         with suppress(StoreError):
-            store = self._history.store
+            store = self.history.store
             if self._ranks.size > 1:
                 store.delete(part_name(parts_name(sequence, token), self._ranks.rank))
             if self._ranks.rank == 0:
@@ -295,27 +268,26 @@ class Delivery:
                 for name in (*names, *(info.name for info in files)):
                     store.delete(name)
 
-    def _put_skips(self, upcoming: Upcoming, manifest: Manifest) -> int:
+    def _put_skips(self, attempt: Attempt, manifest: Manifest) -> int:
         """Make and put the skip patches that are due. Returns their bytes."""
-        move = upcoming.move
-        if upcoming.patch is None or move.base is None:
+        if attempt.encoded.patch is None or attempt.base is None:
             self._skips.clear()
             return 0
         try:
-            return self._make_skips(upcoming, manifest, move.base)
+            codec = CODECS[attempt.encoded.patch.header.codec]
+            return self._make_skips(attempt, state_of(attempt.base), state_of(manifest), codec)
         except Exception:
             self._skips.clear()
             raise
 
-    def _make_skips(self, upcoming: Upcoming, manifest: Manifest, before: Manifest) -> int:
-        move, now = upcoming.move, state_of(manifest)
+    def _make_skips(self, attempt: Attempt, before: State, now: State, codec: Codec) -> int:
+        replaced, newest = attempt.encoded.replaced, attempt.tensors
 
         def add() -> tuple[list[tuple[State, Overlay]], list[int]]:
-            due: list[tuple[State, Overlay]] = []
-            if move.replaced is None:
+            if replaced is None:
                 self._skips.clear()
-            else:
-                due = self._skips.add(state_of(before), now, move.replaced, move.baseline.tensors.held_nbytes)
+                return [], []
+            due = self._skips.add(before, now, replaced, newest.held_nbytes)
             return due, [base.sequence for base, _ in due]
 
         if now.sequence % SPANS[0]:
@@ -323,8 +295,6 @@ class Delivery:
             return 0
         # A rank whose overlay grew too large has none: then nobody makes this one.
         due, everywhere = self._ranks.do_and_share("find skip patches", add, list[int])
-        assert upcoming.patch is not None  # the caller has looked
-        codec, newest = CODECS[upcoming.patch.header.codec], move.baseline.tensors
         return sum(
             self._put_skip(base, now, overlay, newest, codec)
             for base, overlay in due
@@ -342,22 +312,15 @@ class Delivery:
         delta = sum(one.delta for one in found)
         prove = partial(prove_skip, coded, base, now, overlay, newest, delta, self._ranks)
         proved = self._ranks.do("prove a skip patch", prove)
-        ref, _ = self._put_patch("put a skip patch", proved, now.sequence, found[0].token)
+        ref = self._put_patch("put a skip patch", proved, now.sequence, found[0].token)
 
         def put_first() -> None:
             if self._ranks.rank == 0:
-                self._history.store.put(ref.name, self._first_object(proved, ref))
+                self.history.store.put(ref.name, self._first_object(proved, ref))
                 self._unlisted.append(PatchLink(ref, base.sequence, now))
 
         self._ranks.do("list a skip patch", put_first)
         return ref.total_nbytes
-
-
-def _parts(name: str, files: list[_File]) -> list[PatchObject]:
-    return [
-        PatchObject(part_name(name, rank), file.nbytes, file.blake3, file.head_nbytes, file.head_blake3)
-        for rank, file in enumerate(files)
-    ]
 
 
 @contextmanager

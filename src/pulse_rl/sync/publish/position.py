@@ -1,102 +1,101 @@
-"""Where a publisher stands in its history: the version that it has committed last, and the baseline that holds it.
+"""Where the next version goes: where the history ends, and the baseline that holds its newest version.
 
 The first rank looks where the history ends. Where a rank's baseline does not hold the newest version, every rank
 rebuilds its own share of it.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from pulse_rl.errors import BaseMismatchError, StoreError
 from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.anchor_share import names_beside
-from pulse_rl.history.history import History
 from pulse_rl.history.manifest import MAX_SEQUENCE, Manifest, manifest_name
 from pulse_rl.history.reading import Reading
 from pulse_rl.history.restore import Wanted, add_recovery_hint, restore, scratch
-from pulse_rl.history.search import FaultLog
 from pulse_rl.log.objects import new_token
 from pulse_rl.logs import logger
-from pulse_rl.patch.apply import Application
-from pulse_rl.patch.overlay import Overlay
-from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
-from pulse_rl.sync.publish.beginning import Beginning
+from pulse_rl.sync.publish.attempt import VersionStart
+from pulse_rl.sync.publish.baseline import Baseline, KeptOn, clone
+from pulse_rl.sync.publish.delivery import Delivery
 from pulse_rl.sync.publish.successor import check_key, check_place
 from pulse_rl.sync.shares import Share, taken, whole_share
 from pulse_rl.sync.subscribe.landings import ShareLanding
-from pulse_rl.weights.layout import Layout, next_in_store
+from pulse_rl.weights.layout import next_in_store
 
 log = logger(__name__)
+
+
+class _Standing(msgspec.Struct, array_like=True):
+    """Where one rank stands. From `sequence` on it is the first rank that knows."""
+
+    known: int | None  # the sequence number of the version that it has committed last
+    ready: bool  # whether its baseline holds that version
+    sequence: int = 0  # of the next version
+    before: int | None = None  # of the version before it; None for the first
+    skip_rebuild: bool = False  # whether nothing is rebuilt, as an anchor was asked for
+    bandwidth: float | None = None
+    token: str = ""
 
 
 class Position:
     """One publisher's place in a history.
 
-    committed: the version that it has committed last, or resumed from; None for none. baseline: what holds it; None
-    where that is not known. token: 16 random hex digits that name the publisher. kept_on: where a baseline is kept.
+    baseline: of the version that the delivery has committed last, or resumed from; None where it is not known what its
+    memory holds, and while a version is in flight. kept_on: where a baseline is kept.
     """
 
-    def __init__(self, history: History, ranks: Ranks, kept_on: KeptOn) -> None:
-        self.committed: Manifest | None = None
+    def __init__(self, delivery: Delivery, ranks: Ranks, kept_on: KeptOn) -> None:
         self.baseline: Baseline | None = None
-        self.token = new_token()
-        self._history, self._ranks, self._kept_on = history, ranks, kept_on
-        self._head: Manifest | None = None  # the newest version of the history, when this publisher last looked
+        self.kept_on = kept_on
+        self._delivery, self._history, self._ranks = delivery, delivery.history, ranks
 
-    def after(self, head: Manifest, bandwidth: float | None) -> Beginning:
-        """Where the version after one in flight goes. Raises StoreError if there is no room."""
+    def after(self, before: Baseline, bandwidth: float | None) -> VersionStart:
+        """Where the version after one in flight goes. before: that version. Raises StoreError if there is no room."""
+        head = before.manifest
         self._check_room(head.sequence + 1)
-        return Beginning(None, True, head.sequence + 1, head.sequence, False, bandwidth, new_token())
+        return VersionStart(head.sequence + 1, new_token(), bandwidth, head, before, head_is_fresh=False)
 
-    def begin(
-        self,
-        anchor: bool,
-        share: Share | None,
-        bandwidth: float | None,
-        resumed: Callable[[Manifest], None],
-    ) -> tuple[Beginning, Manifest | None, Baseline | None]:
-        """Where the next version goes, the version before it, and the baseline that it is encoded against.
+    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None) -> VersionStart:
+        """Where the next version goes; rebuild the newest one, unless a baseline holds it or an anchor was asked for.
 
-        share: what this rank holds; None to find out where the history ends. resumed: called with a version that was
-        rebuilt, as its baseline was missing and no anchor was asked for. A collective.
+        share: what this rank holds; None to find out where the history ends. A collective.
         """
-        if self.baseline is not None and share is not None and not self.baseline.fits(share.plan):
-            self.baseline = None  # the weights are sharded otherwise than before
-        if self.baseline is not None and share is not None and self._kept_on != "host" and self._ranks.size == 1:
-            own = share.called(self.baseline.plan.all_names(), self.baseline.manifest.tied).own
-            self.baseline = self.baseline.beside(own, pinned=self._pinned)  # after `resume`, which knows no weights
-        found = self._ranks.share("find the newest version", partial(self._look, anchor, bandwidth), Beginning)
+        ranks = self._ranks
+        if self.baseline is not None and share is not None:
+            if self.baseline.plan.fingerprint != share.plan.fingerprint:
+                self.baseline = None  # the weights are sharded otherwise than before
+            elif self.kept_on != "host" and ranks.size == 1:  # after `resume`, which knows no weights
+                own = share.called(self.baseline.plan.all_names(), self.baseline.manifest.tied).own
+                self.baseline = self.baseline.near(own, self.kept_on)
+        look = partial(self._look, anchor, bandwidth)
+        head, found = ranks.do_and_share("find the newest version", look, _Standing)
         first = found[0]
         if first.before is None:
-            return first, None, None
+            return VersionStart(first.sequence, first.token, first.bandwidth, None, None)
         if any(one.known != first.before for one in found):
-            self._ranks.do("read the newest version", partial(self._read, first.before))
-        skip_rebuild = first.skip_rebuild or (anchor and not all(one.ready for one in found))
+            head = ranks.do("read the newest version", partial(self._read, head, first.before))
+        assert head is not None  # it was looked up or read
         ready = all(one.ready and one.known == first.before for one in found)
-        if not ready and not skip_rebuild:
-            if self._head is not None and (share is not None or self._ranks.size == 1):
-                log.info("reading and proving version %d, to continue after it", self._head.version)
-            if self._ranks.size == 1:
-                self._ranks.do("rebuild the newest version", partial(self._rebuild, share, resumed))
+        skip_rebuild = first.skip_rebuild or (anchor and not all(one.ready for one in found))
+        if not ready and not skip_rebuild and (share is not None or ranks.size == 1):
+            self.baseline = None  # its memory is needed
+            log.info("reading and proving version %d, to continue after it", head.version)
+            if ranks.size == 1:
+                self.baseline = ranks.do("rebuild the newest version", partial(self._rebuild, head, share))
             elif share is not None:
-                self._rebuild_share(share, resumed)
-        return first, self._head, None if skip_rebuild else self.baseline
+                self.baseline = self._rebuild_share(head, share)
+        base = None if skip_rebuild else self.baseline
+        return VersionStart(first.sequence, first.token, first.bandwidth, head, base)
 
-    def _beside(self, share: Share | None) -> Layout | None:
-        """The weights whose device's kernels reach a baseline; None for host memory. share: what this rank holds."""
-        return share.own if share is not None and self._kept_on != "host" else None
-
-    @property
-    def _pinned(self) -> bool:
-        return self._kept_on == "pinned"
-
-    def _look(self, anchor: bool, bandwidth: float | None) -> Beginning:
+    def _look(self, anchor: bool, bandwidth: float | None) -> tuple[Manifest | None, _Standing]:
         """Where this rank stands; on the first one also where the history ends."""
+        committed = self._delivery.committed
         if self._ranks.rank:
-            committed = self.committed
-            return Beginning(committed.sequence if committed else None, self.baseline is not None)
+            return committed, _Standing(committed.sequence if committed else None, self.baseline is not None)
         skip_rebuild = self.baseline is None and anchor
         if skip_rebuild:
             sequence, head = self._history.end()
@@ -111,32 +110,28 @@ class Position:
                     check_place(self._history, head)
             sequence = head.sequence + 1 if head else 0
         self._check_room(sequence)
-        self._head = head
-        known = self.committed.sequence if self.committed else None
+        committed = self._delivery.committed
+        known = committed.sequence if committed else None
         before = head.sequence if head else None
-        return Beginning(known, self.baseline is not None, sequence, before, skip_rebuild, bandwidth, new_token())
+        ready = self.baseline is not None
+        return head, _Standing(known, ready, sequence, before, skip_rebuild, bandwidth, new_token())
 
-    def _read(self, sequence: int) -> None:
-        """Read the version before, where this rank does not know it."""
-        if self._ranks.rank:
-            self._head = self._history.read(sequence)
+    def _read(self, head: Manifest | None, sequence: int) -> Manifest:
+        """The version before, which this rank may know already."""
+        return head if head is not None and head.sequence == sequence else self._history.read(sequence)
 
-    def _rebuild(self, share: Share | None, resumed: Callable[[Manifest], None]) -> None:
+    def _rebuild(self, head: Manifest, share: Share | None) -> Baseline:
         """Rebuild the newest version as the baseline of one process alone."""
-        head = self._head
-        assert head is not None  # the caller has looked
         reading = Reading(self._history)
         with add_recovery_hint(), scratch() as directory:
-            nbytes = share.plan.nbytes if share else None
-            files = restore(reading, head, directory, nbytes)
-            own = files.clone(self._beside(share), pinned=self._pinned)
+            files = restore(reading, head, directory, share.plan.nbytes if share else None)
+            own = files.clone() if share is None else clone(files, share.own, self.kept_on)
             own.tied = dict(head.tied)
-            self._take_up(Baseline(own, head, whole_share(own).plan), reading.faults, resumed)
+            self._resume(head, reading)
+            return Baseline(own, head, whole_share(own).plan)
 
-    def _rebuild_share(self, share: Share, resumed: Callable[[Manifest], None]) -> None:
+    def _rebuild_share(self, head: Manifest, share: Share) -> Baseline:
         """Rebuild what this rank owns of the newest version, of which it reads its share. A collective."""
-        head = self._head
-        assert head is not None  # the caller has looked
         reading, ranks = Reading(self._history, self._ranks), self._ranks
         with add_recovery_hint(), ExitStack() as files:
             share = share.called(names_beside(reading, head, share.plan.tied), head.tied)
@@ -159,20 +154,19 @@ class Position:
             )
             found = restore(reading, head, directory, share.plan.nbytes, wanted)
 
-            def take_up() -> None:
-                own = taken(found, share.own).clone(self._beside(share), pinned=self._pinned)
-                self._take_up(Baseline(own, head, share.plan), reading.faults, resumed)
+            def take_up() -> Baseline:
+                own = clone(taken(found, share.own), share.own, self.kept_on)
+                self._resume(head, reading)
+                return Baseline(own, head, share.plan)
 
-            ranks.do("take up the newest version", take_up)
+            return ranks.do("take up the newest version", take_up)
 
-    def _take_up(self, baseline: Baseline, faults: FaultLog, resumed: Callable[[Manifest], None]) -> None:
+    def _resume(self, head: Manifest, reading: Reading) -> None:
         """Continue after a version that was rebuilt."""
-        head = baseline.manifest
         log.info("continuing after version %d", head.version)
-        for fault in faults.messages:
+        for fault in reading.faults.messages:
             log.warning("resumed at version %d, without what is damaged: %s", head.version, fault)
-        resumed(head)
-        self.committed, self.baseline = head, baseline
+        self._delivery.resume(head)
 
     def _check_room(self, sequence: int) -> None:
         """Raise StoreError if no sequence number is left."""
@@ -190,14 +184,14 @@ class Position:
 
         Raises StoreError if another publisher has committed since, or if the store has lost what this one committed.
         """
-        if self.committed is None or head == self.committed:
+        committed = self._delivery.committed
+        if committed is None or head == committed:
             return
-        if head is not None and head.publisher == self.token and head.sequence > self.committed.sequence:
+        if head is not None and head.publisher == self._delivery.publisher and head.sequence > committed.sequence:
             # Our commit succeeded; its response was lost, or the call was interrupted.
-            self.baseline = None
-            self.committed = None
+            self.baseline = self._delivery.committed = None
             return
-        raise self.changed(self.committed, head)
+        raise self.changed(committed, head)
 
     def changed(self, since: Manifest, head: Manifest | None) -> StoreError:
         """The error where the history is not as this publisher left it. head: the newest version; None without one."""
@@ -217,24 +211,3 @@ class Position:
             url=url,
             name=name,
         )
-
-    def move(self, application: Application, replaced: Overlay | None, manifest: Manifest) -> Move:
-        """Move the baseline to a new version, on all ranks or none. No baseline is left in the field. A collective.
-
-        replaced: what the patch overwrites, if that is kept.
-        """
-        base, self.baseline = self.baseline, None
-        assert base is not None
-        moved: list[Move] = []  # also where another rank fails
-        try:
-            self._ranks.do("move the baseline", lambda: moved.append(base.move(application, replaced, manifest)))
-        except BaseException:
-            if moved:  # another rank could not
-                self.baseline = moved[0].undo()
-            raise
-        return moved[0]
-
-    def record(self, baseline: Baseline, committed: Manifest) -> None:
-        """Record that a version is committed, which a baseline holds."""
-        self.committed = self._head = committed
-        self.baseline = Baseline(baseline.tensors, committed, baseline.plan)

@@ -1,89 +1,39 @@
 """The trainer's side: publish versions, each as a patch from the one before, and now and then as an anchor too.
 
-A version takes six steps: encode the changes against the baseline; prove that the patch leads from the baseline to the
-new version; move the baseline; put the objects; commit the manifest; put skip patches and prune, where they are due.
-From the move on nothing reads the trainer's weights, so the rest can go on in the background.
-
-Three fields hold the state, two of them in `position`:
-
-    state      committed          baseline       _in_flight
-    empty      None               None           None             nothing is known of the history
-    ready      version n          of version n   None
-    in flight  version n or None  None           the version that the background puts, with its baseline
-    broken     version n          None           None             what the baseline's memory holds is not known
-
-Each verb leads from state to state:
-
-    state      publish                                    resume                     flush, close
-    empty      resume; then as ready, or publish          rebuild the newest         nothing
-               an anchor as the first version → ready     version → ready
-    ready      encode, move, put, commit → ready;         check that the history     nothing
-               on failure undo the move → ready,          still ends at version n
-               or broken if that is not possible
-    in flight  encode; flush; then as ready               flush; then as ready       wait → ready; on failure
-                                                                                     undo the move → ready or broken
-    broken     as empty                                   as empty                   nothing
-
-With anchor=True, empty and broken publish an anchor and rebuild nothing. Two rules make every line safe to interrupt:
-`baseline` is of `committed` or None; and what changes the baseline's memory takes it out of the field first, and puts
-it back when it is known what the memory holds. So an interruption leaves the publisher broken at worst.
-
-Ranks of a group take each step together: what can fail is done in a step of `Ranks`, so that it fails on all of them.
+What is given is taken in by `intake`; the way of a version from there is in `pipeline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pulse_rl import units
 from pulse_rl.codecs.choose import CodecName
 from pulse_rl.errors import VersionNotFoundError
-from pulse_rl.group.agreement import require_same
-from pulse_rl.group.collectives import default_place
+from pulse_rl.group.collectives import Wording, default_place
 from pulse_rl.group.ranks import Ranks, collective
-from pulse_rl.history.anchor import check_assets, model_config
-from pulse_rl.history.history import History, holds
-from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.history.history import History
 from pulse_rl.history.operate.prune import GRACE_S, Retention
-from pulse_rl.history.restore import no_room
-from pulse_rl.logs import logger
 from pulse_rl.observers import tell
-from pulse_rl.patch import format as patch_format
 from pulse_rl.store.base import Store
 from pulse_rl.store.patient import PATIENCE_S
-from pulse_rl.sync.publish.baseline import Baseline, KeptOn, Move
-from pulse_rl.sync.publish.beginning import WORDING, Beginning, PublishRequest
-from pulse_rl.sync.publish.delivery import Delivered, Delivery, Upcoming
-from pulse_rl.sync.publish.encoding import Encoded, Encoder, copy_whole
+from pulse_rl.sync.publish.attempt import Clock
+from pulse_rl.sync.publish.baseline import KeptOn
+from pulse_rl.sync.publish.delivery import Delivery
+from pulse_rl.sync.publish.encoding import Encoder
+from pulse_rl.sync.publish.intake import Intake, Request
+from pulse_rl.sync.publish.pipeline import Pipeline
 from pulse_rl.sync.publish.position import Position
-from pulse_rl.sync.publish.report import Clock, PublishReport, nonfinite_warning, publish_report
-from pulse_rl.sync.publish.successor import (
-    check_key,
-    check_metadata,
-    check_readable,
-    check_successor,
-    check_tensors,
-    check_ties,
-    new_manifest,
-    next_version,
-    without_copies,
-)
-from pulse_rl.sync.shares import Share, SharePlan, layout_fingerprint, share_of
+from pulse_rl.sync.publish.report import PublishReport
+from pulse_rl.sync.publish.successor import check_key
 from pulse_rl.sync.turn import ThreadTurn, in_turn
-from pulse_rl.weights import streamed
-from pulse_rl.weights.bits import Bits
-from pulse_rl.weights.casts import cast_name
 from pulse_rl.weights.devices import require_kernels
-from pulse_rl.weights.kept import Kept
-from pulse_rl.weights.layout import Layout
-from pulse_rl.weights.names import refuse_adapters, warn_of_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -91,11 +41,13 @@ if TYPE_CHECKING:
 
     from pulse_rl.log.signing import PrivateKey
 
-log = logger(__name__)
-
-_ALONE = (
-    "rank %d of %d publishes by itself: its Publisher was made without a group, before init_process_group was called "
-    "(until then torch.distributed.group.WORLD is None): give group='world' on all ranks, or publish on rank 0 alone"
+WORDING = Wording(
+    failed="the exchange between publishing ranks failed: a rank or the network is lost, or the ranks did not make the "
+    "same calls",
+    # A lost first rank may have committed the version: the surviving ranks cannot tell.
+    advice="if a rank is lost, make a new process group and a new Publisher on all ranks: it goes on from the newest "
+    "version in the store, and none is there in part",
+    in_step="when the cause is gone, the same call may be made again on all ranks",
 )
 
 
@@ -177,9 +129,8 @@ class Publisher:
     ) -> None:
         self._ranks = Ranks.of(group, WORDING, group_timeout)
         self.has_group = group is not None
-        self._unaware = group is None and default_place() is None  # as WORLD is None before there is a process group
 
-        def make() -> tuple[History, Encoder, Delivery, str | None]:
+        def make() -> None:
             if not isinstance(anchor_every, int) or anchor_every < 1:
                 raise ValueError(f"anchor_every: expected at least 1, a whole number, found {anchor_every!r}")
             if retain is None and keep_every is not None:
@@ -189,23 +140,20 @@ class Publisher:
             if baseline != "host":
                 require_kernels()
             self.bandwidth = bandwidth
-            history = History(store, sign_with=sign_with, patience=patience)
+            self.history = History(store, sign_with=sign_with, patience=patience)
             retention = Retention(retain, keep_every, grace) if retain is not None else None
-            kind = cast_name(cast) if cast is not None else None
-            self._tied = check_ties(tied)
-            return history, Encoder(codec, self._ranks), Delivery(history, retention, self._ranks), kind
+            settings, warn = f"codec={codec}, anchor_every={anchor_every}", group is None and default_place() is None
+            self._intake = Intake(self._ranks, cast, tied, settings, warn=warn)
+            encoder = Encoder(codec, self._ranks)
+            self._delivery = Delivery(self.history, retention, self._ranks)
+            self._position = Position(self._delivery, self._ranks, baseline)
+            self._pipeline = Pipeline(
+                self._ranks, self._position, encoder, self._delivery, anchor_every, partial(tell, self)
+            )
 
         with self._ranks.collective():
-            history, self._encoder, self._delivery, self._cast = self._ranks.make("make a publisher", make)
-            self.history = history
-            self._anchor_every, self._codec, self._kept_on = anchor_every, codec, baseline
-            self._kept = Kept()
-            self._plan: SharePlan | None = None  # who owns what, as it was agreed last
+            self._ranks.make("make a publisher", make)
             self._turn = ThreadTurn("Publisher", nested=True)
-            # The state: see the module's docstring.
-            self._position = Position(self.history, self._ranks, baseline)
-            self._in_flight: _InFlight | None = None
-            self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
 
     @property
     def bandwidth(self) -> float | None:
@@ -228,13 +176,13 @@ class Publisher:
     @property
     def version(self) -> int | None:
         """The newest version that this publisher has committed or resumed from; None before the first."""
-        committed = self._position.committed
+        committed = self._delivery.committed
         return committed.version if committed else None
 
     @property
     def digest(self) -> str | None:
         """The digest of that version, 16 hex digits; None before the first."""
-        committed = self._position.committed
+        committed = self._delivery.committed
         return committed.digest if committed else None
 
     @in_turn
@@ -256,7 +204,7 @@ class Publisher:
             ValueError: The history is signed, and this publisher has no key.
         """
         self._ranks.do("publish the version in flight", self.flush)
-        _, head, _ = self._begin(anchor=False, share=None)
+        head = self._pipeline.begin(anchor=False, share=None, bandwidth=None).head
         return head.version if head else None
 
     @in_turn
@@ -316,97 +264,21 @@ class Publisher:
             RuntimeError: Another thread is at work with this publisher.
         """
         clock = Clock(self._ranks)
-        if isinstance(weights, Iterator):
-            options = {"version": version, "anchor": anchor, "background": background, "cast": cast, "like": like}
-            with TemporaryDirectory(prefix="pulse-rl-") as directory:
-                kept = self._keep(weights, cast, Path(directory))
-                report = self.publish(kept, assets=assets, metadata=metadata, **options)
-            return replace(report, total_s=clock.seconds)
+        request = Request(weights, version, anchor, background, cast, assets, metadata, like)
+        with TemporaryDirectory(prefix="pulse-rl-") if isinstance(weights, Iterator) else nullcontext() as directory:
+            if directory is not None:
+                request = self._intake.spool(request, Path(directory))
+            given = self._intake.take(request, self._prepare)
+            start = self._pipeline.begin(anchor, given.share, self._bandwidth)
+            attempt = self._pipeline.encode(start, given, request, clock)
+        return self._pipeline.deliver(attempt, background=background)
 
-        def check() -> tuple[_Checked, PublishRequest]:
-            if self._ranks.size > 1:
-                self.flush()  # the ranks are at one thing at a time
-            if version is not None:
-                patch_format.check_version("version", version)
-            noted = check_metadata(metadata)
-            if self._ranks.rank == 0:
-                self.history.store.check_create()
-            if self._unaware and (place := default_place()) is not None and place.rank:
-                self._unaware = False
-                log.warning(_ALONE, place.rank, place.size)
-            kind = self._cast if cast is None else cast_name(cast)
-            files = dict(assets or {})
-            check_assets(files)
-            refuse_adapters(weights)
-            for name, data in model_config(weights if like is None else like, kind).items():
-                files.setdefault(name, data)
-            tensors = self._kept.layout(weights, kind)
-            settings = f"codec={self._codec}, cast={kind}, anchor_every={self._anchor_every}"
-            settings += f", tied={self._tied}" if self._tied else ""
-            mine = layout_fingerprint(tensors, self._plan) if self._ranks.size > 1 else b""
-            return _Checked(tensors, files, noted), PublishRequest(version, anchor, background, settings, mine)
-
-        checked, requests = self._ranks.do_and_share("check the weights", check, PublishRequest)
-        require_same("publish", [request.asked for request in requests], "nothing was published")
-        prints = [request.fingerprint for request in requests] if self._ranks.size > 1 else None
-        share = share_of(self._ranks, checked.tensors, self._plan, prints)
-        self._plan = share.plan
-        check_tensors(share.plan)
-        share = without_copies(self._ranks, share, self._tied)
-        head_is_fresh = self._in_flight is None
-        beginning, head, base = self._begin(anchor, share)
-        if head is not None:
-            share = share.called(None if base is None else base.plan.all_names(), head.tied)
-        sequence, plan = beginning.sequence, share.plan
-        number = next_version(head, sequence) if version is None else version
-        if base is None:
-            check_readable(plan)
-        if head is not None:
-            check_successor(head, base, plan, number, self.history.store.url)
-        else:
-            warn_of_prefix(plan.tensors)
-        make_manifest = partial(
-            new_manifest,
-            sequence,
-            number,
-            tensors=plan,
-            head=head,
-            publisher=self._position.token,
-            metadata=checked.metadata,
-        )
-        if head is None or base is None:
-            own, encoded = copy_whole(share, self._ranks, self._kept_on)
-            manifest = make_manifest(digest=encoded.digest, anchor=True, nonfinite=encoded.nonfinite)
-            move = Move(Baseline(own, manifest, plan), None, None)
-        else:
-            application, encoded = self._encoder.encode(base, share, number, beginning.bandwidth)
-            self.flush()  # the version before must be committed before this one builds on it
-            anchor = anchor or sequence - head.anchor_sequence >= self._anchor_every
-            manifest = make_manifest(digest=encoded.digest, anchor=anchor, nonfinite=encoded.nonfinite)
-            move = self._position.move(application, encoded.replaced, manifest)
-        if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
-            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
-            log.warning("version %d: %s", number, found_odd)
-        upcoming = Upcoming(move, encoded.patch, checked.files, plan, beginning.token)
-        if background:
-            return self._deliver_in_background(upcoming, head_is_fresh, encoded, clock)
-        try:
-            delivered = self._deliver(upcoming, head_is_fresh)
-        except BaseException:
-            self._settle(upcoming)
-            raise
-        return self._conclude(upcoming, encoded, delivered, clock)
-
-    def _keep(self, stream: Iterator[Any], cast: str | torch.dtype | None, directory: Path) -> Mapping[str, Bits]:
-        """Keep the bits of a stream in a file. A collective."""
-
-        def read() -> Mapping[str, Bits]:
-            try:
-                return streamed.keep(stream, self._cast if cast is None else cast_name(cast), directory / "bits")
-            except OSError as error:
-                raise no_room(error) from error
-
-        return self._ranks.do("read the weights", read)
+    def _prepare(self) -> None:
+        """What precedes every publish."""
+        if self._ranks.size > 1:
+            self.flush()  # the ranks are at one thing at a time
+        if self._ranks.rank == 0:
+            self.history.store.check_create()
 
     @in_turn
     def flush(self) -> PublishReport | None:
@@ -419,15 +291,7 @@ class Publisher:
             IntegrityError: As `publish`. The version is not published, and the next one starts from the one before.
             StoreError: Likewise.
         """
-        flight = self._in_flight
-        if flight is None:
-            return None
-        error = flight.future.exception()  # waits; if that is interrupted, the version stays in flight
-        self._in_flight = None
-        if error is not None:
-            self._settle(flight.upcoming)
-            raise error
-        return self._conclude(flight.upcoming, flight.encoded, flight.future.result(), flight.clock)
+        return self._pipeline.flush()
 
     @in_turn
     @collective
@@ -469,7 +333,7 @@ class Publisher:
         try:
             self.flush()
         finally:
-            self._await_pool()
+            self._pipeline.await_pool()
 
     def __enter__(self) -> Publisher:
         return self
@@ -478,81 +342,3 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _begin(self, anchor: bool, share: Share | None) -> tuple[Beginning, Manifest | None, Baseline | None]:
-        """Where the next version goes, the version before it, and the baseline that it is encoded against.
-
-        share: what this rank holds; None to find out where the history ends.
-        """
-        bandwidth = self._bandwidth or self._delivery.measured_bandwidth
-        if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
-            upcoming = self._in_flight.upcoming
-            return self._position.after(upcoming.manifest, bandwidth), upcoming.manifest, upcoming.move.baseline
-        if self._position.baseline is None:
-            self._await_pool()
-        return self._position.begin(anchor, share, bandwidth, self._delivery.resume)
-
-    def _settle(self, upcoming: Upcoming) -> None:
-        """Bring the state in line after a delivery that raised: the version stands, or the move is undone."""
-        committed = self._delivery.committed
-        if committed is not None and committed.sequence == upcoming.manifest.sequence:
-            self._position.record(upcoming.move.baseline, committed)
-        else:
-            self._position.baseline = upcoming.move.undo()
-
-    def _conclude(self, upcoming: Upcoming, encoded: Encoded, delivered: Delivered, clock: Clock) -> PublishReport:
-        """Record that a version is committed, and report it."""
-        self._position.record(upcoming.move.baseline, delivered.manifest)
-        report = publish_report(delivered.manifest, encoded, delivered, clock)
-        tell(self, report)
-        return report
-
-    def _deliver(self, upcoming: Upcoming, head_is_fresh: bool) -> Delivered:
-        """Put and commit a version. head_is_fresh: whether this call has looked where the history ends.
-
-        If not, as a version was in flight, the history may have been rolled back: then no patch can start from its end.
-        """
-        base = upcoming.move.base
-        if base is not None and not head_is_fresh and self._ranks.size == 1 and not holds(self.history.store, base):
-            raise self._position.changed(base, self.history.end()[1])
-        return self._delivery.deliver(upcoming)
-
-    def _deliver_in_background(
-        self, upcoming: Upcoming, head_is_fresh: bool, encoded: Encoded, clock: Clock
-    ) -> PublishReport:
-        def deliver() -> Delivered:
-            try:
-                with self._ranks.collective():
-                    return self._deliver(upcoming, head_is_fresh)
-            except Exception as error:
-                # Perhaps nobody asks for the result any more.
-                log.error("version %d could not be published: %s", upcoming.manifest.version, error)
-                raise
-
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
-        future = self._pool.submit(deliver)
-        self._in_flight = _InFlight(future, upcoming, encoded, clock)
-        self._pool.shutdown(wait=False)  # its thread ends with this version
-        return publish_report(upcoming.manifest, encoded, None, clock)
-
-    def _await_pool(self) -> None:
-        """Wait for a version that is put although it is not in flight, as the call that began it was interrupted."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-
-class _Checked(NamedTuple):
-    """What is to be published, as one rank has it."""
-
-    tensors: Layout
-    files: dict[str, bytes]  # to put with an anchor
-    metadata: dict[str, Scalar] | None
-
-
-class _InFlight(NamedTuple):
-    """A version that is put in the background."""
-
-    future: Future[Delivered]
-    upcoming: Upcoming
-    encoded: Encoded
-    clock: Clock

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.manifest import Manifest, Scalar
+from pulse_rl.sync.publish.attempt import Attempt
 from pulse_rl.sync.publish.delivery import Delivered
-from pulse_rl.sync.publish.encoding import Encoded
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,6 @@ class PublishReport:
     nonfinite: int
 
 
-class Clock:
-    """What a call has taken since this was made: seconds, and bytes that this rank sent over its group."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._start, self._ranks, self._sent_nbytes = time.perf_counter(), ranks, ranks.sent_nbytes
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    @property
-    def group_nbytes(self) -> int:
-        return self._ranks.sent_nbytes - self._sent_nbytes
-
-
 def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
     """That weights of a version are NaN or infinite; None where all are finite.
 
@@ -105,13 +88,11 @@ def nonfinite_warning(manifest: Manifest, spoilt: str) -> str | None:
     return f"{manifest.nonfinite:,} of {manifest.elements:,} weights are NaN or infinite{where}"
 
 
-def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | None, clock: Clock) -> PublishReport:
-    """The report of a version.
-
-    delivered: None while the version is in flight. clock: made when publish was called.
-    """
-    patch, ref = encoded.patch, manifest.patch
-    patch_nbytes = ref.total_nbytes if ref else encoded.nbytes
+def publish_report(attempt: Attempt, delivered: Delivered | None) -> PublishReport:
+    """The report of a version. delivered: None while it is in flight."""
+    encoded, patch = attempt.encoded, attempt.encoded.patch
+    manifest = delivered.manifest if delivered else attempt.manifest
+    patch_nbytes = manifest.patch.total_nbytes if manifest.patch else encoded.nbytes
     skip_nbytes = delivered.skip_nbytes if delivered else 0
     trail_nbytes = manifest.trail.nbytes if manifest.trail else 0
     warnings = nonfinite_warning(manifest, encoded.spoilt), delivered.warning if delivered else None
@@ -130,15 +111,15 @@ def publish_report(manifest: Manifest, encoded: Encoded, delivered: Delivered | 
         anchor_nbytes=manifest.anchor_nbytes,
         skip_nbytes=skip_nbytes,
         sent_nbytes=patch_nbytes + manifest.anchor_nbytes + trail_nbytes + skip_nbytes if delivered else 0,
-        group_nbytes=clock.group_nbytes,
+        group_nbytes=attempt.clock.group_nbytes,
         reduction=manifest.full_nbytes / patch_nbytes if patch_nbytes else 1.0,
         cast_s=encoded.cast_s,
-        diff_s=encoded.diff_s,
+        diff_s=patch.diff_s if patch else 0.0,
         encode_s=patch.encode_s if patch else 0.0,
         prove_s=encoded.prove_s,
         put_s=delivered.put_s if delivered else 0.0,
         skip_s=delivered.skip_s if delivered else 0.0,
-        total_s=clock.seconds,
+        total_s=attempt.clock.seconds,
         warning="; ".join(filter(None, warnings)) or None,
         metadata=manifest.metadata,
         nonfinite=manifest.nonfinite,

@@ -16,7 +16,6 @@ import numpy as np
 from pulse_rl.checkpoint.header import check_header
 from pulse_rl.checkpoint.shards import plan_shards
 from pulse_rl.errors import BaseMismatchError, FormatError, IntegrityError, translate
-from pulse_rl.group.ranks import Ranks
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import FORMAT, MAX_MANIFEST_NBYTES, Manifest, Scalar, manifest_name
 from pulse_rl.history.search import FaultLog, check_line
@@ -24,14 +23,10 @@ from pulse_rl.log.objects import new_token
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.segments import Entry
 from pulse_rl.patch.table import entries_of
-from pulse_rl.sync.publish.baseline import Baseline
 from pulse_rl.sync.shares import Share, SharePlan
 from pulse_rl.version import SOFTWARE
-from pulse_rl.weights import digests
-from pulse_rl.weights.bits import differ
 from pulse_rl.weights.boxes import whole
-from pulse_rl.weights.layout import Layout, compare_layouts, next_in_store
-from pulse_rl.weights.pieces import Pieces
+from pulse_rl.weights.layout import compare_layouts, next_in_store
 
 MAX_METADATA_NBYTES = 4096  # of its JSON
 OBJECTS_NBYTES = 1 << 20  # of a manifest: the objects that it will name, 250 bytes each
@@ -71,71 +66,6 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Scalar] | No
         raise ValueError(f"metadata: expected what JSON can hold, found otherwise: {error}") from None
     if len(encoded) > MAX_METADATA_NBYTES or read_back != found:
         raise ValueError(f"metadata: expected at most {MAX_METADATA_NBYTES} bytes of JSON, found {len(encoded)}")
-    return found
-
-
-def check_tensors(plan: SharePlan) -> None:
-    """Raise ValueError if there is nothing to publish on any rank. One rank's share may be empty."""
-    if not plan.tensors:  # such a history would refuse the real model ever after
-        raise ValueError(
-            "weights: expected at least one tensor, found none: give the model, its state dict, or a mapping of name → "
-            "tensor"
-        )
-
-
-def check_ties(tied: Mapping[str, str] | None) -> dict[str, str]:
-    """The argument `tied` of a Publisher. Raises ValueError."""
-    found = dict(tied or {})
-    for alias, owner in found.items():
-        if not isinstance(alias, str) or not isinstance(owner, str) or owner in found:
-            raise ValueError(
-                "tied: expected further name → the name that stands for it, which is no further name itself, found "
-                f"{alias!r}: {owner!r}"
-            )
-    return found
-
-
-def without_copies(ranks: Ranks, share: Share, tied: Mapping[str, str]) -> Share:
-    """The same share without the copies of tensors that are to be published once. A collective.
-
-    tied: the copies → the tensors that they equal. One of both may be absent. Whole tensors of one process are compared
-    bit for bit; else the digests of all ranks' pieces, each replica too. Raises ValueError or IntegrityError.
-    """
-    if not tied:
-        return share
-    share = share.called(None, tied)
-    specs, ties = share.plan.tensors, share.plan.tied
-    copies = {alias: owner for alias, owner in tied.items() if alias in specs}
-    for alias, owner in tied.items():
-        one, other = (specs.get(ties.get(name, name)) for name in (alias, owner))
-        if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
-            raise ValueError(
-                f"tied: expected {alias!r} and {owner!r} with one dtype and shape, found "
-                + " and ".join(f"{spec.dtype} {list(spec.shape)}" if spec else "none" for spec in (one, other))
-            )
-        if alias in ties and ties[alias] != ties.get(owner, owner):
-            raise ValueError(f"tied: expected {alias!r} tied to {owner!r}, found it tied to {ties[alias]!r}")
-    found = ranks.share("compare tied tensors", lambda: _terms(share.held, copies), dict[str, int]) if copies else []
-    for alias, owner in copies.items():
-        if sum(one[alias] for one in found) & digests.MASK:
-            raise IntegrityError(
-                f"tensor {alias!r}: expected the bits of {owner!r}, which it is tied to by tied=…, found other ones: "
-                "give equal tensors, or a Publisher without tied=… and a new store; nothing was published",
-                name=alias,
-            )
-    return share.without(copies)
-
-
-def _terms(held: Layout, copies: Mapping[str, str]) -> dict[str, int]:
-    """By copy, 0 if it is equal in one process; else what a rank adds to the difference of their digests."""
-    found = {}
-    for alias, owner in copies.items():
-        one, other = held.get(alias), held.get(owner)
-        if one is None or other is None or isinstance(one, Pieces) or isinstance(other, Pieces):
-            terms = [digests.state_digest({owner: bits}) if bits is not None else 0 for bits in (one, other)]
-            found[alias] = (terms[0] - terms[1]) & digests.MASK
-        else:
-            found[alias] = int(differ(one, other))
     return found
 
 
@@ -187,10 +117,10 @@ def check_place(history: History, head: Manifest | None) -> None:
         check_line(history, head, FaultLog())
 
 
-def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, version: int, url: str) -> None:
+def check_successor(head: Manifest, before: SharePlan | None, plan: SharePlan, version: int, url: str) -> None:
     """Raise ValueError or BaseMismatchError unless these tensors can be the version after `head`.
 
-    base: holds `head`; None where it cannot be rebuilt, so that sizes are all that can be compared. url: the store's.
+    before: of `head`; None where it cannot be rebuilt, so that sizes are all that can be compared. url: the store's.
     """
     if version <= head.version:
         raise ValueError(
@@ -198,20 +128,20 @@ def check_successor(head: Manifest, base: Baseline | None, tensors: SharePlan, v
             "next number, and resume() returns the newest; a run that begins anew needs a new or emptied store"
         )
     sides = next_in_store(head.version, url)
-    if base is not None and (base.plan is not tensors or head.tied != tensors.tied):
-        before = replace(base.plan, tied=head.tied)
-        compare_layouts(before.all_names(), tensors.all_names(), sides)
-    elif base is None and (tensors.elements, tensors.nbytes) != (head.elements, head.full_nbytes):
+    if before is not None and (before is not plan or head.tied != plan.tied):
+        before = replace(before, tied=head.tied)
+        compare_layouts(before.all_names(), plan.all_names(), sides)
+    elif before is None and (plan.elements, plan.nbytes) != (head.elements, head.full_nbytes):
         raise BaseMismatchError(
             f"{sides.what}: the tensors differ: expected {head.elements} elements in {head.full_nbytes} bytes, found "
-            f"{tensors.elements} in {tensors.nbytes}: publish the same model, with the same cast, or to a new store"
+            f"{plan.elements} in {plan.nbytes}: publish the same model, with the same cast, or to a new store"
         )
-    if head.tied != tensors.tied:
+    if head.tied != plan.tied:
         raise BaseMismatchError(
-            f"{sides.what}: the tied tensors differ: expected {head.tied}, found {tensors.tied}: {sides.model}, "
+            f"{sides.what}: the tied tensors differ: expected {head.tied}, found {plan.tied}: {sides.model}, "
             "or for copies give Publisher(tied=…) as before",
-            missing=sorted(head.tied.keys() - tensors.tied.keys()),
-            unexpected=sorted(tensors.tied.keys() - head.tied.keys()),
+            missing=sorted(head.tied.keys() - plan.tied.keys()),
+            unexpected=sorted(plan.tied.keys() - head.tied.keys()),
         )
 
 

@@ -1,0 +1,210 @@
+"""The way of one version on the trainer's side: encode → move → put → commit, or undo.
+
+    encode    find and code the changes since the baseline, and prove that they lead to the new version
+    move      write them into the baseline; from here on nothing reads the trainer's weights, so what follows can go on
+              in the background
+    put       put the objects into the store, and commit the manifest
+    undo      where the version was not committed: write back what the move overwrote
+
+An `Attempt` is one version on this way, and does not change. The pipeline is in one of four states:
+
+    state      committed          baseline       in flight
+    empty      None               None           None          nothing is known of the history
+    ready      version n          of version n   None
+    in flight  version n or None  None           the attempt that the background puts
+    broken     version n          None           None          what the baseline's memory holds is not known
+
+From empty and broken it first rebuilds the newest version, or publishes an anchor if it is asked to or there is none.
+In flight, a publish encodes meanwhile, and every call waits for the attempt. An attempt that fails is undone, or leaves
+it broken. Two rules make every line safe to interrupt: the baseline is of the committed version or None; and what
+changes its memory clears the field before, and restores it once the contents are known.
+
+If rank 2 of 4 fails: what can fail on one rank alone is work of a step of `Ranks`, so it fails on all four. None goes
+on, each undoes its move, and nothing is committed; the next call begins at the version before. Where it is the first
+rank that is lost in the commit itself, the others cannot tell whether it was committed: `docs/sharded.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from pulse_rl.errors import ExchangeError
+from pulse_rl.group.ranks import Ranks
+from pulse_rl.history.history import holds
+from pulse_rl.history.trail import state_of
+from pulse_rl.logs import logger
+from pulse_rl.sync.publish.attempt import Attempt, Clock, VersionStart
+from pulse_rl.sync.publish.delivery import Delivered, Delivery
+from pulse_rl.sync.publish.encoding import Base, Encoder, copy_whole
+from pulse_rl.sync.publish.intake import Given, Request
+from pulse_rl.sync.publish.position import Position
+from pulse_rl.sync.publish.report import PublishReport, nonfinite_warning, publish_report
+from pulse_rl.sync.publish.skips import MAX_OVERLAY
+from pulse_rl.sync.publish.successor import check_readable, check_successor, new_manifest, next_version
+from pulse_rl.sync.shares import Share
+from pulse_rl.weights.names import warn_of_prefix
+
+log = logger(__name__)
+
+
+class _InFlight(NamedTuple):
+    """A version that is put in the background."""
+
+    future: Future[Delivered]
+    attempt: Attempt
+
+
+class Pipeline:
+    """Takes versions into a history, one after another.
+
+    anchor_every: as of `Publisher`. tell: gets the report of each version that is committed.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        position: Position,
+        encoder: Encoder,
+        delivery: Delivery,
+        anchor_every: int,
+        tell: Callable[[PublishReport], None],
+    ) -> None:
+        self._ranks, self._position, self._encoder, self._delivery = ranks, position, encoder, delivery
+        self._anchor_every, self._tell = anchor_every, tell
+        self._in_flight: _InFlight | None = None
+        self._pool: ThreadPoolExecutor | None = None  # of the newest version that was put in the background
+
+    def begin(self, anchor: bool, share: Share | None, bandwidth: float | None) -> VersionStart:
+        """Where the next version goes, and what comes before it. A collective.
+
+        share: what this rank holds; None to find out where the history ends. bandwidth: bits per second of the link to
+        a worker; None for what was measured.
+        """
+        bandwidth = bandwidth or self._delivery.measured_bandwidth
+        if self._in_flight is not None:  # alone: ranks of a group wait for a version in flight
+            return self._position.after(self._in_flight.attempt.moved(), bandwidth)
+        if self._position.baseline is None:
+            self.await_pool()
+        return self._position.begin(anchor, share, bandwidth)
+
+    def encode(self, start: VersionStart, given: Given, request: Request, clock: Clock) -> Attempt:
+        """Encode the weights as the next version, proved; as the first one, or without a baseline, copy them.
+
+        A collective.
+        """
+        head, base, share = start.head, start.base, given.share
+        if head is not None:
+            share = share.called(None if base is None else base.plan.all_names(), head.tied)
+        plan = share.plan
+        version = next_version(head, start.sequence) if request.version is None else request.version
+        if base is None:
+            check_readable(plan)
+        if head is not None:
+            check_successor(head, base.plan if base else None, plan, version, self._delivery.history.store.url)
+        else:
+            warn_of_prefix(plan.tensors)
+        if head is None or base is None:
+            encoded, anchor, nonfinite = copy_whole(share, self._ranks, self._position.kept_on), True, 0
+        else:
+            before = Base(base.tensors, state_of(head), head.patch.codec if head.patch else None)
+            kept = base.tensors.held_nbytes * MAX_OVERLAY
+            encoded = self._encoder.encode(before, share, version, start.bandwidth, keep_nbytes=kept)
+            anchor = request.anchor or start.sequence - head.anchor_sequence >= self._anchor_every
+            nonfinite = head.nonfinite
+        manifest = new_manifest(
+            start.sequence,
+            version,
+            digest=encoded.digest,
+            tensors=plan,
+            head=head,
+            publisher=self._delivery.publisher,
+            anchor=anchor,
+            metadata=given.metadata,
+            nonfinite=max(0, nonfinite + encoded.nonfinite),
+        )
+        if self._ranks.rank == 0 and manifest.nonfinite != (head.nonfinite if head else 0):
+            found_odd = nonfinite_warning(manifest, encoded.spoilt) or "all weights are finite again"
+            log.warning("version %d: %s", version, found_odd)
+        return Attempt(manifest, start, plan, encoded, given.files, clock)
+
+    def deliver(self, attempt: Attempt, *, background: bool) -> PublishReport:
+        """Move the baseline, put the version and commit it, or undo the move. A collective."""
+        if self.flush() is not None:  # this one builds on a version that is committed by now
+            attempt = replace(attempt, start=attempt.start._replace(base=self._position.baseline))
+        self._move(attempt)
+        if background:
+            self._start(attempt)
+            return publish_report(attempt, None)
+        try:
+            delivered = self._put(attempt)
+        finally:
+            self._settle(attempt)
+        return self._report(attempt, delivered)
+
+    def _move(self, attempt: Attempt) -> None:
+        """Move the baseline to the new version, on all ranks or none. A collective."""
+        self._position.baseline = None  # until it is known what its memory holds
+        try:
+            self._ranks.do("move the baseline", attempt.move)
+        except ExchangeError:  # it is moved here, and another rank could not
+            self._position.baseline = attempt.undo()
+            raise
+
+    def _start(self, attempt: Attempt) -> None:
+        """Put a version in the background."""
+
+        def put() -> Delivered:
+            try:
+                with self._ranks.collective():
+                    return self._put(attempt)
+            except Exception as error:
+                # Perhaps nobody asks for the result any more.
+                log.error("version %d could not be published: %s", attempt.manifest.version, error)
+                raise
+
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pulse-publish")
+        future = self._pool.submit(put)
+        self._in_flight = _InFlight(future, attempt)
+        self._pool.shutdown(wait=False)  # its thread ends with this version
+
+    def _put(self, attempt: Attempt) -> Delivered:
+        """Put and commit a version.
+
+        Where a version was in flight when the call began, the history may have been rolled back since: then no patch
+        can start from its end.
+        """
+        base, history = attempt.base, self._delivery.history
+        if base is not None and not attempt.start.head_is_fresh and not holds(history.store, base):
+            raise self._position.changed(base, history.end()[1])
+        return self._delivery.deliver(attempt)
+
+    def _settle(self, attempt: Attempt) -> None:
+        """After a delivery, take the baseline back: of the version if it is committed, else of the one before."""
+        committed = self._delivery.committed
+        stands = committed is not None and committed.sequence == attempt.manifest.sequence
+        self._position.baseline = attempt.moved(committed) if stands else attempt.undo()
+
+    def flush(self) -> PublishReport | None:
+        """Wait until the version in flight is committed. Returns its full report; None if none is in flight."""
+        flight = self._in_flight
+        if flight is None:
+            return None
+        error = flight.future.exception()  # waits; if that is interrupted, the version stays in flight
+        self._in_flight = None
+        self._settle(flight.attempt)
+        if error is not None:
+            raise error
+        return self._report(flight.attempt, flight.future.result())
+
+    def _report(self, attempt: Attempt, delivered: Delivered) -> PublishReport:
+        report = publish_report(attempt, delivered)
+        self._tell(report)
+        return report
+
+    def await_pool(self) -> None:
+        """Wait for a version that is put although it is not in flight, as the call that began it was interrupted."""
+        if self._pool is not None:
+            self._pool.shutdown()
