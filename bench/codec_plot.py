@@ -106,7 +106,7 @@ def context_parts(old: Layout, new: Layout) -> tuple[dict[str, float], int]:
     payload = sum(len(block.shared or b"") for block in read.blocks) + sum(map(len, read.payloads.values()))
     parts["statistics"] = 8 * payload - streams
     parts["container"] = 8 * (len(patch.data) - payload)
-    return parts, patch.header.changes
+    return parts, patch.changes
 
 
 def gap_parts(old: Layout, new: Layout) -> dict[str, float]:

@@ -9,6 +9,7 @@ Every function takes the random numbers it draws from, so a seed gives the same 
 import json
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -16,10 +17,19 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
-from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.patch.format import MAX_BLOCK_NBYTES
 from pulse_rl.patch.table import MAX_TABLE_NBYTES
-from tests.patch.tools import Index, index_bytes, read_index, seal, take_apart, with_payload
+from tests.patch.tools import (
+    Index,
+    frames_of,
+    head_of,
+    index_bytes,
+    read_index,
+    seal,
+    span_of,
+    take_apart,
+    with_payload,
+)
 
 MAX_TILE = 1 << 20
 # Filled in after the rest of a document is written: content that json.dumps refuses or would recurse into.
@@ -168,8 +178,6 @@ def mutated_patch(random: Random, patch: bytes, donor: bytes) -> bytes:
         _fit(random, metadata, streams)
     elif layer == "index":
         streams["index"] = mutated_frame(random, streams["index"], lambda data: _changed_words(random, data))
-        if random.random() < 0.5:
-            _count(metadata, streams)
     elif layer == "stream":
         name = random.choice(list(streams))
         streams[name] = random.choice([donated[name], b"", streams["payload"], mutated_bytes(random, streams[name])])
@@ -194,17 +202,13 @@ def resealed(metadata: dict[str, Any], streams: dict[str, bytes]) -> bytes:
     return seal(metadata, streams)
 
 
-def _entries(streams: dict[str, bytes]) -> dict[str, Any]:
-    at, entries = 0, {}
-    for name, stream in streams.items():
-        entries[name] = {"dtype": "U8", "shape": [len(stream)], "data_offsets": [at, at + len(stream)]}
-        at += len(stream)
-    return entries
-
-
 def _sealed_wrong(metadata: dict[str, Any], streams: dict[str, bytes]) -> bytes:
-    written = dumps({"__metadata__": metadata} | _entries(streams))
-    return struct.pack("<Q", len(written)) + written + b"".join(streams.values())
+    at, entries = 0, {}
+    for name, data in {"head": head_of(streams), "payload": streams["payload"]}.items():
+        entries[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    written = dumps({"__metadata__": metadata} | entries)
+    return struct.pack("<Q", len(written)) + written + head_of(streams) + streams["payload"]
 
 
 def _changed_json(random: Random, data: bytes) -> bytes:
@@ -214,14 +218,15 @@ def _changed_json(random: Random, data: bytes) -> bytes:
 def _tie(random: Random, data: bytes) -> bytes:
     """A table in which a tensor has become a tied name of another, or a tied name a tensor."""
     table = json.loads(data)
+    alone = [row for row in table["tensors"] if row[4] == [[]]]
     if table["tied"] and random.random() < 0.3:
         alias, owner = table["tied"].popitem()
-        table["tensors"] += [[alias, *entry[1:]] for entry in table["tensors"] if entry[0] == owner]
-        table["tensors"].sort()
-    elif len(table["tensors"]) > 1:
-        gone = table["tensors"].pop()
-        like = [entry[0] for entry in table["tensors"] if entry[1:] == gone[1:]]
-        table["tied"][gone[0]] = random.choice(like or table["tensors"][0][:1])
+        table["tensors"] += [[alias, *row[1:]] for row in alone if row[0] == owner]
+    elif len(alone) > 1:
+        gone = alone.pop()
+        table["tensors"].remove(gone)
+        like = [row[0] for row in alone if row[1:] == gone[1:]]
+        table["tied"][gone[0]] = random.choice(like or alone[0][:1])
     return dumps(table)
 
 
@@ -265,40 +270,20 @@ def _changed_words(random: Random, data: bytes) -> bytes:
 
 
 def _fit(random: Random, metadata: dict[str, str], streams: dict[str, bytes]) -> None:
-    """Adapt the totals to a changed table, and half of the time the index too."""
+    """Adapt the index to a changed table, half of the time."""
     try:
-        sizes = [
-            (dtype, [int(np.prod([int(n) for n in part], dtype=object)) for part in [b[1] for b in boxes] or [shape]])
-            for _, dtype, shape, boxes in json.loads(decompressed(streams["table"]))["tensors"]
-        ]
-        elements = str(sum(sum(size) for _, size in sizes))
-        full_nbytes = str(sum(sum(size) * ITEMSIZES[dtype] for dtype, size in sizes))
+        tiles = sum(  # each box is a tile: these tensors are small
+            len(numbers) * sum(0 not in sizes for sizes in [box[1] for box in boxes] or [shape])
+            for _, _, shape, boxes, numbers in json.loads(decompressed(streams["table"]))["tensors"]
+        )
         index = read_index(metadata, decompressed(streams["index"]))
-        tiles = sum(sum(1 for n in size if n) for _, size in sizes)  # each box is a tile: these tensors are small
         spread = sum(n for n, _ in index.spans[:-1])
-    except Exception:  # noqa: BLE001 — then it stays as it is: a wrong table with any totals
+    except Exception:  # noqa: BLE001 — then it stays as it is: a wrong table with any index
         return
-    if random.random() < 0.8:
-        metadata["elements"], metadata["full_nbytes"] = elements, full_nbytes
     if random.random() < 0.5 and 0 < tiles <= 1 << 22 and index.spans:
         counts = (index.counts + [0] * tiles)[:tiles]
         index.spans[-1][0] = max(0, tiles - spread)
         streams["index"] = compress(index_bytes(index._replace(counts=counts)))
-
-
-def _count(metadata: dict[str, str], streams: dict[str, bytes]) -> None:
-    """Adapt the total of changes to the index."""
-    index = _index(metadata, streams)
-    if index is not None:
-        metadata["changes"] = str(sum(index.counts))
-
-
-def _index(metadata: dict[str, str], streams: dict[str, bytes]) -> Index | None:
-    """The index; None if a mutation before has broken it."""
-    try:
-        return read_index(metadata, decompressed(streams["index"]))
-    except (zstandard.ZstdError, ValueError, struct.error):
-        return None
 
 
 def _lengthen(metadata: dict[str, str], streams: dict[str, bytes], payload: bytes) -> None:
@@ -314,12 +299,15 @@ def _change_gap_frame(random: Random, metadata: dict[str, str], streams: dict[st
     index = read_index(metadata, decompressed(streams["index"]))
     start = len(streams["payload"]) - index.spans[-1][1]
     earlier, block = streams["payload"][:start], streams["payload"][start:]
-    (split,) = struct.unpack_from("<I", block)
-    frames = [block[4 : 4 + split], block[4 + split :]]
-    which = random.randrange(2)
-    change = mutated_bytes if which else _changed_gaps
-    frames[which] = mutated_frame(random, frames[which], lambda data: change(random, data))
-    _lengthen(metadata, streams, earlier + struct.pack("<I", len(frames[0])) + frames[0] + frames[1])
+    frames = frames_of(block)
+    which = random.randrange(len(frames))
+    frames[which] = mutated_frame(random, frames[which], lambda data: mutated_bytes(random, data))
+    if which < 2 and random.random() < 0.5:  # other words, of which both bytes are known
+        with suppress(ValueError, zstandard.ZstdError):
+            planes = [np.frombuffer(decompressed(frame), np.uint8) for frame in frames_of(block)[:2]]
+            words = _changed_gaps(random, np.stack(planes, 1).tobytes())
+            frames[:2] = [compress(words[at::2]) for at in range(2)]
+    _lengthen(metadata, streams, earlier + span_of(frames))
 
 
 def _changed_gaps(random: Random, data: bytes) -> bytes:
@@ -332,7 +320,7 @@ def _changed_gaps(random: Random, data: bytes) -> bytes:
     return np.array(words, "<u2").tobytes()
 
 
-BOMBS = ("names", "elements", "dimensions", "tied", "spaces", "values")
+BOMBS = ("names", "patterns", "elements", "dimensions", "tied", "spaces", "values")
 
 
 def bomb(random: Random, patch: bytes, kind: str) -> bytes:
@@ -341,27 +329,28 @@ def bomb(random: Random, patch: bytes, kind: str) -> bytes:
     count = 1 << random.choice([18, 20, 21])
     if kind == "names":  # many tensors, or many that are all the same
         names = (f"{n:07x}" for n in range(count)) if random.random() < 0.5 else ("a" for _ in range(count))
-        table = '{"tensors":[' + ",".join(f'["{name}","U8",[],[]]' for name in names) + '],"tied":{}}'
+        table = '{"tensors":[' + ",".join(f'["{name}","U8",[],[],[[]]]' for name in names) + '],"tied":{}}'
         streams["table"] = compress(table.encode())
-        metadata["elements"] = metadata["full_nbytes"] = str(count)
+    elif kind == "patterns":  # many tensors of a long pattern
+        numbers = ",".join(f"[{n}]" for n in range(count))
+        streams["table"] = compress(f'{{"tensors":[["{"x" * 900}.*","U8",[],[],[{numbers}]]],"tied":{{}}}}'.encode())
     elif kind == "elements":  # one tensor with the most elements or more, and an index of its segments
         size = 1 << random.choice([39, 40, 41, 42])
-        streams["table"] = compress(dumps({"tensors": [["a", "U8", [size], []]], "tied": {}}))
+        streams["table"] = compress(dumps({"tensors": [["a", "U8", [size], [], [[]]]], "tied": {}}))
         segments, metadata["blocks"], metadata["spans"] = min(size // MAX_TILE, 1 << 21), "1", "1"
         streams["index"] = compress(index_bytes(Index([[1, 0]], [[segments, 0]], [0] * segments, [bytes(16)])))
-        metadata |= {"elements": str(size), "full_nbytes": str(size), "changes": "0"}
         streams["payload"] = b""
     elif kind == "dimensions":
-        streams["table"] = compress(b'{"tensors":[["a","U8",[' + b"1," * (count * 4 - 1) + b'1],[]]],"tied":{}}')
+        streams["table"] = compress(b'{"tensors":[["a","U8",[' + b"1," * (count * 4 - 1) + b'1],[],[[]]]],"tied":{}}')
     elif kind == "tied":
         tied = ",".join(f'"{n:07x}":"a"' for n in range(count))
-        streams["table"] = compress(f'{{"tensors":[["a","U8",[1],[]]],"tied":{{{tied}}}}}'.encode())
+        streams["table"] = compress(f'{{"tensors":[["a","U8",[1],[],[[]]]],"tied":{{{tied}}}}}'.encode())
     elif kind == "spaces":  # a table or an index at its limit and over it
         name = random.choice(["table", "index"])
         streams[name] = compress(b" " * (MAX_TABLE_NBYTES + random.choice([-1, 0, 1])))
     else:  # values that decompress to much more than the index promises
         frame = compress(b"\0" * MAX_BLOCK_NBYTES)
-        _lengthen(metadata, streams, struct.pack("<I", len(frame)) + frame + frame)
+        _lengthen(metadata, streams, span_of([frame] * 4))
     return seal(metadata, streams)
 
 

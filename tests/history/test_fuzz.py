@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.history import fuzz as fuzz_history
 from tests.history import mutations
 from tests.history import world as history_world
-from tests.patch.tools import seal, take_apart, with_payload
+from tests.patch.tools import seal, span_of, take_apart, with_payload
 
 
 def test_two_thousand_mutations_end_in_our_own_errors_or_in_proved_weights() -> None:
@@ -66,10 +66,12 @@ def test_a_patch_that_ties_what_the_history_does_not_is_refused() -> None:
     name = manifest_name(1)
     document, _ = mutations.members(bytes(store.get(name)))
     metadata, streams = take_apart(bytes(store.get(document["patch"]["name"])))
-    streams["table"] = mutations.compress(mutations.dumps({"tensors": [["a", "U16", [1000], []]], "tied": {"b": "a"}}))
+    streams["table"] = mutations.compress(
+        mutations.dumps({"tensors": [["a", "U16", [1000], [], [[]]]], "tied": {"b": "a"}})
+    )
     numbers = np.array([1, 0, 1, len(streams["payload"]), 1], "<u4").tobytes()
     streams["index"] = mutations.compress(numbers + blake3(streams["payload"]).digest()[:16])
-    patch = seal(metadata | {"elements": "1000", "full_nbytes": "2000"}, streams)
+    patch = seal(metadata, streams)
     store.put(document["patch"]["name"], patch)
     document["patch"] |= {"nbytes": len(patch), "blake3": blake3(patch).hexdigest()}
     for tied in ({}, {"b": "a"}):  # the manifest denies the tie, or agrees
@@ -100,9 +102,10 @@ def test_the_fuzzer_notices_a_library_that_does_not_prove(monkeypatch: pytest.Mo
     monkeypatch.setattr(Application, "prove", careless)
     subject = history_world.patches()[4]  # gap
     metadata, streams = take_apart(subject.patch)
-    start = streams["payload"].rindex(zstandard.FRAME_HEADER)  # of the last span's values
+    start = streams["payload"].rindex(zstandard.FRAME_HEADER)  # of the last span's last frame
     values = zstandard.decompress(streams["payload"][start:])
-    payload = streams["payload"][:start] + zstandard.compress(values[:-1] + bytes([values[-1] ^ 1]))
+    frame = zstandard.compress(values[:-1] + bytes([values[-1] ^ 1]))
+    payload = streams["payload"][: start - 4] + span_of([frame])
     with pytest.raises(fuzz_history.Wrong, match="the digest is not the target's"):
         fuzz_history.apply_patch(subject, seal(metadata, with_payload(metadata, streams, payload)))
 

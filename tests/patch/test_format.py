@@ -31,7 +31,7 @@ from pulse_rl.weights import digests
 from tests import ROOT
 from tests import naive as reference
 from tests.codecs.fuzz_context import Block, Decoded, decode, decode_naively
-from tests.patch.tools import changed, from_bytes, part_of, random_tensor, snapshot, take_apart
+from tests.patch.tools import changed, frames_of, from_bytes, part_of, random_tensor, snapshot, take_apart
 
 DOCUMENT = ROOT / "docs" / "format.md"
 
@@ -58,8 +58,8 @@ def target_weights() -> dict[str, Any]:
 
 
 TABLE = (
-    b'{"tensors":[["a","I8",[],[]],["b","U16",[2,3],[]],["c","U32",[3],[]],["d","U64",[5],[]],["empty","F32",[0,3],[]]],'
-    b'"tied":{"c.tied":"c"}}'
+    b'{"tensors":[["a","I8",[],[],[[]]],["b","U16",[2,3],[],[[]]],["c","U32",[3],[],[[]]],["d","U64",[5],[],[[]]],'
+    b'["empty","F32",[0,3],[],[[]]]],"tied":{"c.tied":"c"}}'
 )
 METADATA = {
     "format": "pulse-rl/patch",
@@ -68,37 +68,32 @@ METADATA = {
     "target": "4",
     "base_digest": "552df3471a92139a",
     "target_digest": "b133362fa32383d9",
-    "elements": "15",
-    "changes": "4",
-    "full_nbytes": "65",
     "blocks": "1",
     "spans": "1",
     "part": "0",
     "parts": "1",
 }
 # Of the gap codec, decompressed. Sparse: b (2 of 6 elements) and d; a is dense.
-GAP_WORDS = "010003000300"
-GAP_VALUES = "050080ffffefcdab8967452301"
-SPAN_HASH = "880a1e987c8aae37cbeb577cb2a75ab3"
+GAP_WORDS = "010003000300"  # the low bytes of these words are a frame, and their high bytes
+# The first bytes of the values 05, 8000, ffff and 0123456789abcdef, the second bytes of all but the first, and so on.
+GAP_VALUES = ["0500ffef", "80ffcd", "ab", "89", "67", "45", "23", "01"]
+SPAN_HASH = "0a9aff119830ce0d5bd06b61ef25f064"
 # one block of one span, which share nothing | the span: 4 segments, and its bytes | changes of a, b, c, d
-INDEX = [1, 0, 4, 41, 1, 2, 0, 1]
+INDEX = [1, 0, 4, 149, 1, 2, 0, 1]
 PATCH = """
-a0020000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
+88010000000000007b225f5f6d657461646174615f5f223a7b22666f726d6174223a2270756c73652d726c2f7061746368222c22666f726d
 61745f76657273696f6e223a2231222c22636f646563223a22676170222c2262617365223a2233222c22746172676574223a2234222c2262
 6173655f646967657374223a2235353264663334373161393231333961222c227461726765745f646967657374223a226231333333363266
-6133323338336439222c22656c656d656e7473223a223135222c226368616e676573223a2234222c2266756c6c5f6e6279746573223a2236
-35222c22626c6f636b73223a2231222c227370616e73223a2231222c2270617274223a2230222c227061727473223a2231222c2268656164
-5f626c616b6533223a2239396465633661316365313033353633376331316137646339653330313363316530663938663665326433386537
-376237393665396435383031336136306436222c22626c616b6533223a223263656530623837636232613639616563373334303933343664
-3235666238626566333234646439376436336234336438353361616361646230663165333462227d2c227461626c65223a7b226474797065
-223a225538222c227368617065223a5b3130335d2c22646174615f6f666673657473223a5b302c3130335d7d2c22696e646578223a7b2264
-74797065223a225538222c227368617065223a5b35345d2c22646174615f6f666673657473223a5b3130332c3135375d7d2c227368617265
-64223a7b226474797065223a225538222c227368617065223a5b305d2c22646174615f6f666673657473223a5b3135372c3135375d7d2c22
-7061796c6f6164223a7b226474797065223a225538222c227368617065223a5b34315d2c22646174615f6f666673657473223a5b3135372c
-3139385d7d7d202028b52ffd2088f5020052c51117606f3a8be805f04b462592081c6c9b9fe883020400705cd7f51b785bc70d74e2750172
-afa2f44022fb5034d9597bad2c7b212877e6ac735997dd48eecb99c7d41451108c5b010800adf14248d65493e02158c2a62ab08c484c3d28
-b52ffd20306d010002430a14d0670c0043ac9ecb881c01e64013cecc407229538b20b5a33191cc1ea0e5bfff1ffffbc39fffff05000f0000
-0028b52ffd200631000001000300030028b52ffd200d690000050080ffffefcdab8967452301
+6133323338336439222c22626c6f636b73223a2231222c227370616e73223a2231222c2270617274223a2230222c227061727473223a2231
+222c22626c616b6533223a226465353066316664663136396430316362626463633061343737393264623931227d2c2268656164223a7b22
+6474797065223a225538222c227368617065223a5b3137315d2c22646174615f6f666673657473223a5b302c3137315d7d2c227061796c6f
+6164223a7b226474797065223a225538222c227368617065223a5b3134395d2c22646174615f6f666673657473223a5b3137312c3332305d
+7d7d2020202020206a0000003900000028b52ffd20a10d030052c51117806dc648e5174021022d99332c5c9eeb60d3305334092355f51b78
+53ee0532f1dcc0389f22d44042f3a12d9a2ff6582ecd9b809c2b6beeaeaee6c5719eacea96a24772609c0a0900ade1a3c0ecaa5682832010
+3b4501cbf4bc8b97c30328b52ffd203081010001000000000000000400000095000000010000000200000000000000010000000a9aff1198
+30ce0d5bd06b61ef25f0640c00000028b52ffd20031900000103030c00000028b52ffd20031900000000000d00000028b52ffd2004210000
+0500ffef0c00000028b52ffd200319000080ffcd0a00000028b52ffd2001090000ab0a00000028b52ffd2001090000890a00000028b52ffd
+2001090000670a00000028b52ffd2001090000450a00000028b52ffd2001090000230a00000028b52ffd200109000001
 """
 
 
@@ -106,24 +101,23 @@ def test_the_writer_makes_the_pinned_streams() -> None:
     """diff of fixed arrays against metadata and streams, byte for byte where zstd does not make them."""
     patch = pulse.diff(base_weights(), target_weights(), base=3, target=4, codec="gap")
     metadata, streams = take_apart(patch)
-    stated, head = metadata.pop("blake3"), metadata.pop("head_blake3")
+    stated = metadata.pop("blake3")
     assert metadata == {**METADATA, "codec": "gap"}
-    assert list(streams) == ["table", "index", "shared", "payload"]
     assert zstandard.decompress(streams["table"]) == TABLE
     payload, index = streams["payload"], zstandard.decompress(streams["index"])
     assert np.frombuffer(index[:-16], "<u4").tolist() == [*INDEX[:3], len(payload), *INDEX[4:]]
     assert index[-16:] == blake3(payload).digest()[:16]
     assert streams["shared"] == b""
-    (length,) = struct.unpack_from("<I", payload)
-    assert zstandard.decompress(payload[4 : 4 + length]).hex() == GAP_WORDS
-    assert zstandard.decompress(payload[4 + length :]).hex() == GAP_VALUES
-    lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
-    assert head == blake3(lines.encode() + streams["table"] + streams["index"] + streams["shared"]).hexdigest()
-    lines = "".join(f"{key}={value}\n" for key, value in sorted({**metadata, "head_blake3": head}.items()))
-    assert stated == blake3(lines.encode() + b"".join(streams.values())).hexdigest()
+    low, high, *values = (zstandard.decompress(frame).hex() for frame in frames_of(payload))
+    assert "".join(a + b for a, b in zip(re.findall("..", low), re.findall("..", high), strict=True)) == GAP_WORDS
+    assert values == GAP_VALUES
     (length,) = struct.unpack_from("<Q", patch)
     assert length % 8 == 0
-    assert len(patch) == 8 + length + sum(map(len, streams.values()))
+    head = patch[8 + length : len(patch) - len(payload)]
+    sizes = struct.pack("<II", len(streams["table"]), len(streams["index"]))
+    assert head == sizes + streams["table"] + streams["index"] + streams["shared"]
+    lines = "".join(f"{key}={metadata[key]}\n" for key in sorted(metadata))
+    assert stated == blake3(lines.encode() + head).hexdigest()[:32]
 
 
 def test_the_reader_reads_the_pinned_file() -> None:
@@ -352,9 +346,12 @@ def product(numbers: Iterable[int]) -> int:
 def document_tiles(shape: list[int], offset: list[int], sizes: list[int]) -> list[tuple[Any, Any, Any]]:
     """The tiles of a box: (halves, offset, sizes) of each, in order."""
     ranges = [8 if n >= 16 else 1 for n in shape]
+    while len(shape) > 1 and ranges[-1] > 1 and shape[-2] * ranges[-1] > 8 * shape[-1] * ranges[-2]:
+        ranges[-1] //= 2
+    while max(ranges, default=1) > 2 and product(shape) < 262144 * product(ranges):
+        ranges[max(d for d in range(len(shape)) if ranges[d] > 2)] //= 2
     while max(ranges, default=1) > 1 and product(shape) < 65536 * product(ranges):
-        chosen = max(d for d in range(len(shape)) if ranges[d] == max(ranges))
-        ranges[chosen] //= 2
+        ranges[max(d for d in range(len(shape)) if ranges[d] > 1)] //= 2
     cells = []
     for cell in itertools.product(*(range(m) for m in ranges)):
         low = [max(a, i * n // m) for i, n, m, a in zip(cell, shape, ranges, offset, strict=True)]
@@ -380,12 +377,12 @@ def document_cut(offset: list[int], sizes: list[int], d: int = 0) -> list[tuple[
 
 
 def document_segments(tensors: list[Any]) -> list[DocumentSegment]:
-    """The segments of a table of format 2, in the order in which they are coded."""
+    """The segments of these tensors, in the order in which they are coded."""
     groups: dict[Any, Any] = {}
     for number, (name, dtype, shape, boxes) in enumerate(tensors):
         words = name.split(".")
-        numbers = [int(word) for word in words if re.fullmatch("[0-9]+", word)]
-        pattern = ".".join("*" if re.fullmatch("[0-9]+", word) else word for word in words)
+        starred = [word for word in words if re.fullmatch("0|[1-9][0-9]{0,17}", word) and "*" not in words]
+        numbers, pattern = [int(word) for word in starred], ".".join("*" if w in starred else w for w in words)
         covered = boxes or [[[0] * len(shape), shape]]
         key = (pattern, dtype, shape, covered)
         groups.setdefault(json.dumps(key), (key, []))[1].append((numbers[::-1], number))
@@ -400,10 +397,21 @@ def document_segments(tensors: list[Any]) -> list[DocumentSegment]:
     return found
 
 
+def document_table(rows: list[Any]) -> list[Any]:
+    """Name, dtype, shape and boxes of each tensor, in canonical order."""
+    found = []
+    for pattern, dtype, shape, boxes, several in rows:
+        for numbers in several:
+            left = iter(numbers)
+            words = [str(next(left)) if word == "*" and numbers else word for word in pattern.split(".")]
+            found.append([".".join(words), dtype, shape, boxes])
+    return sorted(found)
+
+
 def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, bytes]:
     """The target's bytes by name, from the base's: plain Python, one element at a time."""
     metadata, streams = take_apart(patch)
-    tensors = json.loads(zstandard.decompress(streams["table"]))["tensors"]
+    tensors = document_table(json.loads(zstandard.decompress(streams["table"]))["tensors"])
     index = zstandard.decompress(streams["index"])
     target = {row[0]: bytearray(base[row[0]]) for row in tensors}
     segments, spans = document_segments(tensors), int(metadata["spans"])
@@ -420,9 +428,9 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
         specs = [(segment, next(counts)) for segment in segments[taken : taken + number]]
         at, taken = at + nbytes, taken + number
         sparse = [n * (2 + segment.width) < len(segment.places) * segment.width for segment, n in specs]
-        split = 4 + int.from_bytes(payload[:4], "little")
-        words = [n for (n,) in struct.iter_unpack("<H", zstandard.decompress(payload[4:split]))]
-        values = zstandard.decompress(payload[split:])
+        low, high, *planes = (list(zstandard.decompress(frame)) for frame in frames_of(payload))
+        words = [a + 256 * b for a, b in zip(low, high, strict=True)]
+        assert len(planes) == max(segment.width for segment, _ in specs)
         for (segment, n), is_sparse in zip(specs, sparse, strict=True):
             previous, width = -1, segment.width
             for j in range(n if is_sparse else len(segment.places)):
@@ -432,8 +440,8 @@ def read_by_the_document(patch: bytes, base: dict[str, bytes]) -> dict[str, byte
                     gap = words.pop(0)
                     previous += 1 + (gap if gap < 65535 else words.pop(0) | words.pop(0) << 16)
                 place = segment.places[previous] * width
-                target[segment.name][place : place + width], values = values[:width], values[width:]
-        assert (words, values) == ([], b"")
+                target[segment.name][place : place + width] = bytes(planes[k].pop(0) for k in range(width))
+        assert (words, [plane for plane in planes if plane]) == ([], [])
     assert (at, taken, hashes) == (len(streams["payload"]), len(segments), b"")
     return {name: bytes(data) for name, data in target.items()}
 
@@ -483,7 +491,7 @@ def test_the_document_shows_the_pinned_values() -> None:
         TABLE.decode(),
         SPAN_HASH,
         GAP_WORDS,
-        GAP_VALUES,
+        " ".join(GAP_VALUES),
         "".join(PATCH.split()),
     ]
     pinned += [f"{key}={value}" for key, value in METADATA.items()]

@@ -40,6 +40,7 @@ def small() -> Iterator[None]:
     segments._tiled_and_kept.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boxes, "MIN_TILE", 30)
+        patch.setattr(boxes, "FINE_TILE", 40)
         patch.setattr(boxes, "MAX_TILE", 100)
         patch.setattr(encode, "CLOSE_NBYTES", {1: 64, 2: 16})
         yield
@@ -194,7 +195,7 @@ def test_parts_of_ranks_lead_whole_weights_to_the_target(
     data = parts_of(list(zip(before, after, strict=True)), codec=codec)
     parts = [patch_format.unpack(part) for part in data]
     assert [(part.header.part, part.header.parts) for part in parts] == [(i, ranks) for i in range(ranks)]
-    assert sum(part.header.elements for part in parts) == sum(array.size for array in old.values())
+    assert sum(part.elements for part in parts) == sum(array.size for array in old.values())
     assert f"{digest_of(old):016x}" == parts[0].header.base_digest
     assert f"{digest_of(new):016x}" == parts[0].header.target_digest
     live = {name: memory_like(array, rng) for name, array in old.items()}
@@ -285,8 +286,7 @@ def two_spans() -> tuple[bytes, patch_format.Patch, dict[str, Any]]:
 
 def test_a_head_that_is_changed_anywhere_is_refused() -> None:
     data, patch, _ = two_spans()
-    own = data.index(b'"blake3":"') + 10  # the file's hash, which only a reader of all of it can prove
-    for at in {*range(0, patch.head_nbytes, 7)} - {*range(own, own + 64)}:
+    for at in range(0, patch.head_nbytes, 7):
         changed = bytearray(data[: patch.head_nbytes])
         changed[at] ^= 4
         with pytest.raises(pulse.PatchFormatError):

@@ -64,8 +64,8 @@ def test_spots_are_where_views_of_the_segments_lie(dtype: type) -> None:
         "a": as_bits(memory),
         "b": join(
             [
-                Shard(memory[:512], shape=(2048, 512), offset=(0, 0)),
-                Shard(memory[512:], shape=(2048, 512), offset=(512, 0)),
+                Shard(memory[:1024], shape=(2048, 512), offset=(0, 0)),
+                Shard(memory[1024:], shape=(2048, 512), offset=(1024, 0)),
             ]
         ),
         "c": as_bits(memory.reshape(64, 32, 512)),

@@ -67,12 +67,41 @@ def changed(tensor: Any, count: int, rng: np.random.Generator) -> Any:
 
 
 def take_apart(patch: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
-    """A patch's metadata and its streams."""
+    """A patch's metadata, and its streams: the table, the index and what is shared, of the head, and the payload.
+
+    Raises ValueError if it has no head.
+    """
     (length,) = struct.unpack_from("<Q", patch)
     header = json.loads(patch[8 : 8 + length])
     metadata = header.pop("__metadata__")
     data = patch[8 + length :]
-    return metadata, {name: data[slice(*entry["data_offsets"])] for name, entry in header.items()}
+    if not {"head", "payload"} <= header.keys() or header["head"]["shape"] < [8]:
+        raise ValueError(f"expected a head and a payload, found {header}")
+    head, payload = (data[slice(*header[name]["data_offsets"])] for name in ("head", "payload"))
+    table, index = struct.unpack_from("<II", head)
+    streams = {"table": head[8 : 8 + table], "index": head[8 + table : 8 + table + index]}
+    return metadata, {**streams, "shared": head[8 + table + index :], "payload": payload}
+
+
+def head_of(streams: Mapping[str, bytes]) -> bytes:
+    """The head that these streams but the payload are in."""
+    sizes = struct.pack("<II", len(streams["table"]), len(streams["index"]))
+    return sizes + streams["table"] + streams["index"] + streams["shared"]
+
+
+def frames_of(span: bytes) -> list[bytes]:
+    """The frames of a span of `gap`. Raises struct.error if it is broken."""
+    found = []
+    while span:
+        (length,) = struct.unpack_from("<I", span)
+        found.append(span[4 : 4 + length])
+        span = span[4 + length :]
+    return found
+
+
+def span_of(frames: Sequence[bytes]) -> bytes:
+    """The inverse."""
+    return b"".join(struct.pack("<I", len(frame)) + frame for frame in frames)
 
 
 def cut(weights: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
@@ -128,7 +157,7 @@ class Index(NamedTuple):
 
 
 def read_index(metadata: Mapping[str, str], stream: bytes) -> Index:
-    """The index of a patch of format 2, from its decompressed stream. Raises ValueError if that is too short."""
+    """The index of a patch, from its decompressed stream. Raises ValueError if that is too short."""
     blocks, spans = 2 * int(metadata["blocks"]), 2 * int(metadata["spans"])
     end = len(stream) - 16 * (spans // 2)
     if blocks < 0 or spans < 0 or end < 4 * (blocks + spans):
@@ -157,10 +186,10 @@ def hashed(index: Index, payload: bytes) -> Index:
     return index._replace(hashes=hashes)
 
 
-def hash_of(metadata: Mapping[str, Any], data: bytes) -> str:
-    """BLAKE3 of the metadata's lines and of what follows them."""
-    lines = "".join(f"{key}={value}\n" for key, value in sorted(metadata.items()))
-    return blake3(lines.encode() + data).hexdigest()
+def hash_of(metadata: Mapping[str, Any], head: bytes) -> str:
+    """Of BLAKE3 of the metadata's lines and of the head, half."""
+    lines = "".join(f"{key}={value}\n" for key, value in sorted(metadata.items()) if key != "blake3")
+    return blake3(lines.encode() + head).hexdigest()[:32]
 
 
 def with_payload(metadata: Mapping[str, str], streams: Mapping[str, bytes], payload: bytes) -> dict[str, bytes]:
@@ -190,17 +219,19 @@ def seal(metadata: Mapping[str, Any], streams: Mapping[str, bytes], *, spans: bo
 
     spans: whether the hashes of the spans are made to match too, if the index can be read.
     """
-    stated = {key: value for key, value in metadata.items() if key not in ("blake3", "head_blake3")}
     if spans:
-        streams = _with_span_hashes(stated, streams)
-    data = b"".join(streams.values())
-    stated["head_blake3"] = hash_of(stated, b"".join(data for name, data in streams.items() if name != "payload"))
-    stated["blake3"] = hash_of(stated, data)
-    header: dict[str, Any] = {"__metadata__": stated}
+        streams = _with_span_hashes(metadata, streams)
+    head = head_of(streams)
+    return container({**metadata, "blake3": hash_of(metadata, head)}, {"head": head, "payload": streams["payload"]})
+
+
+def container(metadata: Mapping[str, Any], tensors: Mapping[str, bytes]) -> bytes:
+    """A safetensors file of these U8 tensors."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for name, stream in streams.items():
-        header[name] = {"dtype": "U8", "shape": [len(stream)], "data_offsets": [at, at + len(stream)]}
-        at += len(stream)
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        at += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + data
+    return struct.pack("<Q", len(text)) + text + b"".join(tensors.values())

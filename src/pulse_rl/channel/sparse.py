@@ -13,6 +13,7 @@ import numpy as np
 
 from pulse_rl.channel.reports import Payload, entropy
 from pulse_rl.codecs.choose import Chooser, Trial, candidates
+from pulse_rl.codecs.gap import index_nbytes
 from pulse_rl.errors import IntegrityError
 from pulse_rl.group.collectives import Bytes
 from pulse_rl.patch.apply import Application
@@ -148,15 +149,10 @@ def payload(made: ProvedPart, own: Layout) -> Payload:
         index_nbytes=4 * changes,
         value_nbytes=value_nbytes,
         coded_nbytes=made.coded.nbytes,
-        coded_index_nbytes=_index_nbytes(made.head) if made.coded.codec == "gap" else None,
+        coded_index_nbytes=sum(map(index_nbytes, made.head.payloads.values())) if made.coded.codec == "gap" else None,
         index_bits=entropy(gaps),
         value_bits=entropy(np.array(list(counts.values()), np.int64)),
     )
-
-
-def _index_nbytes(patch: Patch) -> int:
-    """Bytes of all compressed gaps: a span of `gap` begins with how many they are."""
-    return sum(int.from_bytes(bytes(payload[:4]), "little") for payload in patch.payloads.values())
 
 
 class PartReader:

@@ -51,7 +51,7 @@ from pulse_rl.weights.devices import HOST, Device
 
 SAMPLED_SIZE = 1 << 16  # elements; in larger segments only every 64th run's exponents are counted
 SAMPLED_EVERY = 64
-SAMPLE = 32  # segments of a class whose contexts are counted
+SAMPLE = 1 << 25  # elements of a class whose contexts are counted
 BATCH = 1 << 21  # elements of the segments that one call codes or decodes
 READ_BATCH = 1 << 18  # elements where the old bits are read first, as those of a version under an overlay are
 NONE = np.empty(0, np.int64)
@@ -220,7 +220,7 @@ def _encode_group(group: "_Group", price: int) -> tuple[Ints, list[Model], list[
         for threshold, activity in zip(thresholds, activities, strict=True)
     ]
     counts = np.zeros((len(blank), len(nothing)), np.int64)
-    sampled = group.batches(_sample(classes))
+    sampled = group.batches(_sample(classes, group.sizes))
     for found in ordered_map(partial(group.count, classes=classes, starts=blank), sampled):
         counts += found
     models = [
@@ -253,7 +253,7 @@ class _Group:
             for (first, run), some in zip(runs, chosen, strict=True)
         ]
         joined = map(np.concatenate, zip(*columns, strict=True))
-        self.numbers, self._sizes, self.changed, self._strides, self._phases, usable = joined
+        self.numbers, self.sizes, self.changed, self._strides, self._phases, usable = joined
         self._edges = np.concatenate([[0], np.cumsum(self.changed)])
         self._indices, self._values, self._replaced = (
             np.concatenate(each) for each in zip(*((*run.changes, run.replaced) for _, run in runs), strict=True)
@@ -270,13 +270,13 @@ class _Group:
 
     def batches(self, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """Some of the segments, or all, in the runs that one call takes."""
-        chosen = range(len(self._sizes)) if numbers is None else numbers
+        chosen = range(len(self.sizes)) if numbers is None else numbers
         least = _batch(self._device if self._usable.all() else None)
-        return list(batched(chosen, self._sizes.tolist().__getitem__, least))
+        return list(batched(chosen, self.sizes.tolist().__getitem__, least))
 
     def measure(self, batch: Sequence[int]) -> tuple[Counts, Counts]:
         """How many elements of each segment have each exponent, and of those that change; (segments, E) each."""
-        every = np.where(self._sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
+        every = np.where(self.sizes[batch] > SAMPLED_SIZE, SAMPLED_EVERY, 1)
         with self._device.coder() as coder:
             elements = coder.count_exponents(self._memory(batch), self.field, self._itemsize, every)
         edges = self._edges[batch[0] : batch[-1] + 2]
@@ -335,12 +335,12 @@ def _batch(device: Device | None) -> int:
     return BATCH if device is HOST else ALL
 
 
-def _sample(classes: Ints) -> list[int]:
-    """Up to SAMPLE segments of each class, evenly spaced, ascending."""
+def _sample(classes: Ints, sizes: Ints) -> list[int]:
+    """Segments of each class of SAMPLE elements or fewer, evenly spaced, ascending."""
     chosen: list[int] = []
     for number in range(int(classes.max()) + 1):
         mine = np.flatnonzero(classes == number)
-        chosen += mine[:: -(-len(mine) // SAMPLE) or 1].tolist()
+        chosen += mine[:: -(-int(sizes[mine].sum()) // SAMPLE) or 1].tolist()
     return sorted(chosen)
 
 

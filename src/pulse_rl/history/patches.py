@@ -70,7 +70,7 @@ class Fetched(NamedTuple):
     @property
     def changes(self) -> int:
         """Elements that change in all parts."""
-        return sum(part.header.changes for part in self.parts)
+        return sum(part.changes for part in self.parts)
 
 
 def describe(name: str, patch: EncodedPatch) -> PatchObject:

@@ -147,7 +147,7 @@ class Application:
                 self._parts, self._live, self._before, self._keep_nbytes, self._shared, overlapping=self._overlapping
             )
             self._work, delta = list(work), 0
-            few = sum(part.header.changes for part in self._parts) <= FEW
+            few = sum(part.changes for part in self._parts) <= FEW
             alone = sparing and few and not any(part.codec.conditional for part in self._parts)
             for checked in (map if alone else ordered_map)(self._check, runs(self._work)):
                 delta += checked.delta

@@ -34,7 +34,7 @@ from pulse_rl.weights.devices import HOST, Device
 from pulse_rl.weights.finite import not_finite
 from pulse_rl.weights.layout import derived
 
-BLOCK_SEGMENTS = 1024  # after which a block is closed: what a codec learns of each takes memory
+BLOCK_SEGMENTS = 4096  # after which a block is closed: what a codec learns of each takes memory
 # A span is closed where another tile begins, so that a receiver of a share reads few bytes that it does not need: at
 # least this many bytes of decoded changes after the span began, by `CutGroup.boundary`; between groups and quadrants
 # also if so many come after it. A span costs 20 to 60 bytes.
@@ -47,7 +47,8 @@ class EncodedPatch:
 
     data: bytes
     header: patch_format.PatchHeader
-    head_nbytes: int  # of the file's head
+    head_nbytes: int  # of the file, before the payload
+    changes: int  # how many elements change
     read_s: float  # reading and casting the new weights, seconds summed over threads
     diff_s: float  # finding and digesting changes, seconds summed over threads
     encode_s: float  # coding and compressing, wall time in seconds
@@ -62,7 +63,6 @@ class Coded:
     counts: NDArray[np.int64]  # changes of each segment
     blocks: list[CodedBlock]
     elements: int  # that it covers
-    full_nbytes: int
     base: int  # the digest of these elements before, mod 2^64; 0 where it was not asked for
     delta: int  # what it gains, mod 2^64
     nonfinite: int  # how many elements become NaN or infinite, less those that were
@@ -93,16 +93,13 @@ class Coded:
             target=target,
             base_digest=digests.to_hex(base_digest),
             target_digest=digests.to_hex(target_digest),
-            elements=self.elements,
-            changes=self.changes,
-            full_nbytes=self.full_nbytes,
             blocks=len(self.blocks),
             spans=sum(len(block.spans) for block in self.blocks),
             part=part,
             parts=parts,
         )
         data, head_nbytes = patch_format.pack(header, self.table, self.counts, self.blocks)
-        return EncodedPatch(data, header, head_nbytes, self.read_s, self.diff_s, self.encode_s)
+        return EncodedPatch(data, header, head_nbytes, self.changes, self.read_s, self.diff_s, self.encode_s)
 
 
 def encode(
@@ -174,7 +171,6 @@ def find(
                 coding.add(run, boundaries)
             done += len(changed)
     stream = derived(new, _table_of, table, tied)
-    elements, nbytes = derived(table, patch_format.covered)
     base = scan.base + (digests.empty_digest(old) if digest_old else 0)
     coded, all_counts = [], np.concatenate(counts or [np.empty(0, np.int64)])
     for coding in codings:
@@ -185,8 +181,7 @@ def find(
                 stream,
                 all_counts,
                 coding.blocks,
-                elements,
-                nbytes,
+                derived(table, patch_format.covered)[0],
                 base & digests.MASK,
                 scan.delta & digests.MASK,
                 nonfinite,

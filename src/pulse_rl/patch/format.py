@@ -1,19 +1,21 @@
 """The patch file: its layout and its limits, written and read.
 
-A patch is a valid safetensors file. Its `__metadata__` is the header; its four U8 tensors are
-  table    zstd(JSON): the tensors, which boxes of them the patch covers, and which further names are tied to them
-  index    zstd: how many spans each block has, how many segments each span, and how many changes each segment; and the
-           hash of each span
-  shared   for each block, what its spans have in common
+A patch is a valid safetensors file. Its `__metadata__` is the header; its two U8 tensors are
+  head     the bytes of the first two of these, two u32, then
+           table   zstd(JSON): the tensors, which boxes of them the patch covers, and which names are tied to them
+           index   zstd: how many spans each block has, how many segments each span, and how many changes each segment;
+                   and the hash of each span
+           shared  for each block, what its spans have in common
   payload  the spans, one after another, each coded by the codec that the header names
-All but the payload is the *head*. It has a hash of its own, which covers the spans by their hashes. So a receiver that
-holds a part of the weights reads the head, and of the payload only the spans that it needs. The other hash, of
-the whole file, is in every version of the format, so that a reader of an older one can tell newer from damaged.
+The file's hash is that of the header and the head, which has the hash of each span. So a receiver that holds a part of
+the weights reads the payload's spans that it needs, and proves them. The hash covers the same in every version of the
+format, so that a reader of an older one can tell newer from damaged.
 
 `docs/format.md` is the full description. Input is treated as hostile: hashes are checked first, sizes before memory is
 allocated, and the index must account for every byte. Blocks are decoded in `apply`, not here.
 """
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -36,7 +38,9 @@ from pulse_rl.weights.layout import TensorSpec, derived
 
 FORMAT = "pulse-rl/patch"
 FORMAT_VERSION = 1
-STREAMS = ("table", "index", "shared", "payload")
+STREAMS = ("head", "payload")
+_SIZES = struct.Struct("<II")  # of the table and the index
+HASH_DIGITS = 32  # of BLAKE3, hexadecimal: the first half of it, as of a span's
 MAX_HEAD_NBYTES = 256 << 20
 MAX_BLOCK_NBYTES = 64 << 20  # of a block's decoded indices and values; the writer closes blocks far earlier
 
@@ -64,10 +68,7 @@ class PatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Count
     base_digest: Digest  # of the whole weights, also in one of several parts
     target_digest: Digest
-    elements: Count  # of what this part covers, as are the two counts below
-    changes: Count
-    full_nbytes: Count
-    blocks: Count
+    blocks: Count  # of this part
     spans: Count
     part: Count  # of several, which are one patch together: each covers other elements
     parts: Count
@@ -109,6 +110,21 @@ class Patch(NamedTuple):
     head_nbytes: int
     nbytes: int  # of the file
     payloads: Mapping[int, memoryview]  # the spans that were read, by number
+
+    @property
+    def elements(self) -> int:
+        """How many elements it covers."""
+        return derived(self.table, covered)[0]
+
+    @property
+    def full_nbytes(self) -> int:
+        """The bytes of these elements."""
+        return derived(self.table, covered)[1]
+
+    @property
+    def changes(self) -> int:
+        """How many of them change."""
+        return int(self.segments.counts.sum(dtype=np.int64))
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -205,23 +221,21 @@ def pack(
     header: PatchHeader, table: bytes, counts: NDArray[np.int64], blocks: Sequence[CodedBlock]
 ) -> tuple[bytes, int]:
     """Put a patch file together. counts: changes of each segment, in order. Returns it, and the bytes of its head."""
-    head = [table, encode_index(counts, blocks), b"".join(block.shared for block in blocks)]
+    index = encode_index(counts, blocks)
+    head = b"".join([_SIZES.pack(len(table), len(index)), table, index, *(block.shared for block in blocks)])
     metadata = {key: str(value) for key, value in msgspec.structs.asdict(header).items()}
-    metadata["head_blake3"] = _hash(metadata, head)
+    metadata["blake3"] = _hash(metadata, head)
     payload = [coded for block in blocks for _, coded in block.spans]
-    metadata["blake3"] = _hash(metadata, [*head, *payload])
-    sizes = (*map(len, head), sum(map(len, payload)))
+    sizes = (len(head), sum(map(len, payload)))
     described = ((name, "U8", (size,)) for name, size in zip(STREAMS, sizes, strict=True))
-    head = [safetensors_header.header_bytes(described, metadata), *head]
-    return b"".join([*head, *payload]), sum(map(len, head))
+    container = safetensors_header.header_bytes(described, metadata)
+    return b"".join([container, head, *payload]), len(container) + len(head)
 
 
-def _hash(metadata: Mapping[str, str], data: Sequence[bytes | memoryview]) -> str:
-    """BLAKE3 over the header's lines (key=value, sorted, without the hash) and the data after them."""
-    hasher = blake3("".join(f"{k}={v}\n" for k, v in sorted(metadata.items()) if k != "blake3").encode())
-    for part in data:
-        hasher.update(part)
-    return hasher.hexdigest()
+def _hash(metadata: Mapping[str, str], head: bytes | memoryview) -> str:
+    """BLAKE3 over the header's lines (key=value, sorted, without the hash) and the head."""
+    lines = "".join(f"{k}={v}\n" for k, v in sorted(metadata.items()) if k != "blake3")
+    return blake3(lines.encode() + head).hexdigest()[:HASH_DIGITS]
 
 
 # Reading
@@ -250,32 +264,28 @@ def unpack_head(data: bytes | bytearray | memoryview, nbytes: int, source: str |
 
 def _unpack(view: memoryview, source: str | None, nbytes: int | None) -> Patch:
     """nbytes: of the file, of which view is the head; None if it is all of it."""
-    header, streams, start = _read_header(view, source, nbytes)
-    table, tied = read_table(streams["table"])
+    header, head, start = _read_header(view, source, nbytes)
+    table_stream, index_stream, shared = _divided(head)
+    table, tied = read_table(table_stream)
     if header.parts == 1 and (unknown := set(tied.values()) - {entry.name for entry in table}):
         raise PatchFormatError(f"table: tensors are tied to {sorted(unknown)[:8]}, which it does not have")
     segments = Segments(table, groups_of(table))
-    index = read_index(streams["index"], header.blocks, header.spans, table, segments)
-    _check_totals(header, table, segments)
+    index = read_index(index_stream, header.blocks, header.spans, table, segments)
     end = len(view) if nbytes is None else nbytes
     spans = list(_cut_spans(index, segments, start, end))
-    blocks = tuple(_cut_blocks(index, segments, spans, streams["shared"]))
+    blocks = tuple(_cut_blocks(index, segments, spans, shared))
     return Patch(header, table, tied, segments, blocks, start, end, {})
 
 
-def _read_header(
-    view: memoryview, source: str | None, nbytes: int | None
-) -> tuple[PatchHeader, dict[str, memoryview], int]:
-    """The header, the streams of the head by name, and where the payload begins.
-
-    The hash, of the file or of its head, is proved before the header's values are looked at.
-    """
+def _read_header(view: memoryview, source: str | None, nbytes: int | None) -> tuple[PatchHeader, memoryview, int]:
+    """The header, the head, and where the payload begins. The hash is proved before the header's values are used."""
     metadata, entries, offset = safetensors_header.parse(view, nbytes=nbytes)
     if metadata.get("format") != FORMAT:
         raise PatchFormatError(f"not a pulse-rl patch: expected format {FORMAT!r}, found {metadata.get('format')!r}")
-    if nbytes is None and _hash(metadata, [view[offset:]]) != metadata.get("blake3"):
+    start = offset + entries["head"].stop if "head" in entries else offset
+    head = view[offset:start]
+    if metadata.pop("blake3", None) != _hash(metadata, head):
         raise PatchFormatError("the patch is corrupt: its BLAKE3 hash does not match its bytes")
-    metadata.pop("blake3", None)  # of a head alone it proves nothing
     version = metadata.get("format_version", "")
     if version.isascii() and version.isdigit() and len(version) < 10 and int(version) > FORMAT_VERSION:
         raise skew("the patch", int(version), FORMAT_VERSION, written_by=metadata.get("software"), source=source)
@@ -283,10 +293,6 @@ def _read_header(
         raise PatchFormatError(f"patch format version: expected {FORMAT_VERSION}, found {printable(version)}")
     if [(n, e.dtype, len(e.shape)) for n, e in entries.items()] != [(name, "U8", 1) for name in STREAMS]:
         raise PatchFormatError(f"streams: expected {', '.join(STREAMS)}, found {', '.join(map(printable, entries))}")
-    start = offset + entries["payload"].start
-    promised = metadata.pop("head_blake3", None)
-    if promised != _hash(metadata, [view[offset:start]]):
-        raise PatchFormatError("the patch is corrupt: the BLAKE3 hash of its head does not match its bytes")
     with translate(msgspec.ValidationError, to=lambda text: PatchFormatError(f"patch header: {text}")):
         header = msgspec.convert(metadata, PatchHeader, strict=False)
     if header.codec not in CODECS:
@@ -296,26 +302,24 @@ def _read_header(
         )
     if header.part >= header.parts:
         raise PatchFormatError(f"part: expected less than {header.parts}, found {header.part}")
-    head = {name: view[offset + entries[name].start : offset + entries[name].stop] for name in STREAMS[:-1]}
     return header, head, start
+
+
+def _divided(head: memoryview) -> tuple[memoryview, memoryview, memoryview]:
+    """The table, the index, and what spans share."""
+    if len(head) < _SIZES.size:
+        raise PatchFormatError(f"head: expected at least {_SIZES.size} bytes, found {len(head)}")
+    table, index = _SIZES.unpack_from(head)
+    streams = head[_SIZES.size :]
+    if table + index > len(streams):
+        raise PatchFormatError(f"head: expected a table and an index of {table + index} bytes, found {len(streams)}")
+    return streams[:table], streams[table : table + index], streams[table + index :]
 
 
 def covered(table: Sequence[Entry]) -> tuple[int, int]:
     """Elements and bytes."""
     sizes = [(sum(box.size for box in entry.boxes), ITEMSIZES[entry.dtype]) for entry in table]
     return sum(size for size, _ in sizes), sum(size * itemsize for size, itemsize in sizes)
-
-
-def _check_totals(header: PatchHeader, table: Sequence[Entry], segments: Segments) -> None:
-    elements, nbytes = derived(table, covered)
-    totals = (
-        ("elements", header.elements, elements),
-        ("changes", header.changes, int(segments.counts.sum(dtype=np.int64))),
-        ("full_nbytes", header.full_nbytes, nbytes),
-    )
-    for what, declared, actual in totals:
-        if declared != actual:
-            raise PatchFormatError(f"{what}: the header says {declared}, the streams hold {actual}")
 
 
 def _cut_spans(index: Index, segments: Segments, start: int, end: int) -> Iterator[Span]:

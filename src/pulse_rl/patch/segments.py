@@ -25,7 +25,26 @@ MAX_SEGMENTS = 1 << 23  # a model of 10^12 elements has 4.5 million; what is kep
 MAX_PLACES = 1 << 18  # tiles of all groups, which take 0.1 GB: a model has few shapes, and most have 64 tiles or fewer
 KEPT_BOXES = 1 << 15  # of all tensors of a table whose groups are kept for the next patch
 CACHED_PLACES = 1 << 12  # of a group whose tiles are kept for the next patch
-NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # in a name: a part between dots that is a number
+# In a name: a part between dots that is a number; in a pattern of names, a * in its place.
+NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,17})(?![^.])")
+STAR = re.compile(r"(?<![^.])\*(?![^.])")
+
+
+def numbers_of(name: str) -> tuple[str, tuple[int, ...]]:
+    """The pattern of a name, and the numbers that it has in place of each *; none of a name that has a * itself."""
+    if STAR.search(name):
+        return name, ()
+    return NUMBER.sub("*", name), tuple(map(int, NUMBER.findall(name)))
+
+
+def names_of(pattern: str, numbers: Sequence[tuple[int, ...]]) -> Iterator[str]:
+    """The inverse, of several names. Raises PatchFormatError for too many numbers or too few."""
+    parts = STAR.split(pattern)
+    for some in numbers:
+        if len(some) not in (0, len(parts) - 1):
+            raise PatchFormatError(f"table: expected {len(parts) - 1} numbers of {pattern!r}, found {len(some)}")
+        words = (f"{number}{part}" for number, part in zip(some, parts[1:], strict=False))
+        yield parts[0] + "".join(words) if some else pattern
 
 
 class Entry(NamedTuple):
@@ -89,11 +108,11 @@ def _groups_of(table: Sequence[Entry]) -> Sequence[CutGroup]:
 
 
 def _grouped(table: tuple[Entry, ...]) -> tuple[CutGroup, ...]:
-    kinds: dict[tuple[str, str, Shape, tuple[Box, ...]], list[tuple[list[int], int]]] = {}
+    kinds: dict[tuple[str, str, Shape, tuple[Box, ...]], list[tuple[tuple[int, ...], int]]] = {}
     for number, (name, dtype, shape, boxes) in enumerate(table):
+        pattern, numbers = numbers_of(name)
         # Experts of one number in all layers are next to each other: ranks hold ranges of experts.
-        numbers = [int(text) for text in reversed(NUMBER.findall(name))]
-        kinds.setdefault((NUMBER.sub("*", name), dtype, shape, boxes), []).append((numbers, number))
+        kinds.setdefault((pattern, dtype, shape, boxes), []).append((numbers[::-1], number))
     found = []
     left, places_left = MAX_SEGMENTS, MAX_PLACES
     for (_, dtype, shape, boxes), members in sorted(kinds.items()):

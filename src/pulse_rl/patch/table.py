@@ -13,10 +13,10 @@ import zstandard
 
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs.zstd import decompress
-from pulse_rl.documents import decode_json
+from pulse_rl.documents import Count, decode_json
 from pulse_rl.dtypes import ITEMSIZES
 from pulse_rl.errors import PatchFormatError
-from pulse_rl.patch.segments import Entry, Table
+from pulse_rl.patch.segments import Entry, Table, names_of, numbers_of
 from pulse_rl.weights.bits import Bits
 from pulse_rl.weights.box_sets import MAX_BOXES, disjoint
 from pulse_rl.weights.boxes import Box, whole
@@ -30,9 +30,14 @@ TABLE_LEVEL = 19  # the table is a few KB and the same in every patch of a run: 
 _Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and sizes of each
 
 
+# Tensors alike but for numbers in their names: the name with a * in place of each number, dtype, shape, boxes (none for
+# all of it), and the numbers of each tensor.
+_Row: TypeAlias = tuple[str, str, tuple[int, ...], _Boxes, list[tuple[Count, ...]]]
+
+
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    tensors: list[tuple[str, str, tuple[int, ...], _Boxes]]  # name, dtype, shape, boxes; no boxes for all of it
-    tied: dict[str, str]  # further name → the name in `tensors` that stands for it
+    tensors: list[_Row]
+    tied: dict[str, str]  # further name → the name of the tensor that stands for it
 
 
 def entries_of(tensors: Mapping[str, Bits]) -> Table:
@@ -53,12 +58,16 @@ def entries_of(tensors: Mapping[str, Bits]) -> Table:
 def encode_table(table: Sequence[Entry], tied: Mapping[str, str]) -> bytes:
     """The table stream. Raises ValueError for a name that readers refuse."""
     safetensors_header.check_names([*(entry.name for entry in table), *tied])
-    rows: list[tuple[str, str, tuple[int, ...], _Boxes]] = [
-        (name, dtype, shape, [] if boxes == (whole(shape),) else [(box.offset, box.sizes) for box in boxes])
-        for name, dtype, shape, boxes in table
+    rows: dict[tuple[str, str, tuple[int, ...], tuple[Box, ...]], list[tuple[int, ...]]] = {}
+    for name, dtype, shape, boxes in table:
+        pattern, numbers = numbers_of(name)
+        rows.setdefault((pattern, dtype, shape, boxes), []).append(numbers)
+    tensors: list[_Row] = [
+        (pattern, dtype, shape, [] if boxes == (whole(shape),) else [(box.offset, box.sizes) for box in boxes], numbers)
+        for (pattern, dtype, shape, boxes), numbers in rows.items()
     ]
-    encoded = msgspec.json.encode(_Table(rows, dict(sorted(tied.items()))))
-    if len(encoded) > MAX_TABLE_NBYTES:
+    encoded = msgspec.json.encode(_Table(tensors, dict(sorted(tied.items()))))
+    if max(len(encoded), sum(len(row[0]) * len(row[4]) for row in tensors)) > MAX_TABLE_NBYTES:
         raise ValueError(
             f"tensor names: expected a table of at most {MAX_TABLE_NBYTES} bytes, found {len(encoded)}: "
             "too many tensors"
@@ -83,30 +92,34 @@ def read_table(stream: memoryview) -> tuple[Table, dict[str, str]]:
 
 def _read(data: bytes) -> tuple[Table, dict[str, str]]:
     table = decode_json(data, _Table, "broken table")
-    if len(table.tensors) > MAX_TENSORS:
-        raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {len(table.tensors)}")
-    names = [row[0] for row in table.tensors]
-    if any(a >= b for a, b in zip(names, names[1:], strict=False)):
-        raise PatchFormatError("table: expected names in ascending order, each once")
-    for name in [*names, *table.tied]:
-        if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
-            raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
+    count = sum(len(row[4]) for row in table.tensors)
+    if count > MAX_TENSORS:
+        raise PatchFormatError(f"table: expected at most {MAX_TENSORS} tensors, found {count}")
+    if sum(len(row[0]) * len(row[4]) for row in table.tensors) > MAX_TABLE_NBYTES:
+        raise PatchFormatError(f"table: expected names of at most {MAX_TABLE_NBYTES} bytes together, found more")
     total = 0
-    entries = []
-    for name, dtype, shape, rows in table.tensors:
+    entries = list[Entry]()
+    for pattern, dtype, shape, rows, numbers in table.tensors:
         if (
             dtype not in ITEMSIZES
             or len(shape) > safetensors_header.MAX_DIMENSIONS
             or any(not 0 <= n <= MAX_ELEMENTS for n in shape)
         ):
-            raise PatchFormatError(f"table: tensor {name!r} has an impossible dtype or shape: {dtype} {shape}")
-        total += math.prod(shape)
+            raise PatchFormatError(f"table: tensor {pattern!r} has an impossible dtype or shape: {dtype} {shape}")
+        total += math.prod(shape) * len(numbers)
         if total > MAX_ELEMENTS:
             raise PatchFormatError(f"table: expected at most {MAX_ELEMENTS} elements, found more")
         boxes = tuple(Box(*row) for row in rows) or (whole(shape),)
         if rows:
-            _check_boxes(name, shape, boxes)
-        entries.append(Entry(name, dtype, shape, boxes))
+            _check_boxes(pattern, shape, boxes)
+        entries += [Entry(name, dtype, shape, boxes) for name in names_of(pattern, numbers)]
+    entries.sort()
+    names = [entry.name for entry in entries]
+    if any(a == b for a, b in zip(names, names[1:], strict=False)):
+        raise PatchFormatError("table: expected each name once")
+    for name in [*names, *table.tied]:
+        if not name or len(name.encode()) > safetensors_header.MAX_NAME_NBYTES:
+            raise PatchFormatError(f"table: expected names of 1 to {safetensors_header.MAX_NAME_NBYTES} bytes")
     known = set(names)
     for alias, owner in table.tied.items():
         if alias in known or owner in table.tied:

@@ -203,6 +203,8 @@ def runs(box: Box, shape: Shape) -> Iterator[tuple[int, int, Positions]]:
 
 EIGHTHS = 8  # ranges that a dimension is cut into: the shares of 2, 4 and 8 ranks are made of whole tiles
 MIN_TILE = 1 << 16  # elements: with smaller tiles patches grow (by 0.8 % at 2^14) and take longer to code
+FINE_TILE = 1 << 18  # elements, where a dimension is cut into more than halves: with smaller ones patches grow by 0.5 %
+TALL = 8  # how many times as high as wide a tile may be before fewer columns are cut: rows are coded better whole
 MAX_TILE = 1 << 20  # elements: 2 MB of BF16, so that both sides of a comparison stay in the L2 and L3 caches
 
 
@@ -216,13 +218,15 @@ class Tile(NamedTuple):
 def cuts(shape: Shape) -> tuple[int, ...]:
     """Into how many ranges each dimension of a tensor is cut: a power of two, at most 8.
 
-    They are halved, the most numerous first and of these the last dimension's, until tiles have MIN_TILE elements.
+    Fewer where tiles would be too tall, or too small: the last dimension's ranges are halved first, and all dimensions
+    keep halves as long as tiles have MIN_TILE elements.
     """
     found = [EIGHTHS if n >= 2 * EIGHTHS else 1 for n in shape]
-    size = math.prod(shape)
-    while max(found, default=1) > 1 and size < MIN_TILE * math.prod(found):
-        most = max(found)
-        found[max(d for d, n in enumerate(found) if n == most)] //= 2
+    while len(found) > 1 and found[-1] > 1 and shape[-2] * found[-1] > TALL * shape[-1] * found[-2]:
+        found[-1] //= 2
+    for ranges, least in ((2, FINE_TILE), (1, MIN_TILE)):
+        while max(found, default=1) > ranges and math.prod(shape) < least * math.prod(found):
+            found[max(d for d, n in enumerate(found) if n > ranges)] //= 2
     return tuple(found)
 
 
