@@ -54,7 +54,7 @@ def diff(
     target: Annotated[int, typer.Option(min=0, help="The version number of NEW, greater than OLD's.")] = 1,
     codec: Annotated[
         str,
-        typer.Option(metavar="auto|context|gap", help="How to code changes; auto: the smallest."),
+        typer.Option(metavar="auto|CODEC", help="How to code changes; auto: the smallest."),
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
