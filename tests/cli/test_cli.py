@@ -229,7 +229,7 @@ def test_inspect_describes_a_store(run: Run, store: Path, where: str) -> None:
     assert [v["anchor_nbytes"] > 0 for v in found["versions"]] == [True, False, True, False]
     first, second = found["versions"][:2]
     assert (first["patch_nbytes"], first["changes"], first["reduction"], first["codec"]) == (0, 0, 1.0, None)
-    assert second["codec"] == "gap"
+    assert second["codec"] == "context"
     assert (first["patch"], second["anchor"]) == (None, None)
     assert (store / "store" / second["patch"]).stat().st_size == second["patch_nbytes"]
     anchor = store / "store" / first["anchor"]

@@ -278,7 +278,7 @@ def test_a_manifest_that_is_too_large_is_refused_before_anything_is_put(monkeypa
 
 
 def test_more_tensors_than_readers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulse_rl.patch.table.MAX_TABLE_NBYTES", 500)
+    monkeypatch.setattr("pulse_rl.patch.table.MAX_TABLE_NBYTES", 100)
     store = pulse.open_store("memory://")
     with pytest.raises(ValueError, match="too many tensors"):
         pulse.Publisher(store).publish({f"name.{i}": np.zeros(3, np.uint16) for i in range(30)}, version=0)
