@@ -90,9 +90,11 @@ def head_of(streams: Mapping[str, bytes]) -> bytes:
 
 
 def frames_of(span: bytes) -> list[bytes]:
-    """The frames of a span of `gap`. Raises struct.error if it is broken."""
+    """The frames of a span of `gap`. Raises ValueError if it is broken."""
     found = []
     while span:
+        if len(span) < 4:
+            raise ValueError(f"expected the length of a frame, found {len(span)} bytes")
         (length,) = struct.unpack_from("<I", span)
         found.append(span[4 : 4 + length])
         span = span[4 + length :]
