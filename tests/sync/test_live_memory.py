@@ -382,7 +382,7 @@ def test_a_freed_model_whose_memory_is_used_again(run: Run) -> None:
 
     for make in (arrays, tensors):
         reused = 0
-        for _ in range(100):
+        for _ in range(2000):  # an allocator gives an address again when it likes
             live = make(0)
             memory, before = Memory(LiveWeights(live)), address(live["a"])
             assert memory.is_still(LiveWeights(live))
@@ -392,6 +392,8 @@ def test_a_freed_model_whose_memory_is_used_again(run: Run) -> None:
             later = [make(1) for _ in range(64)]
             reused += any(address(other["a"]) == before for other in later)
             assert not any(memory.is_still(LiveWeights(other)) for other in later)
+            if reused > 9:
+                break
         assert reused
 
 

@@ -325,13 +325,13 @@ def test_merged_changes_of_any_memory_are_written_and_read_back(monkeypatch: pyt
     assert sum(batch.nbytes for batch in batched) == sum(
         write.changes.indices.nbytes + write.changes.values.nbytes for write in writes
     )
-    merging.write_all(batched)
+    merging.Writes(batched).write()
     assert all((memory[name] == expected[name]).all() for name in memory)
     beside[:, 3:20] = expected["rows"]
     assert (wide == beside).all()  # nothing beside the rows
     with monkeypatch.context() as patched, pytest.raises(pulse.IntegrityError, match="just written") as raised:
         patched.setattr(HostBits, "gather", lambda self, start, indices: np.zeros(len(indices), np.uint16))
-        merging.write_all(batched)
+        merging.Writes(batched).write()
     assert raised.value.name == "rows"
 
 

@@ -4,8 +4,9 @@ The write of a segment costs some microseconds beside its changes, and a small m
 patches that change an element the last one counts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -139,8 +140,7 @@ class Batch:
         device: Device | None,
         write: Callable[[], int | None],
     ) -> None:
-        self._names, self._write = names, write
-        self.counted = counted_in(memory)  # here, as it is not done in the pause
+        self._names, self._write, self.memory = names, write, memory
         self.nbytes = changes.indices.nbytes + changes.values.nbytes  # memory of the changes
         self.on_device = device is not None and device is not HOST
 
@@ -217,13 +217,22 @@ def batches(writes: Iterable[Write]) -> Iterator[Batch]:
     yield from (Batch.of(batch) for batch in collected.values() if batch)
 
 
-def write_all(batched: Sequence[Batch]) -> None:
-    """Write everything. May be repeated. Raises as `Batch.write`."""
-    try:
-        # A device's come first, and on the caller's thread, which knows the caller's stream.
-        for batch in batched:
-            if batch.on_device:
+class Writes:
+    """All writes of a version. What can be done now is not done in the pause."""
+
+    def __init__(self, batched: Iterable[Batch] = ()) -> None:
+        found = list(batched)
+        self._on_device = [batch for batch in found if batch.on_device]
+        self._here = [batch for batch in found if not batch.on_device]
+        self._counted = counted_in(dict.fromkeys(chain.from_iterable(batch.memory for batch in found)))
+        self.nbytes = sum(batch.nbytes for batch in found)  # memory of the changes
+
+    def write(self) -> None:
+        """Write everything. May be repeated. Raises as `Batch.write`."""
+        try:
+            # A device's come first, and on the caller's thread, which knows the caller's stream.
+            for batch in self._on_device:
                 batch.write()
-        spread(Batch.write, [batch for batch in batched if not batch.on_device])
-    finally:  # here and once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
-        count_writes([tensor for batch in batched for tensor in batch.counted])
+            spread(Batch.write, self._here)
+        finally:  # once for each: in the threads, which hold Python's lock for it in turns, it took a millisecond
+            count_writes(self._counted)

@@ -199,7 +199,7 @@ def share_of(
         packed = ranks.gather("describe what the ranks hold", lambda: _packed(tensors), MAX_NBYTES)
         said = [decode_json(decompress(data, MAX_NBYTES, "a share"), _Held, "a share") for data in packed]
         known = make_plan(said, fingerprint, ranks.numbers)
-    return _assign(ranks.rank, tensors, known)
+    return _assign(tensors, ranks.rank, known)
 
 
 def layout_fingerprint(tensors: Layout, known: SharePlan | None) -> bytes:
@@ -230,7 +230,7 @@ def _describe(tensors: Layout) -> bytes:
 
 def share_by(plan: SharePlan, rank: int, tensors: Layout) -> Share:
     """The share of a rank by a plan that stands."""
-    return _assign(rank, tensors, plan) if plan.parts else whole_share(tensors)
+    return _assign(tensors, rank, plan) if plan.parts else whole_share(tensors)
 
 
 def _packed(tensors: Layout) -> bytes:
@@ -239,7 +239,6 @@ def _packed(tensors: Layout) -> bytes:
 
 def whole_share(tensors: Layout) -> Share:
     """The share of one process that holds whole tensors."""
-    # A layout that owns memory must not refer to itself: its memory would be freed late.
     return tensors.derived(_whole_share) if tensors.unowned else _whole_share(tensors)
 
 
@@ -333,8 +332,13 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"
 
 
-def _assign(rank: int, tensors: Layout, plan: SharePlan) -> Share:
+def _assign(tensors: Layout, rank: int, plan: SharePlan) -> Share:
     """What this rank holds and owns by a plan."""
+    # A layout that owns memory must not refer to itself: its memory would be freed late.
+    return tensors.derived(_assigned, rank, plan) if tensors.unowned else _assigned(tensors, rank, plan)
+
+
+def _assigned(tensors: Layout, rank: int, plan: SharePlan) -> Share:
     held: dict[str, Bits] = {}
     own: dict[str, Bits] = {}
     for name, tensor in tensors.items():

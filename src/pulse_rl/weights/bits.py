@@ -21,7 +21,7 @@ from pulse_rl.dtypes import DTYPES, UINTS, UIntArray, torch_name
 from pulse_rl.errors import one_line
 from pulse_rl.weights import devices
 from pulse_rl.weights.casts import ARRAY_CASTS, CASTS
-from pulse_rl.weights.host_bits import ArrayCastBits, HostBits
+from pulse_rl.weights.host_bits import ArrayCastBits, Counter, HostBits
 from pulse_rl.weights.segments import segments
 from pulse_rl.weights.torch_bits import TorchBits, torch_dtype
 
@@ -202,4 +202,4 @@ def _torch_bits(tensor: torch.Tensor, cast: str | None) -> Bits:
         return TorchBits(tensor)
     dtype, itemsize = torch_dtype(tensor.dtype)
     array = tensor.detach().view(getattr(torch, f"uint{8 * itemsize}")).numpy()
-    return HostBits(dtype, array, tensor)
+    return HostBits(dtype, array, Counter.to(tensor))

@@ -15,9 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pulse_rl.weights.bits import Bits, HostBits
 from pulse_rl.weights.box_sets import MAX_BOXES
-from pulse_rl.weights.pieces import Pieces, Shard, join
+from pulse_rl.weights.pieces import Pieces, Shard, counted, join
 
 Ranges = list[tuple[int, int]]  # ranges [start, stop) of indices along one dimension, in the order they lie in memory
 
@@ -50,9 +49,9 @@ def pieces(tensor: Any, cast: str | None = None) -> Pieces:
         shards.append(Shard(view, shape=shape, offset=[start for _, start, _ in cell]))
     found = join([*shards, empty], cast)
     # torch counts the writes to a DTensor itself, not those to its local tensor.
-    counted = [piece._replace(bits=_counted(piece.bits, tensor)) for piece in found.pieces]
+    parts = [piece._replace(bits=counted(piece.bits, tensor)) for piece in found.pieces]
     # FSDP2 pads what it allocates, so that a rank without elements has memory too.
-    return Pieces(found.dtype, found.itemsize, shape, counted, local.untyped_storage().data_ptr() or None)
+    return Pieces(found.dtype, found.itemsize, shape, parts, local.untyped_storage().data_ptr() or None)
 
 
 def local_tensor(tensor: Any) -> Any:
@@ -150,7 +149,3 @@ def _with_positions(ranges: Ranges) -> list[tuple[int, int, int]]:
     """Each range with its position in memory before it."""
     ends = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
     return [(at, start, stop) for at, (start, stop) in zip(ends, ranges, strict=False)]
-
-
-def _counted(bits: Bits, tensor: Any) -> Bits:
-    return HostBits(bits.dtype, bits.array, tensor) if isinstance(bits, HostBits) else bits

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter, call, methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +21,39 @@ if TYPE_CHECKING:
     import torch
 
 
+class Counter:
+    """For which torch tensor the writes to some memory are counted, as torch counts its own.
+
+    Then a backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
+    of: gives the tensor; None for none.
+    """
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Callable[[], torch.Tensor | None]) -> None:
+        self.of = of
+
+    @classmethod
+    def to(cls, tensor: torch.Tensor) -> Counter:
+        """For this tensor, which is kept."""
+        return cls(lambda: tensor)
+
+
+_UNCOUNTED = Counter(lambda: None)
+
+
 class HostBits:
     """Bits over an array in host memory, of any strides.
 
-    tensor: the torch tensor whose memory it is, if any. Writes are counted for it, as torch counts its own: then a
-    backward pass whose forward pass saw the old bits raises torch's error, instead of wrong gradients.
+    counter: of writes, if torch counts them.
     """
 
-    __slots__ = ("_address", "_rows", "_tensor", "array", "dtype", "flat", "itemsize", "shape", "size")
+    __slots__ = ("_address", "_rows", "array", "counter", "dtype", "flat", "itemsize", "shape", "size")
 
     device = HOST
 
-    def __init__(self, dtype: str, array: UIntArray, tensor: torch.Tensor | None = None) -> None:
-        self._tensor: torch.Tensor | weakref.ref[torch.Tensor] | None = tensor
+    def __init__(self, dtype: str, array: UIntArray, counter: Counter = _UNCOUNTED) -> None:
+        self.counter = counter
         self.dtype = dtype
         self.array = array
         self.shape: tuple[int, ...] = array.shape
@@ -87,25 +108,22 @@ class HostBits:
             self.array.flat[start:stop] = values
         self.count_write()
 
-    def unowned(self) -> HostBits:
-        """The same memory, which this does not keep from being freed; see `count_for`."""
-        return HostBits(self.dtype, array_at(self.array))
+    def unowned(self, counters: dict[int, Counter]) -> HostBits:
+        """The same memory, which this does not keep from being freed, nor the tensor for which writes are counted.
 
-    def count_for(self, tensor: torch.Tensor) -> None:
-        """Count writes for this tensor from here on, without keeping it."""
-        self._tensor = weakref.ref(tensor)
+        counters: gets, and has, one for each such tensor, by its id.
+        """
+        tensor, found = self.counter.of(), self.counter
+        if tensor is not None:
+            found = counters.setdefault(id(tensor), Counter(ref(tensor)))
+        return HostBits(self.dtype, array_at(self.array), found)
 
     def view(self, slices: tuple[slice, ...]) -> HostBits:
-        return HostBits(self.dtype, self.array[_index(slices)], self.counted)  # of a 0-dim array a view, too
+        return HostBits(self.dtype, self.array[_index(slices)], self.counter)  # of a 0-dim array a view, too
 
     def count_write(self) -> None:
         """Count a write for torch."""
         count_writes(counted_in([self]))
-
-    @property
-    def counted(self) -> torch.Tensor | None:
-        """The tensor for which writes are counted; None for none."""
-        return self._tensor() if isinstance(self._tensor, weakref.ref) else self._tensor
 
     @property
     def contiguous(self) -> bool:
@@ -140,12 +158,15 @@ class HostBits:
 
 class _Counted(Protocol):
     @property
-    def counted(self) -> torch.Tensor | None: ...
+    def counter(self) -> Counter: ...
 
 
 def counted_in(memory: Iterable[_Counted]) -> list[torch.Tensor]:
     """The tensors for which torch counts writes to memory."""
-    return [tensor for bits in memory if (tensor := bits.counted) is not None and not tensor.is_inference()]
+    found = [tensor for tensor in map(call, map(attrgetter("counter.of"), memory)) if tensor is not None]
+    if not any(map(methodcaller("is_inference"), found)):
+        return found
+    return [tensor for tensor in found if not tensor.is_inference()]
 
 
 def count_writes(tensors: list[torch.Tensor]) -> None:
@@ -212,7 +233,7 @@ class ArrayCastBits:
     def contiguous(self) -> bool:
         return self._source.contiguous
 
-    def unowned(self) -> ArrayCastBits:
+    def unowned(self, counters: dict[int, Counter]) -> ArrayCastBits:
         """The same memory, which this does not keep from being freed."""
         return ArrayCastBits(array_at(self._source.array).view(self._floats), self._cast)
 

@@ -8,10 +8,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+from weakref import ref
 
-from pulse_rl.weights.bits import ArrayCastBits, HostBits
+from pulse_rl.weights.bits import ArrayCastBits, Bits, HostBits
+from pulse_rl.weights.host_bits import Counter
 from pulse_rl.weights.layout import Layout, layout, named_tensors
-from pulse_rl.weights.plain import Plain
+from pulse_rl.weights.pieces import Pieces
+from pulse_rl.weights.places import Holders, MemoryPlaces
 
 
 class Kept:
@@ -21,49 +24,60 @@ class Kept:
         self._layout: Layout | None = None
         self._names: list[str] = []
         self._cast: str | None = None
-        self._plain: Plain | None = None
+        self._counters: list[Counter] = []  # of all tensors for which writes to them are counted
+        self.places: MemoryPlaces | None = None  # of those weights
 
-    def look(self, tensors: Sequence[Any]) -> Plain | None:
-        """Where tensors are, which may be those of the last call; None unless all are plain."""
-        return Plain.of(tensors, self._plain)
-
-    def layout(self, weights: Any, cast: str | None = None, plain: Plain | None = None) -> Layout:
+    def layout(
+        self, weights: Any, holders: Holders | None = None, places: MemoryPlaces | None = None, cast: str | None = None
+    ) -> Layout:
         """As `weights.layout.layout`: the same object as at the last call, if the weights are where they were.
 
-        It is to be used while the caller holds the weights. plain: where they are, if that was looked up.
+        It is to be used while the caller holds the weights. holders, places: of the weights, where they were looked up.
         """
         if isinstance(weights, Layout):
             return layout(weights, cast)
         named = named_tensors(weights)
         names, tensors = list(named), list(named.values())
-        plain = plain or self.look(tensors)
-        if self._layout is not None and self._plain is not None and (names, cast) == (self._names, self._cast):
-            same = plain is self._plain or self._plain.are_these(tensors)
-            if plain is not None and plain.is_as(self._plain) and (same or _holds(weights, tensors)):
-                if not same:
-                    self._take(names, tensors, plain)
+        holders = holders or Holders.of(tensors)
+        places = places or MemoryPlaces.of(holders, self.places)
+        known, self.places = self.places, None
+        alike = known is not None and places is not None and places.is_as(known)
+        if alike and known is not None and self._layout is not None and (names, cast) == (self._names, self._cast):
+            same = places is known or known.are_these(holders)
+            if same or _holds(weights, tensors):
+                if not same:  # writes are counted for other objects of the same memory from here on
+                    for counter, tensor in zip(self._counters, holders.counted(), strict=True):
+                        counter.of = ref(tensor)
+                self.places = places
                 return self._layout
         self._layout = None
         made = layout(named, cast)
-        self._plain = plain if _holds(weights, tensors) else None
-        if self._plain is None or not all(isinstance(bits, _WHOLE) and bits.size for bits in made.values()):
-            return made  # an empty tensor has no memory to know it by
-        self._layout = Layout(((name, bits.unowned()) for name, bits in made.items() if isinstance(bits, _WHOLE)))
-        self._layout.tied, self._layout.unowned = made.tied, True
+        if places is None or not _holds(weights, tensors):
+            return made
+        self.places = places
+        counters: dict[int, Counter] = {}
+        bits = {name: _unowned(one, counters) for name, one in made.items()}
+        if None in bits.values():
+            return made
+        self._layout = Layout({name: one for name, one in bits.items() if one is not None}, made.tied)
+        self._layout.unowned = True
         self._names, self._cast = names, cast
-        self._take(names, tensors, self._plain)
+        self._counters = [counters.setdefault(id(tensor), Counter(ref(tensor))) for tensor in holders.counted()]
         return self._layout
 
-    def _take(self, names: Sequence[str], tensors: Sequence[Any], plain: Plain) -> None:
-        """Have writes counted for these objects, which are other ones for the same memory."""
-        self._plain = plain
-        for name, tensor in zip(names, tensors, strict=True):
-            bits = self._layout.get(name) if self._layout is not None else None
-            if isinstance(bits, HostBits):
-                bits.count_for(tensor)
 
+def _unowned(tensor: Bits, counters: dict[int, Counter]) -> Bits | None:
+    """The same memory, which this does not keep from being freed; None for what needs the caller's objects.
 
-_WHOLE = HostBits | ArrayCastBits
+    counters: gets, and has, one for each tensor for which writes are counted, by its id.
+    """
+    if isinstance(tensor, Pieces):
+        pieces = [(piece, _unowned(piece.bits, counters)) for piece in tensor.pieces]
+        if any(bits is None for _, bits in pieces):
+            return None
+        return tensor.of([piece._replace(bits=bits) for piece, bits in pieces if bits is not None])
+    # A whole tensor that is empty has no memory to know it by.
+    return tensor.unowned(counters) if isinstance(tensor, HostBits | ArrayCastBits) and tensor.size else None
 
 
 def _holds(weights: Any, tensors: Sequence[Any]) -> bool:

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, UIntArray
 from pulse_rl.errors import BaseMismatchError
-from pulse_rl.weights.bits import Bits, as_bits
+from pulse_rl.weights.bits import Bits, HostBits, as_bits
 from pulse_rl.weights.box_sets import BoxSet, cut_apart
 from pulse_rl.weights.boxes import Box, FlatRun, Shape, whole
+from pulse_rl.weights.host_bits import Counter
 
 Place: TypeAlias = Box | FlatRun
 
@@ -121,6 +122,10 @@ class Pieces:
         self.size = whole(shape).size
         self._memory = object() if memory is None and not pieces else memory  # equal to nothing else
         self.pieces = tuple(sorted(pieces, key=lambda piece: (piece.box, -piece.times)))
+
+    def of(self, pieces: Sequence[Piece]) -> Pieces:
+        """The same tensor in other pieces."""
+        return Pieces(self.dtype, self.itemsize, self.shape, pieces, self._memory)
 
     def read(self, start: int, stop: int) -> UIntArray:
         views = [place_view(self, box) for box in FlatRun(start, stop).boxes(self.shape)]
@@ -228,12 +233,19 @@ def join(parts: Iterable[Any], cast: str | None = None) -> Pieces:
         bits = as_bits(shard.tensor, cast)  # of an empty shard too: its dtype counts
         kinds[(bits.dtype, bits.itemsize, shard.shape)] = None
         for box, view in shard.boxes():
-            pieces.append(Piece(box, bits if view is shard.tensor else as_bits(view, cast)))
+            pieces.append(Piece(box, bits if view is shard.tensor else counted(as_bits(view, cast), shard.tensor)))
     if len(kinds) != 1:
         found = ", ".join(f"{dtype} of {list(shape)}" for dtype, _, shape in kinds) or "none"
         raise ValueError(f"expected shards of one tensor, found {found}")
     ((dtype, itemsize, shape),) = kinds
     return Pieces(dtype, itemsize, shape, pieces)
+
+
+def counted(bits: Bits, tensor: Any) -> Bits:
+    """The same bits, whose writes torch counts for this tensor, which they are a part of."""
+    if not isinstance(bits, HostBits) or bits.counter.of() is None:
+        return bits
+    return HostBits(bits.dtype, bits.array, Counter.to(tensor))
 
 
 def place_view(tensor: Bits, place: Box) -> Bits:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pulse_rl.dtypes import DTYPES, ITEMSIZES, UIntArray
 from pulse_rl.kernels.cpu.loco import FORMATS
 from pulse_rl.weights.devices import Cuda, device_of
-from pulse_rl.weights.host_bits import count_writes, counted_in, expanded
+from pulse_rl.weights.host_bits import Counter, count_writes, counted_in, expanded
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +184,9 @@ class TorchBits:
         count_writes(counted_in([self]))
 
     @property
-    def counted(self) -> torch.Tensor:
-        """The tensor for which writes are counted."""
-        return self._tensor
+    def counter(self) -> Counter:
+        """For which tensor writes are counted."""
+        return Counter.to(self._tensor)
 
     @property
     def address(self) -> int:

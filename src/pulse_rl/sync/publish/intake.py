@@ -110,7 +110,7 @@ class Intake:
             check_assets(assets)
             refuse_adapters(request.weights)
             files = {**model_config(request.weights if request.like is None else request.like, kind), **assets}
-            tensors = self._kept.layout(request.weights, kind)
+            tensors = self._kept.layout(request.weights, cast=kind)
             mine = layout_fingerprint(tensors, self._plan) if self._ranks.size > 1 else b""
             asked = _Asked(request.version, request.anchor, request.background, f"cast={kind}, {self._settings}", mine)
             return (tensors, files, noted), asked

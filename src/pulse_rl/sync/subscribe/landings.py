@@ -18,7 +18,7 @@ from pulse_rl.history.trail import State, state_of
 from pulse_rl.patch.apply import KEEP_NBYTES, Application, finish_despite_interrupt
 from pulse_rl.patch.laid_over import laid_over
 from pulse_rl.patch.live import Copies, by_name
-from pulse_rl.patch.merging import Batch, Merged, batches, write_all
+from pulse_rl.patch.merging import Merged, Writes, batches
 from pulse_rl.patch.overlay import Older, Overlay
 from pulse_rl.sync.shares import Share
 from pulse_rl.sync.subscribe.held import Halo, HeldWeights, fetch_strips, missing_strips, with_pieces
@@ -131,7 +131,7 @@ class Keeping(ShareLanding):
         self._laid: tuple[int, Overlay | None] = 0, None  # how many of them are in an overlay, and this
         self._halos: list[Halo] = []  # what was added to the halo before each patch
         self._spilled = False  # whether decoded changes are in a file
-        self._writes: list[Batch] = []  # from `settle` on
+        self._writes = Writes()  # from `settle` on
         self._to: State | None = None  # the version that the patches lead to
         self._restored: Restored | None = None
         self._files = ExitStack()
@@ -226,11 +226,11 @@ class Keeping(ShareLanding):
                 merged = Merged()
                 for patch in self._patches:
                     patch.application.merge_into(merged)
-                self._writes = list(batches(merged.writes()))
+                self._writes = Writes(batches(merged.writes()))
             else:
-                self._writes = [batch for each in ordered for batch in each.batches()]
+                self._writes = Writes(batch for each in ordered for batch in each.batches())
             self._to = self._patches[-1].to
-            self._patches, self._laid, self.nbytes = [], (0, None), sum(write.nbytes for write in self._writes)
+            self._patches, self._laid, self.nbytes = [], (0, None), self._writes.nbytes
         elif self._patches:
             self._to = self._patches[-1].to
 
@@ -244,7 +244,7 @@ class Keeping(ShareLanding):
             for application in reversed(written):
                 application.put_back()
             raise
-        finish_despite_interrupt(lambda: write_all(self._writes))
+        finish_despite_interrupt(self._writes.write)
 
     def write(self, writing: Writing) -> None:
         """Write everything. A collective."""
@@ -260,7 +260,7 @@ class Keeping(ShareLanding):
 
     def discard(self) -> None:
         """Drop everything."""
-        self._patches, self._halos, self._writes, self._restored = [], [], [], None
+        self._patches, self._halos, self._writes, self._restored = [], [], Writes(), None
         self._laid = 0, None
         self._to, self._spilled, self.nbytes = None, False, 0
         self._files.close()

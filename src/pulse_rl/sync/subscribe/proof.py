@@ -117,7 +117,7 @@ class Proof:
         halo = self.halo if self.held is not None else {}
         live = HeldWeights(found, self._ranks, self._plan, halo, prints, self.known)
         live.altered = altered
-        if together:
+        if together:  # agree while all ranks are in one step
             self._plan = live.plan
         self._recount = any(not standing.still or standing.due for standing in standings)
         self._recognised = all(standing.known for standing in standings)
@@ -149,6 +149,8 @@ class Proof:
 
     def remember(self, live: HeldWeights, before: State | None) -> None:
         """Keep which memory the weights that hold a version now are in. before: what they held when the call began."""
+        if "agreed" in vars(live):
+            self._plan = live.agreed.plan
         known = self.overwrite or (self._known is not None and self._known.is_same(live.live))
         if self._recognised and not known:
             self._known = Memory(live.live)

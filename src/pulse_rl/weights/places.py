@@ -1,0 +1,195 @@
+"""Where the memory of weights is, asked of all tensors and arrays at once.
+
+A model has hundreds to tens of thousands of tensors, and a caller gives the same ones at each step. Whether they are
+where they were is asked in a few calls of C for all of them, whatever stands behind a name: a tensor on any device, an
+array, shards of one, or a DTensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, call, eq, is_
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pulse_rl.weights.bits import as_bits, is_dtensor
+from pulse_rl.weights.pieces import Shard
+
+
+class Holders(NamedTuple):
+    """What holds the memory of weights, in their order."""
+
+    tensors: list[Any]  # torch tensors
+    arrays: list[Any]  # NumPy arrays, and Bits
+    wholes: list[Any]  # DTensors, whose writes torch counts apart from those of their local tensors
+    parts: list[object]  # which parts of each weight these hold; empty where each is one torch tensor
+
+    @classmethod
+    def of(cls, weights: Sequence[Any]) -> Holders:
+        """weights: as `as_tensor` takes them. Raises as it does, for some."""
+        torch = sys.modules.get("torch")
+        if torch is not None and not any(map(_holds_parts, set(map(type, weights)))):
+            return cls(list(weights), [], [], [])
+        found, first = cls([], [], [], []), dict[int, int]()
+        for number, weight in enumerate(weights):
+            found.parts.append(first.setdefault(id(weight), number))  # the same object has the same memory, if any
+            for part, memory in parts_of(weight):
+                in_torch = torch is not None and isinstance(memory, torch.Tensor)
+                found.parts.append((in_torch, part))
+                (found.tensors if in_torch else found.arrays).append(memory)
+            if is_dtensor(weight):
+                found.wholes.append(weight)
+        return found
+
+    def counted(self) -> list[Any]:
+        """The tensors for which torch counts writes."""
+        return self.wholes + self.tensors if self.wholes else self.tensors
+
+    def owners(self) -> list[Any]:
+        """The objects that own the memory: torch's storages, and the arrays, files or buffers behind NumPy's views."""
+        found = list(map(sys.modules["torch"].Tensor.untyped_storage, self.tensors)) if self.tensors else []
+        return found + list(map(_base, self.arrays))
+
+    def writes(self) -> list[int | None]:
+        """How often torch has written to each; None where it does not count, as in inference mode."""
+        counted = self.counted()
+        try:
+            return list(map(attrgetter("_version"), counted))
+        except RuntimeError:  # of an inference tensor
+            return [None if tensor.is_inference() else tensor._version for tensor in counted]
+
+
+def _holds_parts(kind: type) -> bool:
+    """Whether what is of this type is something else than one torch tensor."""
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return not issubclass(kind, sys.modules["torch"].Tensor) or issubclass(kind, sharded)
+
+
+def parts_of(weight: Any) -> list[tuple[object, Any]]:
+    """The tensors and arrays that hold what stands behind a name, each with where in the whole tensor it lies."""
+    if isinstance(weight, Shard):
+        return [((weight.place, weight.shape), weight.tensor)]
+    if isinstance(weight, list | tuple):
+        return [part for shard in weight for part in parts_of(shard)]
+    if is_dtensor(weight):
+        from pulse_rl.weights import dtensor
+
+        local = dtensor.local_tensor(weight)
+        padding = 0 if local.numel() else local.untyped_storage().data_ptr()  # FSDP2's, where a rank has no elements
+        return [((weight.shape, weight.placements, weight.device_mesh, padding), local)]
+    return [(None, weight)]
+
+
+class MemoryPlaces:
+    """Where the memory of some weights is. It keeps none from being freed."""
+
+    def __init__(self, holders: Holders) -> None:
+        tensors = holders.tensors
+        if tensors and (_any(tensors, "is_neg") or _any(tensors, "is_conj")):
+            raise TypeError("expected tensors that hold their own bits")
+        self._objects = list(map(reference, chain(*holders[:3])))
+        self._where = _where(holders)
+
+    @classmethod
+    def of(cls, holders: Holders, known: MemoryPlaces | None = None) -> MemoryPlaces | None:
+        """None where memory was taken away. known: of what may be these very objects; it is given if they stayed."""
+        try:
+            if known is not None and known.are_these(holders) and known._stayed(holders):
+                return known
+            return cls(holders)
+        except (RuntimeError, TypeError, ValueError):  # of what holds no memory: `as_bits` says why it is refused
+            return None
+
+    def is_as(self, other: MemoryPlaces) -> bool:
+        """Whether all had the same addresses, shapes, strides and dtypes at both times."""
+        return self is other or self._where == other._where
+
+    def _stayed(self, holders: Holders) -> bool:
+        """Whether these objects are where they were. It makes no list of what it compares: an engine stands."""
+        where, tensors = self._where, holders.tensors
+        if holders.arrays or holders.parts:
+            return _where(holders) == where
+        tensor = sys.modules["torch"].Tensor
+        if where.strides:
+            dense = all(map(eq, map(tensor.stride, tensors), where.strides))
+        else:
+            dense = all(map(tensor.is_contiguous, tensors))
+        return (
+            dense
+            and all(map(eq, map(tensor.data_ptr, tensors), where.addresses))
+            and all(map(eq, map(tensor.size, tensors), where.shapes))
+            and all(map(is_, map(attrgetter("dtype"), tensors), where.dtypes))
+        )
+
+    def are_these(self, holders: Holders) -> bool:
+        """Whether they are the very same objects."""
+        tensors = list(chain(*holders[:3])) if holders.parts else holders.tensors
+        return len(tensors) == len(self._objects) and all(map(is_, tensors, map(call, self._objects)))
+
+
+def _any(tensors: Sequence[Any], question: str) -> bool:
+    return any(map(getattr(sys.modules["torch"].Tensor, question), tensors))
+
+
+def reference(thing: object) -> Callable[[], object]:
+    """A weak reference; of a thing that allows none, such as a bytearray, a strong one."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return lambda: thing
+
+
+class _Where(NamedTuple):
+    """Where each torch tensor is, and the rest."""
+
+    addresses: list[int]
+    shapes: list[Any]
+    strides: list[Any]  # empty where all are contiguous
+    dtypes: list[Any]
+    devices: set[Any]  # on which all of them are
+    arrays: list[tuple[object, ...]]
+    parts: list[object]
+
+
+SHAPES = 4096  # different shapes and strides; a model has few
+
+
+class _Interned(dict[Any, Any]):
+    """Gives one object for equal keys: an object for each tensor would start Python's garbage collector."""
+
+    def __missing__(self, key: Any) -> Any:
+        if len(self) >= SHAPES:
+            self.clear()
+        self[key] = key
+        return key
+
+
+_interned = _Interned()
+
+
+def _where(holders: Holders) -> _Where:
+    tensors, one = holders.tensors, _interned.__getitem__
+    arrays, parts = [_array_place(array) for array in holders.arrays], holders.parts
+    if not tensors:
+        return _Where([], [], [], [], set(), arrays, parts)
+    tensor = sys.modules["torch"].Tensor
+    addresses, shapes = list(map(tensor.data_ptr, tensors)), list(map(one, map(tensor.size, tensors)))
+    strides = [] if all(map(tensor.is_contiguous, tensors)) else list(map(one, map(tensor.stride, tensors)))
+    dtypes, devices = list(map(attrgetter("dtype"), tensors)), set(map(attrgetter("device"), tensors))
+    return _Where(addresses, shapes, strides, dtypes, devices, arrays, parts)
+
+
+def _array_place(array: Any) -> tuple[object, ...]:
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0], array.strides, array.shape, array.dtype
+    return (as_bits(array).storage,)
+
+
+def _base(array: Any) -> object:
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return array
