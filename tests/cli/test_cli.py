@@ -381,7 +381,10 @@ def test_commands_take_the_directory_of_a_run_whose_store_is_elsewhere(run: Run,
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "recipe.toml").write_text(f'store = "{store / "store"}"\n[policies.solver]\n')
     for command in ("inspect", "verify", "status"):
-        assert run(command, tmp_path / "out", "--json").json() == run(command, store / "store", "--json").json()
+        given, itself = (run(command, where, "--json").json() for where in (tmp_path / "out", store / "store"))
+        for found in (given, itself):
+            found.get("listing", {}).pop("age_s", None)  # the second call is later
+        assert given == itself
     assert run("copy", tmp_path / "out", tmp_path / "copied").code == 0
     (tmp_path / "out" / "recipe.toml").write_text("[policies.solver]\n[policies.critic]\n")
     for command in ("inspect", "verify", "status"):

@@ -67,7 +67,7 @@ class World:
             deterministic=deterministic,
             policies={"solver": PolicyRecipe(model="tiny", sync=sync)},
             workflow=WorkflowRecipe(
-                name="test_flow_worker:Odd",
+                name="tests.flow.test_worker:Odd",
                 settings=settings,
                 group_size=2,
                 max_new_tokens=tokens,

@@ -108,7 +108,7 @@ def test_a_worker_is_behind_when_it_stays_so() -> None:
 
 
 def weights(step: int, stride: int = 1000) -> dict[str, np.ndarray[Any, Any]]:
-    found = np.arange(30_000, dtype=np.float32)
+    found = np.arange(300_000, dtype=np.float32)
     found[:: stride + step] += step
     return {"w": found}
 
@@ -121,7 +121,7 @@ def test_a_store_is_judged_by_its_status(tmp_path: Path) -> None:
     publisher = pulse.Publisher(tmp_path, anchor_every=100, codec="gap")
     publisher.publish(weights(14, stride=1), version=14)
     found = pulse.status(tmp_path)
-    assert found.density == publisher.history.newest().patch.changes / 30_000  # type: ignore[union-attr]
+    assert found.density == publisher.history.newest().patch.changes / 300_000  # type: ignore[union-attr]
     assert [alarm.name for alarm in alarms_of_status(found)] == ["density"]
     for step in range(15, 24):
         publisher.publish(weights(step), version=step)
