@@ -125,15 +125,16 @@ def test_means_are_as_large_as_float32_payloads_were() -> None:
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.25, 0.5, 1.0])
 def test_sizes_hold_at_densities_that_no_run_has(density: float) -> None:
-    """Against real patches with evenly spread changes by one step: `gap` within a fifth, `context` not below half."""
+    """Against real patches with evenly spread changes by one step: `gap` from a fifth below to a third above, as
+    its formula is of the patches before format 1; `context` within three fifths."""
     random = np.random.default_rng(0)
     old = torch.from_numpy(random.normal(0, 0.05, 1 << 18).astype(np.float32)).bfloat16()
     new = old.view(torch.int16).clone()
     changed = torch.from_numpy(random.random(1 << 18) < density)
     new[changed] ^= 1
-    for codec, tolerance in (("gap", 0.2), ("context", 0.6)):
+    for codec, least, most in (("gap", 0.8, 1.34), ("context", 0.4, 1.6)):
         patch = pulse.diff({"w": old}, {"w": new.view(torch.bfloat16)}, codec=codec)  # type: ignore[arg-type]
-        assert bits(RATES[codec], density) * (1 << 18) / 8 == pytest.approx(len(patch), rel=tolerance), codec
+        assert least * len(patch) < bits(RATES[codec], density) * (1 << 18) / 8 < most * len(patch), codec
 
 
 def test_more_changes_are_more_bytes_and_never_more_than_the_model() -> None:

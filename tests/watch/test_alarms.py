@@ -107,9 +107,11 @@ def test_a_worker_is_behind_when_it_stays_so() -> None:
     assert lagging(0, 2, 2, 2) == ["behind"]
 
 
-def weights(step: int, stride: int = 1000) -> dict[str, np.ndarray[Any, Any]]:
+def weights(step: int, density: float = 0.001) -> dict[str, np.ndarray[Any, Any]]:
+    """Of each step, with changes where chance has them: regular ones cost the fewer bytes the more there are."""
+    random = np.random.default_rng(step)
     found = np.arange(300_000, dtype=np.float32)
-    found[:: stride + step] += step
+    found[random.random(len(found)) < density] += step
     return {"w": found}
 
 
@@ -119,7 +121,7 @@ def test_a_store_is_judged_by_its_status(tmp_path: Path) -> None:
         publisher.publish(weights(step), version=step)
     assert alarms_of_status(pulse.status(tmp_path)) == ()
     publisher = pulse.Publisher(tmp_path, anchor_every=100, codec="gap")
-    publisher.publish(weights(14, stride=1), version=14)
+    publisher.publish(weights(14, density=0.07), version=14)
     found = pulse.status(tmp_path)
     assert found.density == publisher.history.newest().patch.changes / 300_000  # type: ignore[union-attr]
     assert [alarm.name for alarm in alarms_of_status(found)] == ["density"]
