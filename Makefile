@@ -10,8 +10,8 @@ VLLM_BIN := .venv-vllm/bin
 TRL := trl==1.16.0
 VERL := verl==0.9.1
 VERL_BIN := .venv-verl/bin
-# A process a core; a process without tests left takes some of another one's.
-PARALLEL := -n logical --maxprocesses 4 --dist worksteal
+# More processes than cores: many tests wait. A process without tests left takes some of another one's.
+PARALLEL := -n 4 --dist worksteal
 
 .PHONY: setup setup-vllm setup-verl train train-vllm test test-vllm test-verl test-all azurite gpu-packages bench-gpu fuzz fuzz-history fuzz-stateful fuzz-layout fuzz-ranks docs check clean
 
