@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pulse_rl as pulse
+from tests.store.through import Through, nothing
 from tests.test_architecture import MODULES
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07a\nERROR all is lost\r\u202egnp.exe"
@@ -42,18 +43,13 @@ def test_nothing_that_is_logged_reaches_a_terminal_as_it_is(name: str, caplog: p
 
 
 def test_a_server_s_answer_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing:
-        inner, failed = pulse.open_store("memory://"), False
+    def failing(call: str, name: str) -> None:
+        if call == "check_create":
+            store.before = nothing
+            raise pulse.StoreError(f"cannot write: {HOSTILE}", temporary=True)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def check_create(self) -> None:
-            if not self.failed:
-                self.failed = True
-                raise pulse.StoreError(f"cannot write: {HOSTILE}", temporary=True)
-
-    pulse.Publisher(Failing(), patience=30).publish({"w": np.zeros(3, np.uint16)})
+    store = Through(pulse.open_store("memory://"), before=failing)
+    pulse.Publisher(store, patience=30).publish({"w": np.zeros(3, np.uint16)})
     (record,) = caplog.records
     assert record.name == "pulse_rl.store.patient"
     assert "owned" in record.getMessage()

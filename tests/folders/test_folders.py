@@ -27,6 +27,7 @@ from pulse_rl.folders.names import FolderName
 from pulse_rl.history.manifest import manifest_name
 from tests.conftest import Trainee
 from tests.history.test_status import command
+from tests.store.through import Through, nothing
 
 CHILD = """
 import os, signal, sys
@@ -126,18 +127,8 @@ def test_assets_are_read_again_only_where_they_changed(run: Run, tmp_path: Path)
     """What is read of the store while a version is mirrored whose anchor has the same assets."""
     read: list[str] = []
 
-    class Counting:
-        def __init__(self, inner: Any) -> None:
-            self._inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
-        def stream(self, name: str) -> Any:
-            read.append(name)
-            return self._inner.stream(name)
-
-    with Mirror(Counting(pulse.open_store(run.store)), tmp_path / "d") as mirror:
+    store = Through(pulse.open_store(run.store), after=lambda call, name: read.extend([name] * (call == "stream")))
+    with Mirror(store, tmp_path / "d") as mirror:
         mirror.update()
         assert [name for name in read if name.endswith("config.json")]
         read.clear()
@@ -264,32 +255,16 @@ def test_a_history_signed_by_somebody_else_is_refused(run: Run, tmp_path: Path) 
 # Failures
 
 
-class Away:
-    """A store that can be out of reach."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.gone = inner, False
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if not callable(found):
-            return found
-
-        def call(*args: Any, **options: Any) -> Any:
-            if self.gone:
-                raise pulse.StoreError("the store is away", temporary=True)
-            return found(*args, **options)
-
-        return call
-
-
 def test_a_store_that_fails_and_comes_back(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = Away(pulse.open_store(run.store))
+    def away(call: str, name: str) -> None:
+        raise pulse.StoreError("the store is away", temporary=True)
+
+    store = Through(pulse.open_store(run.store))
     mirrored = pulse.mirror(store, tmp_path / "d", poll=0.05, patience=0)
     next(mirrored)
     run.publish()
-    store.gone = True
-    threading.Timer(0.5, setattr, (store, "gone", False)).start()
+    store.before = away
+    threading.Timer(0.5, setattr, (store, "before", nothing)).start()
     found = next(mirrored)
     assert (found.report.version, found.report.route) == (1, "patches")
     assert len([record for record in caplog.records if "the store is away" in record.message]) == 1

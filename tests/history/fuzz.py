@@ -39,14 +39,13 @@ import zstandard
 import pulse_rl as pulse
 from pulse_rl.checkpoint import header as safetensors_header
 from pulse_rl.codecs import choose
-from pulse_rl.errors import CannotListError
 from pulse_rl.history import manifest
 from pulse_rl.patch import format as patch_format
 from pulse_rl.patch.table import MAX_TABLE_NBYTES
-from pulse_rl.store.base import ObjectInfo, Store
 from tests import ROOT
 from tests.history import mutations, world
 from tests.patch.tools import seal, snapshot, take_apart
+from tests.store.through import Through, unlisted
 
 CODECS = tuple(choose.CODECS)
 SECONDS = 20.0  # for one case; the slowest valid one takes well under one
@@ -160,19 +159,6 @@ def manifest_case(random: Random) -> str:
     return "manifest accepted"
 
 
-class Unlisted:
-    """A store that cannot list, as behind a web server."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        raise CannotListError("no listing")
-
-
 def history_case(random: Random) -> str:
     """One object of a history is mutated, and a subscriber that holds some version of it, or none, syncs."""
     history = world.history(random.choice(CODECS))
@@ -181,7 +167,9 @@ def history_case(random: Random) -> str:
     name = random.choice(names if random.random() < 0.5 else names[-2:])  # a subscriber reads the last ones first
     changed, forged = mutate_object(random, history, name)
     signed = random.random() < 0.2
-    store: Any = Unlisted(history.store) if name == "first.json" or random.random() < 0.1 else history.store
+    store: Any = (
+        Through(history.store, before=unlisted) if name == "first.json" or random.random() < 0.1 else history.store
+    )
     subscriber = pulse.Subscriber(store, public_key=world.keys()[1] if signed else None)
     held = None if random.random() < 0.4 else random.randrange(world.VERSIONS - 1)
     weights = history.weights(held, copied=random.random() < 0.3)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,28 +12,13 @@ from pulse_rl.store.base import ObjectInfo, Store
 from tests.conftest import Trainee
 from tests.history.test_status import Run, command
 from tests.store import servers
+from tests.store.through import Through, after_some
 
 FOLDERS = ("manifests", "patches", "trails", "anchors")
 
 
 def listed(store: Store) -> list[ObjectInfo]:
     return [info for folder in FOLDERS for info in store.list(folder)]
-
-
-class Stopping:
-    """A store whose connection ends after a number of puts."""
-
-    def __init__(self, inner: Store, puts: int) -> None:
-        self._inner, self.left = inner, puts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise pulse.StoreError("the connection has ended")
-        self._inner.put(name, data, mode=mode)
 
 
 def pruned(store: Store) -> Run:
@@ -78,7 +62,7 @@ def test_a_copy_that_is_interrupted_anywhere(tmp_path: Path) -> None:
     target, attempts = pulse.open_store(tmp_path), 0
     for puts in [*range(1, 8), 10**6]:
         try:
-            report = pulse.copy_history(source, Stopping(target, puts))
+            report = pulse.copy_history(source, Through(target, before=after_some(puts)))
         except pulse.StoreError:
             attempts += 1
             if History(target).sequences():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pulse_rl as pulse
-from pulse_rl.errors import CannotListError, ObjectNotFoundError
+from pulse_rl.errors import ObjectNotFoundError
 from pulse_rl.history.history import History
 from pulse_rl.history.manifest import Manifest, manifest_name, manifest_sequence, object_sequence
 from pulse_rl.history.operate.prune import Retention, delete_planned
@@ -20,6 +20,7 @@ from pulse_rl.history.trail import SPANS
 from pulse_rl.log.beginning import FIRST, encode_first
 from pulse_rl.store.base import ObjectInfo, Store
 from tests.conftest import Trainee
+from tests.store.through import Through, unlisted
 
 
 class Watched:
@@ -85,19 +86,6 @@ class Watched:
         return {info.name for prefix in ("manifests", "patches", "trails", "anchors") for info in self.list(prefix)}
 
 
-class Unlisted:
-    """The same store, without a listing."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def list(self, prefix: str, after: str = "") -> list[ObjectInfo]:
-        raise CannotListError(prefix)
-
-
 class Run:
     """A run that remembers the bits of every version, and when it was published."""
 
@@ -143,7 +131,7 @@ class Run:
             report = pulse.Subscriber(self.store).sync(live, version=manifest.version)
             np.testing.assert_array_equal(live["w"], self.states[manifest.version])
             assert report.recovered is None
-        history = History(Unlisted(self.store))
+        history = History(Through(self.store, before=unlisted))
         if listed:
             assert history.sequences() == list(range(history.first(), listed[-1].sequence + 1))
             assert history.read(history.first()).anchor
@@ -284,7 +272,7 @@ def test_two_prunings_at_once(one: int, other: int, keep_every: int | None) -> N
             live = {name: np.zeros_like(bits) for name, bits in run.bits.items()}
             pulse.Subscriber(run.store).sync(live, version=manifest.version)
             np.testing.assert_array_equal(live["w"], run.states[manifest.version])
-        probed = History(Unlisted(run.store)).sequences()
+        probed = History(Through(run.store, before=unlisted)).sequences()
         assert probed
         assert probed == [m.sequence for m in run.listed()][-len(probed) :]
         run.prune(Retention(2, None, 0))
@@ -438,16 +426,15 @@ def test_a_reader_without_a_listing_that_a_pruning_overtakes(trainee: Trainee) -
     for version in range(10):
         publisher.publish(trainee.step(), version=version)
 
-    class Overtaken(Unlisted):
-        def stream(self, name: str) -> Iterator[memoryview]:
-            if name == FIRST and not pruned:
-                pruned.append(name)
-                history = History(self._inner)
-                delete_planned(history, Retention(retain=1, keep_every=9, grace=0).plan(history))
-                raise ObjectNotFoundError(name)  # as it was before
-            yield from self._inner.stream(name)
+    def overtaken(call: str, name: str) -> None:
+        unlisted(call, name)
+        if (call, name) == ("stream", FIRST) and not pruned:
+            pruned.append(name)
+            history = History(inner)
+            delete_planned(history, Retention(retain=1, keep_every=9, grace=0).plan(history))
+            raise ObjectNotFoundError(name)  # as it was before
 
     pruned: list[str] = []
-    assert History(Overtaken(inner)).sequences() == [8, 9]
+    assert History(Through(inner, before=overtaken)).sequences() == [8, 9]
     assert pruned
     assert History(inner).sequences() == [0, 8, 9]

@@ -31,37 +31,29 @@ from pulse_rl.store.base import ObjectInfo, Store
 from pulse_rl.version import SOFTWARE
 from tests.history.parts import even, publish_parts
 from tests.store import servers
+from tests.store.through import Through
 
 ERASE = "\x1b[2J"  # what erases a terminal's screen
 
 
-class Counting:
+class Counting(Through):
     """A store that records reads and heartbeats, and can hold the puts of heartbeats."""
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner, before=self._begun, after=self._done)
         self.gets: list[str] = []
         self.beats: list[Heartbeat] = []
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def _begun(self, call: str, name: str) -> None:
+        if call in ("get", "stream"):
+            self.gets.append(name)
+        assert call != "put" or not name.startswith("heartbeats/") or self.go_on.wait(30)
 
-    def get(self, name: str) -> memoryview:
-        self.gets.append(name)
-        return self.inner.get(name)
-
-    def stream(self, name: str) -> Any:
-        self.gets.append(name)
-        return self.inner.stream(name)
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        if name.startswith("heartbeats/"):
-            assert self.go_on.wait(30)
-        self.inner.put(name, data, mode=mode)
-        if name.startswith("heartbeats/"):
-            self.beats.append(msgspec.json.decode(data, type=Heartbeat))
+    def _done(self, call: str, name: str) -> None:
+        if call == "put" and name.startswith("heartbeats/"):
+            self.beats.append(msgspec.json.decode(self.inner.get(name), type=Heartbeat))
 
 
 class Run:

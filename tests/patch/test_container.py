@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -28,7 +27,6 @@ from tests.patch.tools import (
     TORCH_DTYPES,
     changed,
     container,
-    frames_of,
     from_bytes,
     hash_of,
     head_of,
@@ -40,7 +38,6 @@ from tests.patch.tools import (
     snapshot,
     span_of,
     take_apart,
-    with_payload,
 )
 
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 1, 3)]
@@ -507,107 +504,6 @@ def test_any_frame_is_refused_or_within_its_limit(data: bytes, limit: int) -> No
         except pulse.FormatError:
             continue
         assert len(found) <= limit
-
-
-# Fuzzing: mutations of sound patches, as they are and with their hash made right again
-
-MUTATION = st.tuples(
-    st.sampled_from(["flip", "set", "delete", "insert", "truncate", "duplicate"]),
-    st.floats(0, 1, exclude_max=True),
-    st.integers(0, 255),
-    st.integers(1, 12),
-)
-
-
-def mutate(data: bytes, mutations: list[tuple[str, float, int, int]]) -> bytes:
-    found = bytearray(data)
-    for verb, place, value, length in mutations:
-        at = int(place * len(found))
-        if verb == "insert":
-            found[at:at] = bytes([value]) * length
-        elif verb == "truncate":
-            del found[at:]
-        elif verb == "delete":
-            del found[at : at + length]
-        elif verb == "duplicate":
-            found[at:at] = found[at : at + length]
-        elif found:
-            found[at] = value if verb == "set" else found[at] ^ (1 << value % 8)
-    return bytes(found)
-
-
-def survives(patch: bytes) -> None:
-    """Nothing but a PulseError and untouched weights; or, where it applies, the digest that it promised."""
-    weights = make_weights()
-    try:
-        info = pulse.apply(weights, patch)
-    except pulse.PulseError:
-        assert snapshot(weights) == BASE
-    else:
-        assert pulse.digest(weights) == info.digests["target"]
-
-
-@settings(deadline=None, max_examples=500)
-@given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=4))
-def test_fuzz_of_whole_patches(codec: Any, mutations: list[tuple[str, float, int, int]]) -> None:
-    survives(mutate(PATCHES[codec], mutations))
-
-
-@settings(deadline=None, max_examples=700)
-@given(
-    st.sampled_from(NAMES),
-    st.sampled_from(["table", "index", "shared", "payload"]),
-    st.booleans(),
-    st.lists(MUTATION, min_size=1, max_size=3),
-)
-def test_fuzz_of_streams_with_their_hash_made_right(
-    codec: Any, stream: str, inside: bool, mutations: list[tuple[str, float, int, int]]
-) -> None:
-    """inside: mutate what the zstd frames hold and compress it again, so that the checks behind them are met."""
-    metadata, streams = take_apart(PATCHES[codec])
-    coded = streams[stream]
-    if not inside:
-        coded = mutate(coded, mutations)
-    elif stream in ("table", "index"):
-        coded = compress(mutate(zstandard.decompress(coded), mutations))
-    elif stream == "shared" or codec != "gap":
-        coded = mutate(coded, mutations)[: len(coded)].ljust(len(coded), b"\0")
-    else:
-        gaps, *frames = frames_of(coded)
-        coded = span_of([compress(mutate(zstandard.decompress(gaps), mutations)), *frames])
-        streams = with_payload(metadata, streams, coded)
-    survives(seal(metadata, {**streams, stream: coded}))
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    st.sampled_from(NAMES),
-    st.sampled_from(sorted(take_apart(PATCHES["gap"])[0])),
-    st.text(max_size=20) | st.integers().map(str),
-)
-def test_fuzz_of_metadata_with_its_hash_made_right(codec: Any, key: str, value: str) -> None:
-    metadata, streams = take_apart(PATCHES[codec])
-    try:
-        patch = seal({**metadata, key: value}, streams)
-    except UnicodeEncodeError:
-        return
-    survives(patch)
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.sampled_from(NAMES), st.lists(MUTATION, min_size=1, max_size=3))
-def test_fuzz_of_the_json_with_its_hash_made_right(codec: Any, mutations: list[tuple[str, float, int, int]]) -> None:
-    """Mutated header text; where it still parses, its metadata gets the hash that it asks for."""
-    patch = PATCHES[codec]
-    (length,) = struct.unpack_from("<Q", patch)
-    text, data = mutate(patch[8 : 8 + length], mutations), patch[8 + length :]
-    try:
-        metadata = msgspec.json.decode(text)["__metadata__"]
-        head = head_of(take_apart(patch)[1])
-        text = text.replace(metadata["blake3"].encode(), hash_of(metadata, head).encode())
-    except (msgspec.DecodeError, KeyError, AttributeError, TypeError, UnicodeError):
-        pass
-    survives(struct.pack("<Q", len(text)) + text + data)
 
 
 def test_from_bytes_and_raw_bytes_are_inverse() -> None:

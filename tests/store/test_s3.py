@@ -15,6 +15,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.store.remote import CloudStore
 from tests.conftest import Trainee
 from tests.store import servers
+from tests.store.through import Through
 
 ROUNDS = 6
 
@@ -112,21 +113,6 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-class Cutting:
-    """A store that loses its connection while an object of some kind is written."""
-
-    def __init__(self, inner: Store, line: servers.Line, prefix: str, after: int) -> None:
-        self._inner, self._line, self._prefix, self._after = inner, line, prefix, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        if name.startswith(self._prefix):
-            self._line.left = self._after
-        self._inner.put(name, data, mode=mode)
-
-
 @pytest.mark.parametrize(("prefix", "after"), [("patches/", 0), ("anchors/", 70_000), ("manifests/", 0)])
 def test_a_store_that_goes_away_in_the_middle(
     prefix: str, after: int, trainee: Trainee, monkeypatch: pytest.MonkeyPatch
@@ -137,10 +123,14 @@ def test_a_store_that_goes_away_in_the_middle(
         url = f"s3://{servers.s3_bucket()}/run"
         few = S3Store.from_url(url, retry_config={"max_retries": 3})  # the default takes seconds each time
         store = CloudStore(few, url)
-        line_store = Cutting(store, line, prefix, after)
+
+        def cut(call: str, name: str) -> None:  # the connection is lost while an object of this kind is written
+            if call == "put" and name.startswith(prefix):
+                line.left = after
+
         publisher = pulse.Publisher(store, anchor_every=1, cast="bfloat16", patience=0)
         publisher.publish(trainee.step(), version=0)
-        publisher.history.store = line_store
+        publisher.history.store = Through(store, before=cut)
         live, subscriber = trainee.empty(), pulse.Subscriber(store, patience=0)
         assert subscriber.sync(live).version == 0
         with pytest.raises(pulse.StoreError, match=f"cannot write {prefix}") as raised:

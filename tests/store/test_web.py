@@ -5,7 +5,6 @@ There is no listing, so the newest version is found by probing: compared with a 
 
 import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pulse_rl.log.beginning import FIRST, encode_first
 from tests.conftest import Trainee
 from tests.store import servers
 from tests.store.proxy import Proxy
+from tests.store.through import Through, unlisted
 
 
 @pytest.fixture(params=["nginx", "python"])
@@ -201,20 +201,14 @@ def test_the_newest_number_is_found_in_few_requests(first: int, count: int) -> N
     store = pulse.open_store("memory://")
     requested: list[str] = []
 
-    class Unlisted:
-        url = store.url
-
-        def list(self, prefix: str, after: str = "") -> None:
-            raise CannotListError("no listing")
-
-        def stream(self, name: str) -> Iterator[memoryview]:
-            requested.append(name)
-            return store.stream(name)
+    def noted(call: str, name: str) -> None:
+        unlisted(call, name)
+        requested.append(name)
 
     if first and count:
         store.put("first.json", encode_first(first))
     for sequence in range(first, first + count):
         store.put(f"manifests/{sequence:012d}.json", b"not sound")
-    history = History(Unlisted())  # type: ignore[arg-type]
+    history = History(Through(store, before=noted))
     assert history.sequences() == list(range(first, first + count))
     assert len(requested) <= 4 + 2 * 2 * count.bit_length()

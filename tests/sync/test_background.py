@@ -10,37 +10,19 @@ import torch
 import pulse_rl as pulse
 from pulse_rl.store.base import Store
 from tests.conftest import Trainee
+from tests.store.through import Through, failing, nothing, waiting
 
 
 def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: w.bfloat16() if w.is_floating_point() else w.clone() for n, w in weights.items()}
 
 
-class Gate:
-    """A store whose writes wait until it is opened, and fail on request."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-        self.open = threading.Event()
-        self.open.set()
-        self.failing = ""  # the beginning of names that cannot be written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        assert self.open.wait(30)
-        if self.failing and name.startswith(self.failing):
-            raise pulse.StoreError(f"cannot write {name}: no more credit", name=name)
-        self._inner.put(name, data, mode=mode)
-
-
 @pytest.fixture
-def gate(store: Store) -> Gate:
-    return Gate(store)
+def gate(store: Store) -> Through:
+    return Through(store)
 
 
-def follow(gate: Gate, trainee: Trainee) -> tuple[int, str]:
+def follow(gate: Through, trainee: Trainee) -> tuple[int, str]:
     """The version that a new subscriber reaches, and the digest recounted over its bits."""
     live = trainee.empty()
     report = pulse.Subscriber(gate).sync(live)
@@ -48,11 +30,12 @@ def follow(gate: Gate, trainee: Trainee) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("anchor", [False, True])
-def test_the_weights_may_be_modified_at_once(gate: Gate, trainee: Trainee, anchor: bool) -> None:
+def test_the_weights_may_be_modified_at_once(gate: Through, trainee: Trainee, anchor: bool) -> None:
     """Subscribers get the weights as they were at the call, however they change during the upload."""
     with pulse.Publisher(gate, cast="bfloat16") as publisher:
         for version in range(3):
-            gate.open.clear()
+            go_on = threading.Event()
+            gate.before = waiting(go_on)
             weights = trainee.step()
             expected = pulse.digest(cast(weights))
             started = publisher.publish(weights, version=version, anchor=anchor, background=True)
@@ -60,7 +43,7 @@ def test_the_weights_may_be_modified_at_once(gate: Gate, trainee: Trainee, ancho
             assert started.digest == expected
             assert publisher.version == (version - 1 if version else None)
             trainee.step()
-            gate.open.set()
+            go_on.set()
             report = publisher.flush()
             assert report is not None
             assert not report.pending
@@ -71,11 +54,12 @@ def test_the_weights_may_be_modified_at_once(gate: Gate, trainee: Trainee, ancho
         assert publisher.flush() is None
 
 
-def test_the_next_version_waits_for_the_one_before(gate: Gate, trainee: Trainee) -> None:
+def test_the_next_version_waits_for_the_one_before(gate: Through, trainee: Trainee) -> None:
     """It is encoded meanwhile, against the version in flight."""
     publisher = pulse.Publisher(gate, cast="bfloat16")
     publisher.publish(trainee.step(), version=0)
-    gate.open.clear()
+    go_on = threading.Event()
+    gate.before = waiting(go_on)
     publisher.publish(trainee.step(), version=1, background=True)
     trainee.step()
     reports = []
@@ -84,37 +68,10 @@ def test_the_next_version_waits_for_the_one_before(gate: Gate, trainee: Trainee)
     second.join(0.3)
     assert second.is_alive()
     assert follow(gate, trainee)[0] == 0
-    gate.open.set()
+    go_on.set()
     second.join(30)
     assert [(report.version, report.base) for report in reports] == [(2, 1)]
     assert follow(gate, trainee) == (2, pulse.digest(cast(trainee.weights)))
-
-
-@pytest.mark.parametrize("failing", ["patches", "anchors", "trails", "manifests"])
-@pytest.mark.parametrize("verb", ["publish", "flush", "close", "resume"])
-def test_a_failure_is_raised_by_the_next_call_and_undone(
-    gate: Gate, trainee: Trainee, failing: str, verb: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = pulse.Publisher(gate, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
-    old = pulse.digest(cast(trainee.weights))
-    gate.failing = failing
-    with caplog.at_level(logging.ERROR):
-        publisher.publish(trainee.step(), version=1, anchor=True, background=True)
-        trainee.step()
-        with pytest.raises(pulse.StoreError, match="no more credit") as raised:
-            publisher.publish(trainee.weights, version=2) if verb == "publish" else getattr(publisher, verb)()
-        assert raised.value.name is not None
-        assert raised.value.name.startswith(failing)
-    assert "no more credit" in caplog.text
-    assert publisher.version == 0
-    assert follow(gate, trainee) == (0, old)
-    gate.failing = ""
-    # The version number is free again, and the patch starts from what subscribers have.
-    report = publisher.publish(trainee.weights, version=1)
-    assert (report.base, report.warning) == (0, None)
-    assert follow(gate, trainee) == (1, pulse.digest(cast(trainee.weights)))
-    assert publisher.resume() == 1
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -122,18 +79,18 @@ def test_a_failure_of_a_version_that_overwrote_too_much_to_keep(
     store: Store, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     """All of the weights, or a few where temporary files have no room: the baseline is rebuilt from the history."""
-    gate = Gate(store)
+    gate = Through(store)
     weights = {"w": torch.zeros(5000, dtype=torch.int16)}
     publisher = pulse.Publisher(gate)
     publisher.publish(weights, version=0)
     if not room:
         monkeypatch.setattr("pulse_rl.patch.overlay.map_open_file", _no_room)
     weights["w"][: 5000 if room else 3] += 1
-    gate.failing = "manifests"
+    gate.before = failing("manifests")
     publisher.publish(weights, version=1, background=True)
     with pytest.raises(pulse.StoreError, match="no more credit"):
         publisher.flush()
-    gate.failing = ""
+    gate.before = nothing
     for version in range(1, 6):
         weights["w"][version * 7] += 1
         assert publisher.publish(weights, version=version).base == version - 1
@@ -168,12 +125,12 @@ def test_a_history_that_was_rolled_back_is_not_gone_on_with(
     assert pulse.Subscriber(store).sync(live).version == 3
 
 
-def test_a_first_version_that_fails_leaves_nothing(gate: Gate, trainee: Trainee) -> None:
+def test_a_first_version_that_fails_leaves_nothing(gate: Through, trainee: Trainee) -> None:
     publisher = pulse.Publisher(gate, cast="bfloat16")
-    gate.failing = "anchors"
+    gate.before = failing("anchors")
     with pytest.raises(pulse.StoreError, match="no more credit"), publisher:
         publisher.publish(trainee.step(), version=0, background=True)
-    gate.failing = ""
+    gate.before = nothing
     assert publisher.version is None
     publisher.publish(trainee.step(), version=0, background=True)
     publisher.close()
@@ -181,34 +138,30 @@ def test_a_first_version_that_fails_leaves_nothing(gate: Gate, trainee: Trainee)
 
 
 def test_what_fails_after_the_commit_is_a_warning(
-    gate: Gate, trainee: Trainee, caplog: pytest.LogCaptureFixture
+    gate: Through, trainee: Trainee, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pruning fails here, as first.json cannot be written; the version is published all the same."""
     publisher = pulse.Publisher(gate, cast="bfloat16", anchor_every=2, retain=1, grace=0)
     for version in range(4):
         publisher.publish(trainee.step(), version=version)
-    gate.failing = "first.json"
+    gate.before = failing("first.json")
     with caplog.at_level(logging.WARNING):
         report = publisher.publish(trainee.step(), version=4)
     assert report.warning is not None
-    assert "deleting old versions: cannot write first.json" in report.warning
+    assert "deleting old versions: cannot put first.json" in report.warning
     assert "no more credit" in caplog.text
     assert publisher.version == 4
-    gate.failing = ""
+    gate.before = nothing
     assert publisher.publish(trainee.step(), version=5).warning is None
     assert follow(gate, trainee) == (5, pulse.digest(cast(trainee.weights)))
 
 
 def test_a_skip_patch_that_cannot_be_put_is_left_out(store: Store) -> None:
-    class Second(Gate):
-        """Refuses the second patch of a version."""
+    def second(call: str, name: str) -> None:
+        if call == "put" and any(info.name[:20] == name[:20] for info in store.list("patches")):
+            failing("patches")(call, name)
 
-        def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-            if name.startswith("patches") and any(info.name[:20] == name[:20] for info in self._inner.list("patches")):
-                raise pulse.StoreError(f"cannot write {name}: no more credit", name=name)
-            super().put(name, data, mode=mode)
-
-    publisher = pulse.Publisher(Second(store))
+    publisher = pulse.Publisher(Through(store, before=second))
     weights, live = {"w": torch.zeros(100_000)}, {"w": torch.zeros(100_000)}
     sleeper = pulse.Subscriber(store)
     for version in range(7):

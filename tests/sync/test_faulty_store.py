@@ -72,20 +72,6 @@ class Faulty:
         self._inner.delete(name)
 
 
-class Deaf(Faulty):
-    """A store that commits and says nothing: the response is lost, and so is the answer to the question after it."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner, seed=0, rate=0.0)
-        self.deaf = False
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        super().put(name, data, mode=mode)
-        if self.deaf and name.startswith("manifests/"):
-            self.rate = 1.0
-            self._fail(f"get the response to the write of {name}")
-
-
 def cast(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: w.bfloat16() if w.is_floating_point() else w for n, w in weights.items()}
 
@@ -148,69 +134,3 @@ def test_never_a_wrong_bit_and_all_recovers(trainee: Trainee, codec: Any, lose: 
     assert early.sync() == 28
     assert Follower(theirs, trainee, offered).sync() == 28
     assert lose or verify(inner).ok
-
-
-class Silent:
-    """A store that writes a manifest and then does not respond until it is back."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-        self.down = False  # from the next manifest on
-        self._silent = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def put(self, name: str, data: Any, *, mode: Any = "overwrite") -> None:
-        self._inner.put(name, data, mode=mode)
-        self._silent = self.down and name.startswith("manifests/")
-        self._respond()
-
-    def stream(self, name: str) -> Iterator[memoryview]:
-        self._respond()
-        return self._inner.stream(name)
-
-    def _respond(self) -> None:
-        if self.down and self._silent:
-            raise pulse.StoreError("no response")
-
-
-def test_a_publisher_goes_on_from_a_commit_whose_response_was_lost(trainee: Trainee) -> None:
-    store = Silent(pulse.open_store("memory://"))
-    publisher = pulse.Publisher(store, cast="bfloat16")
-    publisher.publish(trainee.step(), version=0)
-    store.down = True
-    with pytest.raises(pulse.StoreError, match="no response"):
-        publisher.publish(trainee.step(), version=1)
-    store.down = False
-    with pytest.raises(ValueError, match="more than 1"):
-        publisher.publish(trainee.weights, version=1)
-    assert publisher.version == 1
-    report = publisher.publish(trainee.step(), version=2)
-    assert report.base == 1
-    live = trainee.empty()
-    assert pulse.Subscriber(store).sync(live).digest == report.digest == pulse.digest(live)
-    other = pulse.Publisher(store, cast="bfloat16")
-    other.publish(trainee.step(), version=3)
-    with pytest.raises(pulse.StoreError, match="another publisher"):
-        publisher.publish(trainee.step(), version=4)
-
-
-def test_a_commit_without_an_answer_may_have_succeeded() -> None:
-    """publish says so, resume tells, and the same number cannot be given to other weights."""
-    store = Deaf(pulse.open_store("memory://"))
-    publisher = pulse.Publisher(store, patience=0)
-    publisher.publish({"w": np.zeros(9, np.uint16)}, version=0)
-    store.deaf = True
-    with pytest.raises(pulse.StoreError) as raised:
-        publisher.publish({"w": np.ones(9, np.uint16)}, version=1)
-    assert any("resume()" in note for note in raised.value.__notes__)
-    store.deaf, store.rate = False, 0.0
-    assert publisher.version == 0
-    assert publisher.resume() == 1
-    with pytest.raises(ValueError, match="expected more than 1"):
-        publisher.publish({"w": np.ones(9, np.uint16)}, version=1)
-    publisher.publish({"w": np.full(9, 2, np.uint16)}, version=2)
-    live = {"w": np.zeros(9, np.uint16)}
-    assert pulse.Subscriber(store, patience=0).sync(live).version == 2
-    assert verify(store).ok

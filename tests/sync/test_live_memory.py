@@ -22,6 +22,7 @@ from pulse_rl.store.base import Store
 from pulse_rl.weights.bits import TorchBits
 from pulse_rl.weights.memory import LiveWeights, Memory, live_tensors
 from pulse_rl.weights.pieces import Shard
+from tests.store.through import Through
 
 
 class Model(torch.nn.Module):
@@ -578,13 +579,7 @@ def test_another_history_in_the_same_place() -> None:
     named(first.store, "1" * 16)
     named(other.store, "3" * 16)
 
-    class Moved:
-        inner = first.store
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-    moved: Any = Moved()
+    moved = Through(first.store)
     model, subscriber = Model(seed=1), pulse.Subscriber(moved)
     subscriber.sync(model)
     moved.inner = other.store
@@ -690,16 +685,12 @@ def test_tensors_of_a_device_that_overlap() -> None:
 def test_a_second_call_meanwhile_is_refused(run: Run) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    class Slow:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(run.store, name)
-
-        def stream(self, name: str) -> Iterator[memoryview]:
+    def slow(call: str, name: str) -> None:
+        if call == "stream":
             entered.set()
             assert go_on.wait(60)
-            return run.store.stream(name)
 
-    subscriber, model = pulse.Subscriber(Slow()), Model(seed=1)
+    subscriber, model = pulse.Subscriber(Through(run.store, before=slow)), Model(seed=1)
     thread = threading.Thread(target=subscriber.sync, args=(model,))
     thread.start()
     assert entered.wait(60)
@@ -716,17 +707,13 @@ def test_a_call_within_a_call_is_refused(run: Run) -> None:
     """As from a signal handler: both would write to the weights."""
     refused: list[str] = []
 
-    class Handled:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(run.store, name)
-
-        def stream(self, name: str) -> Iterator[memoryview]:
+    def handled(call: str, name: str) -> None:
+        if call == "stream":
             with pytest.raises(RuntimeError, match="one call at a time") as raised:
                 subscriber.verify(model)
             refused.append(str(raised.value))
-            return run.store.stream(name)
 
-    subscriber, model = pulse.Subscriber(Handled()), Model(seed=1)
+    subscriber, model = pulse.Subscriber(Through(run.store, before=handled)), Model(seed=1)
     assert subscriber.sync(model).version == 2
     assert refused
     assert bits(model) == bits(run.source)

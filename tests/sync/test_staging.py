@@ -14,7 +14,6 @@ import torch
 
 import pulse_rl as pulse
 from pulse_rl.codecs.choose import CODECS
-from pulse_rl.history.trail import link_of
 from pulse_rl.kernels import cpu
 from pulse_rl.parallel import ordered_map
 from pulse_rl.patch import apply, merging
@@ -24,6 +23,7 @@ from pulse_rl.weights.bits import HostBits, as_bits
 from pulse_rl.weights.changes import Changes
 from tests.conftest import Trainee
 from tests.history.parts import even, publish_parts
+from tests.store.through import Through
 
 
 class Run:
@@ -238,34 +238,6 @@ def test_weights_that_torch_has_written_to_or_replaced_are_refused(trainee: Trai
     assert pulse.digest(live) == report.digest
 
 
-def test_a_store_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run = Run(3)
-    live, subscriber = run.copy(1), pulse.Subscriber(run.store)
-    link = link_of(run.publisher.history.read(2))
-    assert link is not None
-    run.store.delete(link.ref.name)
-    with pytest.raises(pulse.StoreError, match="missing"):
-        subscriber.stage(live)
-    assert subscriber.version == 1
-    assert equal(live, run.states[1])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_damaged_patch_leads_to_the_anchor() -> None:
-    """What was kept of the chain before is dropped: only the restored version is written."""
-    run = Run(6, anchor_every=5)
-    link = link_of(run.publisher.history.read(3))
-    assert link is not None
-    run.store.put(link.ref.name, b"x" * link.ref.nbytes)
-    live, subscriber = run.copy(1), pulse.Subscriber(run.store)
-    staged = subscriber.stage(live)
-    assert staged.route == "anchor"
-    report = staged.apply()
-    assert link.ref.name in (report.recovered or "")
-    assert equal(live, run.states[5])
-
-
 def test_apply_reads_back_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails in the middle leaves weights of no known version, and the next sync repairs them."""
     run = Run(3)
@@ -353,33 +325,23 @@ def test_nothing_to_stage_and_an_older_version() -> None:
 def test_it_is_staged_in_another_thread_while_weights_are_read() -> None:
     """A model that generates meanwhile sees the old bits; a sync meanwhile is refused."""
 
-    class Slow:
-        """Blocks the first patch that is read until it may go on."""
+    reached, go_on = threading.Event(), threading.Event()
 
-        def __init__(self, store: Store) -> None:
-            self._store = store
-            self.reached, self.go_on = threading.Event(), threading.Event()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._store, name)
-
-        def stream(self, name: str) -> Any:
-            if name.startswith("patches"):
-                self.reached.set()
-                assert self.go_on.wait(10)
-            return self._store.stream(name)
+    def slow(call: str, name: str) -> None:
+        if call == "stream" and name.startswith("patches"):
+            reached.set()
+            assert go_on.wait(60)
 
     run = Run(2)
-    store: Any = Slow(run.store)
-    live, subscriber = run.copy(0), pulse.Subscriber(store)
+    live, subscriber = run.copy(0), pulse.Subscriber(Through(run.store, before=slow))
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(subscriber.stage(live)))
     thread.start()
-    assert store.reached.wait(10)
+    assert reached.wait(60)
     with pytest.raises(RuntimeError, match="another thread"):
         subscriber.sync(live)
     assert equal(live, run.states[0])
-    store.go_on.set()
+    go_on.set()
     thread.join()
     assert equal(live, run.states[0])
     assert found[0].apply().version == 1
