@@ -53,7 +53,7 @@ train-vllm: setup-vllm
 
 # What needs vLLM, in its environment.
 test-vllm: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests/engines tests/integrations/vllm tests/integrations/sglang)
+	$(VLLM_BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests/engines tests/integrations/vllm tests/integrations/sglang tests/weights/test_views.py)
 
 # verl, in an environment of its own: it asks for an older Transformers. What its modules import and it does not ask for
 # comes with its engines; FSDP2 on a CPU needs these of it.

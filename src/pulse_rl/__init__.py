@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from pulse_rl.weights.digests import digest
     from pulse_rl.weights.layout import TensorSpec
     from pulse_rl.weights.pieces import Shard
+    from pulse_rl.weights.views.fp8 import Fp8
+    from pulse_rl.weights.views.quantised import Quantised
 
 _HOME = {
     "BaseMismatchError": "errors",
@@ -85,6 +87,7 @@ _HOME = {
     "EngineError": "errors",
     "ExchangeError": "errors",
     "FormatError": "errors",
+    "Fp8": "weights.views.fp8",
     "History": "history.history",
     "IntegrityError": "errors",
     "LocoReport": "loco.outcome",
@@ -101,6 +104,7 @@ _HOME = {
     "Publisher": "sync.publish.publisher",
     "PulseError": "errors",
     "PulseLoCo": "loco.optimizer",
+    "Quantised": "weights.views.quantised",
     "Shard": "weights.pieces",
     "Staged": "sync.subscribe.staging",
     "Status": "history.operate.status",
@@ -142,6 +146,7 @@ __all__ = [
     "EngineError",
     "ExchangeError",
     "FormatError",
+    "Fp8",
     "History",
     "IntegrityError",
     "LocoReport",
@@ -158,6 +163,7 @@ __all__ = [
     "Publisher",
     "PulseError",
     "PulseLoCo",
+    "Quantised",
     "Shard",
     "Staged",
     "Status",

@@ -111,7 +111,7 @@ def float_of(typingctx: Any, x: Any) -> Any:
 
 
 @inlined
-def _rounded(bits, form):
+def rounded(bits, form):
     # Every case is computed and one is selected: without branches the loop is vectorized.
     magnitude = np.uint32(bits & _MAGNITUDE)
     odd = np.uint32((magnitude >> form.shift) & np.uint32(1))
@@ -127,7 +127,7 @@ def _rounded(bits, form):
 @kernel
 def _cast(values, form, bits):
     for i in range(values.shape[0]):
-        bits[i] = _rounded(bits_of(values[i]), form)
+        bits[i] = rounded(bits_of(values[i]), form)
 
 
 def cast(values: F32, form: NarrowFormat, bits: UIntArray) -> None:
@@ -140,8 +140,8 @@ def _gate(shared, live, residual, form, scale, before, after):
     broken = np.uint32(0)
     for i in range(shared.shape[0]):
         s = residual[i] + (shared[i] - live[i])
-        before[i] = _rounded(bits_of(shared[i]), form)
-        after[i] = _rounded(bits_of(np.float32(shared[i] - np.float32(scale * s))), form)
+        before[i] = rounded(bits_of(shared[i]), form)
+        after[i] = rounded(bits_of(np.float32(shared[i] - np.float32(scale * s))), form)
         broken |= np.uint32((bits_of(s) & _INFINITY) == _INFINITY)
     return broken == 0
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_rl.dtypes import UINTS, Field, field_of
-from pulse_rl.kernels.cpu import classes, coding, compiled, context, loco, moves, rangecoder, sends, study
+from pulse_rl.kernels.cpu import classes, coding, compiled, context, loco, moves, quantising, rangecoder, sends, study
 from pulse_rl.kernels.cpu.casts import cast_bfloat16, find_cast_changes
 from pulse_rl.kernels.cpu.changes import (
     SLACK,
@@ -51,6 +51,7 @@ def warm_up(directory: Path | None = None) -> compiled.Warmed:
             _warm_context(field_of(dtype), UINTS[int(dtype.partition("_")[0].strip("BF")) // 8])
         _warm_numbers()
         _warm_loco()
+        quantising.warm()
     return compiled.Warmed(kept(), *compiled.so_far())
 
 

@@ -1,0 +1,78 @@
+"""What a view is, as a user says it: which tensors are quantised, in which blocks and by which rule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from pulse_rl.weights.views.rules import RULES, BlockKind, RuleName
+
+Scales: TypeAlias = Literal["plain", "sticky"]
+
+# Parts of names whose tensors engines load as they are: embeddings and the head, routers, norms.
+IGNORED = ("lm_head", "*embed*", "wte", "wpe", "gate", "router", "shared_expert_gate", "*norm*", "score")
+MX_BLOCK = (1, 32)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A view in FP8 E4M3, with a scale for each block, as checkpoints of engines have it.
+
+    Quantised are the matrices of linear layers (`….weight`, of two dimensions) and stacks of experts (of three, with
+    `experts` in the name), of bfloat16; all other tensors are in the view as they are.
+
+    Args:
+        block: Rows and columns of a block; (1, 32) are those of MXFP8. "channel": a scale for each row. "tensor": one
+            for each matrix.
+        rule: Whose arithmetic and names to take, bit for bit: "deepseek" (as slime, verl and SkyRL have it),
+            "transformers", "vllm" or "compressed-tensors".
+        scales: "plain": recomputed for each version, as the library would. "sticky": kept until a weight of the block
+            would overflow or all of them use less than `keep` of the range.
+        ue8m0: Round scales up to powers of two. Those of MXFP8 always are.
+        keep: With sticky scales, the part of a block's range that its largest weight has to use, between 0 and 1.
+        ignore: Patterns of parts of names, between two dots: a tensor with such a part is not quantised.
+
+    Raises:
+        ValueError: The rule does not have such blocks or scales; or a setting makes no sense.
+
+    Attributes:
+        block: As given, as all others.
+        rule: Likewise.
+        scales: Likewise.
+        ue8m0: Likewise.
+        keep: Likewise.
+        ignore: Likewise.
+    """
+
+    block: tuple[int, int] | Literal["channel", "tensor"] = (128, 128)
+    rule: RuleName = "deepseek"
+    scales: Scales = "plain"
+    ue8m0: bool = False
+    keep: float = 0.5
+    ignore: Sequence[str] = IGNORED
+
+    def __post_init__(self) -> None:
+        sides = (self.block,) if isinstance(self.block, str) else tuple(self.block)
+        sized = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+        if not sized and self.block not in ("channel", "tensor"):
+            raise ValueError(f"block: expected rows and columns, 'channel' or 'tensor', found {self.block!r}")
+        if self.scales not in ("plain", "sticky"):
+            raise ValueError(f"scales: expected 'plain' or 'sticky', found {self.scales!r}")
+        if not 0 < self.keep < 1:
+            raise ValueError(f"keep: expected more than 0 and less than 1, found {self.keep!r}")
+        if (self.rule, self.kind, self.powers) not in RULES:
+            offered = sorted({rule for rule, kind, powers in RULES if (kind, powers) == (self.kind, self.powers)})
+            powers = " with ue8m0" if self.ue8m0 else ""
+            expected = f"one of {', '.join(offered)}" if offered else f"no ue8m0 with block={self.block!r}"
+            raise ValueError(f"rule: expected {expected} for block={self.block!r}{powers}, found {self.rule!r}")
+
+    @property
+    def kind(self) -> BlockKind:
+        """How large its blocks are."""
+        if isinstance(self.block, str):
+            return self.block
+        return "mx" if tuple(self.block) == MX_BLOCK else "block"
+
+    @property
+    def powers(self) -> bool:
+        """Whether its scales are powers of two."""
+        return self.ue8m0 or self.kind == "mx"
